@@ -1,0 +1,168 @@
+"""Beam search of Hugging Face transformers, faster and with the same output: `import fastgen`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from fastgen import config, report
+from fastgen._import_hook import cancel, when_imported
+from fastgen._patching import PatchSet, SeamMismatch
+from fastgen.config import Config
+from fastgen.report import Call, FallbackError, HostStatus, Status
+
+__version__ = "0.1.0"
+__all__ = [
+    "Call",
+    "Config",
+    "FallbackError",
+    "HostStatus",
+    "Status",
+    "configure",
+    "disable",
+    "disabled",
+    "enable",
+    "status",
+]
+
+# Guards the switch and every host's patches. Never held while a module is imported: another thread
+# may hold that module's import lock and wait for this one.
+_lock = threading.RLock()
+
+
+class _Host:
+    """One library that fastgen accelerates once it is imported."""
+
+    def __init__(self, name: str, leaf: str, adapter: str) -> None:
+        self.name = name
+        self.leaf = leaf  # the module whose import makes the host patchable
+        self.adapter = adapter
+        self._patches = PatchSet()
+        self._patched: ModuleSpec | None = None  # new at every import, reloads included
+        self._mismatch = ""
+        self._warned = False
+
+    def follow(self) -> None:
+        """Bring the host in line with the switch, now and when it is imported."""
+        if _switch.on:
+            when_imported(self.leaf, self._arrived)
+        with _lock:
+            if _switch.on:
+                return
+            cancel(self.leaf, self._arrived)
+            self._patched = None
+            foreign = self._patches.revert()
+        if foreign:
+            names = ", ".join(foreign)
+            text = f"fastgen leaves {names} as it is: something else has replaced it since."
+            warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def _arrived(self, module: ModuleType) -> None:
+        try:
+            adapter = importlib.import_module(self.adapter)
+        except (ImportError, AttributeError) as error:  # names that this version of the host lacks
+            self._leave_alone(error)
+            return
+        try:
+            with _lock:
+                if not _switch.on or (self._patched is not None and self._patched is module.__spec__):
+                    return
+                self._patches.revert()
+                self._patched = None
+                with self._patches:
+                    adapter.install(self._patches, module)
+                self._patched = module.__spec__
+                self._mismatch = ""
+        except (SeamMismatch, ImportError, AttributeError) as error:
+            self._leave_alone(error)
+
+    def _leave_alone(self, error: Exception) -> None:
+        self._mismatch = str(error) or type(error).__name__
+        if not self._warned:
+            self._warned = True
+            text = f"fastgen leaves {self.name} {self._version()} alone: {self._mismatch}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _version(self) -> str | None:
+        return getattr(sys.modules.get(self.name), "__version__", None)
+
+    def status(self) -> HostStatus:
+        if self._patched is not None:
+            return HostStatus(self.name, self._version(), "accelerated")
+        if self.leaf not in sys.modules:
+            return HostStatus(self.name, self._version(), "not imported")
+        if _switch.on and self._mismatch:
+            return HostStatus(self.name, self._version(), "left alone", self._mismatch)
+        return HostStatus(self.name, self._version(), "disabled")
+
+
+class _Switch:
+    """On when the user wants fastgen and no `disabled()` block is open, in whatever thread."""
+
+    wanted = False
+    paused = 0
+
+    @property
+    def on(self) -> bool:
+        return self.wanted and not self.paused
+
+
+_switch = _Switch()
+_hosts = (_Host("transformers", "transformers.generation.utils", "fastgen.optimizer.transformers"),)
+
+
+def _follow() -> None:
+    for host in _hosts:
+        host.follow()
+
+
+def enable() -> None:
+    """Accelerate the hosts that are imported, and those that will be."""
+    with _lock:
+        _switch.wanted = True
+    _follow()
+
+
+def disable() -> None:
+    """Put back every attribute of every host as it was."""
+    with _lock:
+        _switch.wanted = False
+    _follow()
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """The stock hosts inside the block, for all threads; blocks nest and may overlap across threads."""
+    with _lock:
+        _switch.paused += 1
+    try:
+        _follow()
+        yield
+    finally:
+        with _lock:
+            _switch.paused -= 1
+        _follow()
+
+
+def configure(**options: Any) -> Config:
+    """Change settings: strict (bool), tier ("auto", "fast", "compat", "stock"), history (int)."""
+    return config.configure(**options)
+
+
+def status() -> Status:
+    """What is accelerated, and what the last beam searches did and why. Print it."""
+    with _lock:
+        hosts = tuple(host.status() for host in _hosts)
+        on = _switch.on
+    return Status(__version__, on, hosts, report.counters(), report.calls())
+
+
+if not config.flag("FASTGEN_DISABLE"):
+    enable()

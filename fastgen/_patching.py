@@ -1,0 +1,98 @@
+"""Replace attributes of a host, all or nothing, and put back exactly what was there."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Final
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = _Missing()
+
+
+class SeamMismatch(Exception):
+    """The host does not look the way the adapter expects."""
+
+
+class PatchSet:
+    """Replaced attributes and what they replaced.
+
+    Used as a context manager it is a transaction: an exception inside the block undoes all of it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, raw original, ours
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Set `owner.name` to `value`, remembering the raw attribute of `owner` itself."""
+        with self._lock:
+            original = vars(owner).get(name, MISSING)
+            setattr(owner, name, value)
+            self._saved.append((owner, name, original, value))
+
+    def revert(self) -> tuple[str, ...]:
+        """Undo every replacement, the latest first; return the names left as others have set them since.
+
+        An attribute that no longer holds our value belongs to whoever changed it: overwriting it would
+        silently remove their patch.
+        """
+        foreign = []
+        with self._lock:
+            while self._saved:
+                owner, name, original, ours = self._saved.pop()
+                if vars(owner).get(name, MISSING) is not ours:
+                    foreign.append(f"{getattr(owner, '__name__', owner)}.{name}")
+                elif original is MISSING:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, original)
+        return tuple(foreign)
+
+    def __enter__(self) -> PatchSet:
+        self._lock.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is not None:
+                self.revert()
+        finally:
+            self._lock.release()
+
+
+def require_signature(function: Callable[..., Any], parameters: Sequence[str]) -> None:
+    """Raise SeamMismatch unless `function` takes exactly `parameters`, in this order."""
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        found = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError) as error:
+        raise SeamMismatch(f"{name} has no signature to check: {error}") from error
+    expected = list(parameters)
+    if found == expected:
+        return
+    missing = [parameter for parameter in expected if parameter not in found]
+    extra = [parameter for parameter in found if parameter not in expected]
+    differences = []
+    if missing:
+        differences.append(f"{', '.join(missing)} missing")
+    if extra:
+        differences.append(f"{', '.join(extra)} unexpected")
+    if not differences:
+        differences.append(f"the order is {', '.join(found)} instead of {', '.join(expected)}")
+    raise SeamMismatch(f"{name} has other parameters than expected: {' and '.join(differences)}")

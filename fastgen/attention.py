@@ -1,0 +1,61 @@
+"""Beam attention: the beams of a sentence are query rows over one set of keys.
+
+`B` sentences, `M` beams, `H` query heads, `G = H / Hkv` query heads per key head, `K` keys, `D` head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# On the CPU torch's fused attention works in blocks of many query rows; with a handful of rows, two
+# batched products win until the keys no longer fit the cache. benchmarks/bench_attention.py measures it.
+_FUSED_FROM_KEYS = 800
+
+
+def fold_beams(query: Tensor, batch: int, key_heads: int) -> Tensor:
+    """Query rows `[B*M, H, 1, D]` -> `[B, Hkv, G, M, D]`, next to keys `[B, Hkv, K, D]`."""
+    rows, heads, _, size = query.shape
+    folded = query.reshape(batch, rows // batch, key_heads, heads // key_heads, size)
+    return folded.permute(0, 2, 3, 1, 4)
+
+
+def unfold_beams(output: Tensor) -> Tensor:
+    """`[B, Hkv, G, M, D]` -> `[B*M, 1, H, D]`, what the hosts expect of an attention function."""
+    batch, key_heads, group, beams, size = output.shape
+    return output.permute(0, 3, 1, 2, 4).reshape(batch * beams, 1, key_heads * group, size)
+
+
+def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention of all beams over their sentence's shared keys.
+
+    FastSeq's equations 3 and 4 (Yan et al., 2021), with the group axis of grouped-query attention beside
+    the beams and an ancestry mask in `bias`.
+
+    Args:
+        query: `[B, Hkv, G, M, D]`.
+        key: `[B, Hkv, K, D]`; value: `[B, Hkv, K, Dv]`, same dtype as the query.
+        bias: added to the scores before the softmax, same dtype, broadcastable to `[B, Hkv*G, M, K]`.
+        scale: factor of the scores.
+
+    Returns: `[B, Hkv, G, M, Dv]`.
+    """
+    batch, key_heads, group, beams, size = query.shape
+    query = query.reshape(batch, key_heads, group * beams, size)
+    if query.device.type != "cpu" or query.dtype != torch.float32 or key.shape[2] >= _FUSED_FROM_KEYS:
+        if bias is not None and group > 1:
+            bias = _per_group(bias, key_heads, group).expand(-1, -1, group, -1, -1).flatten(2, 3)
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    else:
+        keys = key.flatten(0, 1)  # a view: slots beyond those in use only change the stride of B*Hkv
+        scores = torch.bmm((query * scale).flatten(0, 1), keys.transpose(1, 2))  # [B*Hkv, G*M, K]
+        if bias is not None:
+            scores.view(batch, key_heads, group, beams, -1).add_(_per_group(bias, key_heads, group))
+        output = torch.bmm(scores.softmax(-1), value.flatten(0, 1)).unflatten(0, (batch, key_heads))
+    return output.unflatten(2, (group, beams))
+
+
+def _per_group(bias: Tensor, key_heads: int, group: int) -> Tensor:
+    """`[B, 1 or H, M, K]` -> `[B, 1 or Hkv, 1 or G, M, K]`."""
+    return bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (key_heads, group))

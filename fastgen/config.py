@@ -1,0 +1,88 @@
+"""The user's settings: environment variables first, `configure` over them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+TIERS = ("auto", "fast", "compat", "stock")
+_FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
+_FLAGS |= {"1": True, "true": True, "yes": True, "on": True}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a call may do. An instance never changes; `configure` installs a new one."""
+
+    strict: bool = False  # raise FallbackError where the stock code would take over
+    tier: str = "auto"  # the best tier a request allows, or one of them only
+    history: int = 32  # calls that status() remembers
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"strict must be True or False, not {self.strict!r}.")
+        if not isinstance(self.tier, str):
+            raise TypeError(f"tier must be one of {', '.join(TIERS)}, not {self.tier!r}.")
+        if self.tier not in TIERS:
+            raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {self.tier!r}.")
+        if not isinstance(self.history, int) or isinstance(self.history, bool):
+            raise TypeError(f"history must be a whole number, not {self.history!r}.")
+        if self.history < 0:
+            raise ValueError(f"history must be 0 or more, not {self.history!r}.")
+
+
+def flag(variable: str) -> bool:
+    """An environment variable read as yes or no; unset means no."""
+    text = os.environ.get(variable, "")
+    try:
+        return _FLAGS[text.strip().lower()]
+    except KeyError:
+        raise ValueError(f"{variable} must be 0 or 1, not {text!r}.") from None
+
+
+def from_environment() -> Config:
+    """The settings of FASTGEN_STRICT, FASTGEN_TIER and FASTGEN_HISTORY, defaults where unset."""
+    options: dict[str, Any] = {"strict": flag("FASTGEN_STRICT")}
+    if tier := os.environ.get("FASTGEN_TIER", "").strip():
+        options["tier"] = tier.lower()
+    if history := os.environ.get("FASTGEN_HISTORY", "").strip():
+        try:
+            options["history"] = int(history)
+        except ValueError:
+            raise ValueError(f"FASTGEN_HISTORY must be a whole number, not {history!r}.") from None
+    try:
+        return Config(**options)
+    except ValueError as error:  # the message begins with the option's name
+        option, _, rest = str(error).partition(" ")
+        raise ValueError(f"FASTGEN_{option.upper()} {rest}") from None
+
+
+_lock = threading.Lock()
+_current = from_environment()
+
+
+def current() -> Config:
+    """The settings in force."""
+    return _current
+
+
+def configure(**options: Any) -> Config:
+    """Change the named settings for the whole process and return the result; an error changes nothing."""
+    global _current
+    known = [field.name for field in fields(Config)]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}: the options are {', '.join(known)}.")
+    with _lock:
+        _current = replace(_current, **options)
+        return _current
+
+
+def reset() -> Config:
+    """Back to what the environment says."""
+    global _current
+    with _lock:
+        _current = from_environment()
+        return _current

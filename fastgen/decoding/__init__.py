@@ -1,0 +1,1 @@
+"""Search over the next tokens; each host's own rules are policies."""

@@ -1,0 +1,228 @@
+"""Beam search over batches of sentences, with the rules of transformers' vectorised beam search.
+
+Shapes: `B` live sentences, `M` beams, `K` candidates a sentence and step, `L` maximal length, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_DEAD = -1.0e9  # the host's mark of a beam that must not be chosen
+
+
+@dataclass(frozen=True)
+class FinishingPolicy:
+    """When a hypothesis counts as finished and a sentence as done (transformers' rules)."""
+
+    length_penalty: float
+    early_stopping: bool | str  # True, False or "never"
+    max_length: int
+    prompt_length: int
+
+    def is_improvable(self, running: Tensor, finished: Tensor, is_finished: Tensor, length: int) -> Tensor:
+        """Whether the best live beam may still beat the worst finished one, bool `[B, 1]`."""
+        by_maximum = self.early_stopping == "never" and self.length_penalty > 0.0
+        best_length = (self.max_length if by_maximum else length) - self.prompt_length
+        best = running[:, :1] / (best_length**self.length_penalty)
+        worst = torch.where(is_finished, finished.min(dim=1, keepdim=True)[0], _DEAD)
+        return torch.any(best > worst, dim=-1, keepdim=True)
+
+
+@dataclass
+class Hypotheses:
+    """The result, best first: tokens int64 `[B, M, L]`, rows they came from int32 `[B, M, L - prompt]`
+    (-1 past the end), scores float32 `[B, M]`."""
+
+    tokens: Tensor
+    rows: Tensor
+    scores: Tensor
+
+
+@dataclass
+class _Live:
+    """State of the sentences that still run; every tensor begins with `[B, M]` or `[B]`."""
+
+    tokens: Tensor  # running hypotheses, int64 [B, M, L]
+    rows: Tensor  # batch rows that wrote them, int32 [B, M, L - prompt]
+    scores: Tensor  # sums of log-probabilities, float32 [B, M]
+    finished_tokens: Tensor
+    finished_rows: Tensor
+    finished_scores: Tensor  # length-normalised
+    is_finished: Tensor  # bool [B, M]
+    improvable: Tensor  # bool [B, 1]
+    sentence: Tensor  # index in the request, int64 [B]
+
+    def keep(self, sentences: Tensor) -> None:
+        for name, tensor in vars(self).items():
+            setattr(self, name, tensor.index_select(0, sentences))
+
+
+class BeamSearch:
+    """One request's search. `choose` takes a step; `done` and `result` say how it ended."""
+
+    def __init__(self, prompt: Tensor, beams: int, candidates: int, policy: FinishingPolicy, fill: int) -> None:
+        """`prompt`: int64 `[B*M, prompt_length]`; `candidates`: K; `fill`: token after the end."""
+        self.beams, self.candidates, self.policy = beams, candidates, policy
+        self.length = policy.prompt_length
+        self.done = False
+        batch, device = prompt.shape[0] // beams, prompt.device
+        tokens = torch.full((batch, beams, policy.max_length), fill, dtype=torch.int64, device=device)
+        tokens[:, :, : self.length] = prompt.unflatten(0, (batch, beams))
+        steps = max(policy.max_length - self.length, 0)
+        rows = torch.full((batch, beams, steps), -1, dtype=torch.int32, device=device)
+        # Only the first beam counts at first, or all beams would choose the same tokens.
+        scores = torch.zeros(batch, beams, device=device)
+        scores[:, 1:] = _DEAD
+        self.live = _Live(
+            tokens=tokens,
+            rows=rows,
+            scores=scores,
+            finished_tokens=tokens.clone(),
+            finished_rows=rows.clone(),
+            finished_scores=torch.full_like(scores, _DEAD),
+            is_finished=torch.zeros(batch, beams, dtype=torch.bool, device=device),
+            improvable=torch.ones(batch, 1, dtype=torch.bool, device=device),
+            sentence=torch.arange(batch, device=device),
+        )
+        self._result = Hypotheses(tokens.clone(), rows.clone(), torch.full_like(scores, _DEAD))
+        self._evicted = False
+        self._best = torch.arange(candidates, device=device) < beams  # bool [K]
+
+    @property
+    def batch(self) -> int:
+        return self.live.tokens.shape[0]
+
+    def running(self) -> Tensor:
+        """The live hypotheses so far, int64 `[B*M, length]`."""
+        return self.live.tokens[:, :, : self.length].flatten(0, 1)
+
+    def choose(
+        self,
+        log_probs: Tensor,
+        is_stopped: Callable[[Tensor, Callable[[], Tensor]], Tensor],
+        sample: bool = False,
+    ) -> Tensor:
+        """Choose the next beams from `log_probs` `[B*M, V]` and return their parents' rows, int64 `[B*M]`.
+
+        `is_stopped(tokens, hypotheses)` says which of the candidates stop here: `tokens` int64 `[B, K]`,
+        `hypotheses()` int64 `[B*K, length + 1]`, result bool `[B, K]`.
+        """
+        live, beams, batch = self.live, self.beams, self.batch
+        vocabulary = log_probs.shape[-1]
+        totals = (log_probs.view(batch, beams, vocabulary) + live.scores[:, :, None]).flatten(1)  # [B, M*V]
+        if sample:
+            chosen = torch.multinomial(totals.softmax(-1), num_samples=self.candidates)
+            scores = totals.gather(1, chosen)
+        else:
+            scores, chosen = torch.topk(totals, k=self.candidates)
+        tokens, parents = chosen % vocabulary, chosen // vocabulary  # [B, K]
+
+        first = torch.arange(batch, device=tokens.device)[:, None] * beams
+        rows_of_parents = (parents + first).flatten()
+
+        def hypotheses() -> Tensor:
+            so_far = self.running().index_select(0, rows_of_parents)
+            return torch.cat([so_far, tokens.flatten()[:, None]], dim=1)
+
+        stopped = is_stopped(tokens, hypotheses)
+        self._finish(scores, tokens, parents, stopped)
+
+        # The next beams are the best candidates that go on.
+        going_on = scores + stopped.to(torch.float32) * _DEAD
+        best = torch.topk(going_on, k=beams)[1]  # [B, M]
+        live.scores = going_on.gather(1, best)
+        parents = parents.gather(1, best)
+        local = (parents + first).flatten()
+        step = self.length - self.policy.prompt_length
+        # Tokens and rows are reordered side by side.
+        live.tokens[:, :, : self.length] = self.running().index_select(0, local).unflatten(0, (batch, beams))
+        live.rows[:, :, :step] = live.rows[:, :, :step].flatten(0, 1)[local].unflatten(0, (batch, beams))
+        live.tokens[:, :, self.length] = tokens.gather(1, best)
+        live.rows[:, :, step] = self._request_rows(parents)
+        self.length += 1
+
+        improvable = self.policy.is_improvable(live.scores, live.finished_scores, live.is_finished, self.length)
+        live.improvable = live.improvable & improvable
+        self.done = self._is_done(stopped)
+        return local
+
+    def _request_rows(self, parents: Tensor) -> Tensor:
+        """Beams `[B, ...]` of live sentences -> rows of the whole request, int32."""
+        return (parents + self.live.sentence[:, None] * self.beams).to(torch.int32)
+
+    def _finish(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor) -> None:
+        """Let the candidates that stopped here compete with the hypotheses finished before."""
+        live, policy = self.live, self.policy
+        finishing = stopped & self._best  # beyond the best M, candidates only keep the beam full
+        normalised = scores / ((self.length + 1 - policy.prompt_length) ** policy.length_penalty)
+        full = torch.all(live.is_finished, dim=-1, keepdim=True) & (policy.early_stopping is True)
+        # One after the other, as the host adds them: near -1e9 float32 rounds to multiples of 64.
+        normalised += full.to(torch.float32) * _DEAD
+        normalised += (~live.improvable).to(torch.float32) * _DEAD
+        normalised += (~finishing) * _DEAD
+        merged = torch.cat([live.finished_scores, normalised], dim=1)  # [B, M + K]
+        best = torch.topk(merged, k=self.beams)[1]  # [B, M]
+        if torch.equal(best, torch.arange(self.beams, device=best.device).expand_as(best)):
+            return  # nothing new
+        live.finished_scores = merged.gather(1, best)
+        live.is_finished = torch.cat([live.is_finished, finishing], dim=1).gather(1, best)
+
+        # Build only the hypotheses that enter: [new], each with the sentence, the place and the candidate.
+        length, step = self.length, self.length - policy.prompt_length
+        old = best.clamp(max=self.beams - 1)[:, :, None]
+        live.finished_tokens = live.finished_tokens.take_along_dim(old, dim=1)
+        live.finished_rows = live.finished_rows.take_along_dim(old, dim=1)
+        sentence, place = torch.nonzero(best >= self.beams, as_tuple=True)
+        candidate = best[sentence, place] - self.beams
+        parent = parents[sentence, candidate]
+        new_tokens, new_rows = live.tokens[sentence, parent], live.rows[sentence, parent]
+        new_tokens[:, length] = tokens[sentence, candidate]
+        new_rows[:, step] = (parent + live.sentence[sentence] * self.beams).to(torch.int32)
+        live.finished_tokens[sentence, place] = new_tokens
+        live.finished_rows[sentence, place] = new_rows
+
+    def _is_done(self, stopped: Tensor) -> bool:
+        live = self.live
+        open_beam = ~(torch.all(live.is_finished) & (self.policy.early_stopping is True))
+        go_on = torch.any(live.improvable) & open_beam
+        # Once sentences have left, theirs might be the candidates that go on; only the maximal length
+        # is known to stop them all.
+        if not self._evicted or self.length >= self.policy.max_length:
+            go_on = go_on & ~torch.all(stopped)
+        return not bool(go_on)
+
+    def evict(self, at_least: int = 1) -> Tensor | None:
+        """Take out the sentences whose result can no longer change, if they are `at_least` so many.
+
+        Returns those that stay, int64 `[B']`, or None if all stay.
+
+        A sentence is settled when its M places hold finished hypotheses with real scores and, by the
+        policy, nothing new is accepted: every later candidate is worth less than -1e9.
+        """
+        live = self.live
+        closed = ~live.improvable[:, 0] | (self.policy.early_stopping is True)
+        real = torch.all(live.is_finished & (live.finished_scores > 0.1 * _DEAD), dim=1)
+        settled = closed & real
+        if self.done or int(settled.sum()) < at_least:
+            return None
+        self._store(settled)
+        stay = torch.nonzero(~settled)[:, 0]
+        live.keep(stay)
+        self._evicted = True
+        return stay
+
+    def _store(self, which: Tensor) -> None:
+        live = self.live
+        place = live.sentence[which]
+        self._result.tokens[place] = live.finished_tokens[which]
+        self._result.rows[place] = live.finished_rows[which]
+        self._result.scores[place] = live.finished_scores[which]
+
+    def result(self) -> Hypotheses:
+        """All sentences' hypotheses in the order of the request."""
+        self._store(torch.ones(self.batch, dtype=torch.bool, device=self.live.sentence.device))
+        return self._result

@@ -1,0 +1,1 @@
+"""Adapters to the hosts: the only code that imports one."""

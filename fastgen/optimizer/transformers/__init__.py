@@ -1,0 +1,54 @@
+"""Beam search of Hugging Face transformers over the beam tree."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from fastgen._patching import PatchSet, SeamMismatch, require_signature
+
+_BEAM_SEARCH = (
+    "self",
+    "input_ids",
+    "logits_processor",
+    "stopping_criteria",
+    "generation_config",
+    "synced_gpus",
+    "model_kwargs",
+)
+_NEEDED = ("_prefill", "_update_model_kwargs_for_generation", "_get_top_k_continuations", "_update_finished_beams")
+
+
+def install(patches: PatchSet, module: ModuleType) -> None:
+    """Replace `GenerationMixin._beam_search` of `module`, transformers.generation.utils.
+
+    Raises SeamMismatch if this version's seams differ from those our loop was written for.
+    """
+    mixin = module.GenerationMixin
+    stock = mixin._beam_search
+    require_signature(stock, _BEAM_SEARCH)
+    for name in _NEEDED:
+        if not hasattr(mixin, name):
+            raise SeamMismatch(f"GenerationMixin has no {name}")
+
+    @functools.wraps(stock)
+    def _beam_search(
+        self: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        # The host is still being imported when this module is: its parts are loaded at the first call.
+        from fastgen.optimizer.transformers import dispatch
+        from fastgen.optimizer.transformers.requests import Request
+
+        request = Request(
+            self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
+        )
+        return dispatch.run(request, stock)
+
+    patches.replace(mixin, "_beam_search", _beam_search)

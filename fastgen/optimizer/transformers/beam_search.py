@@ -1,0 +1,146 @@
+"""Both tiers of beam search over the tree: our loop, and the host's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
+
+from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
+from fastgen.optimizer.transformers.cache import stock_cache
+from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
+from fastgen.optimizer.transformers.requests import Request
+
+# A sentence that has left saves its share of every step; letting one out copies all the others' keys.
+_EVICT_FROM = 1 / 16  # of the sentences still running
+
+
+def fast(request: Request, decoder: TreeDecoder) -> Any:
+    """Our loop: the host's search rules, sentences leave as they finish. Returns what the host returns."""
+    model, config, beams = request.model, request.generation_config, request.beams
+    wants_scores = config.return_dict_in_generate and config.output_scores
+    wants_logits = config.return_dict_in_generate and config.output_logits
+    all_scores: tuple[Tensor, ...] | None = () if wants_scores else None
+    all_logits: tuple[Tensor, ...] | None = () if wants_logits else None
+    search = _search(request)
+    is_stopped = request.stopper()
+
+    shared = decoder.shared(request.model_kwargs)
+    outputs = model._prefill(request.input_ids[::beams], config, shared, is_first_iteration=True)
+    decoder.plant(shared)
+    # From here on the host's inputs have one row per beam, as it prepares them itself.
+    rows = {**request.model_kwargs, "past_key_values": decoder.cache}
+    device = request.input_ids.device
+    logits = _last(outputs, device).repeat_interleave(beams, dim=0)  # [B*M, V]
+    while True:
+        rows = model._update_model_kwargs_for_generation(
+            outputs, rows, is_encoder_decoder=decoder.is_encoder_decoder
+        )
+        del outputs
+        log_probs = request.logits_processor(search.running(), logits.log_softmax(-1))
+        if all_logits is not None:
+            all_logits += (logits,)
+        if all_scores is not None:
+            all_scores += (log_probs.clone(),)
+        length, scores = search.length, all_scores
+        parents = search.choose(
+            log_probs, lambda tokens, hypotheses: is_stopped(tokens, hypotheses, length, scores), config.do_sample
+        )
+        del logits, log_probs
+        if search.done:
+            break
+        decoder.cache.reorder_cache(parents)
+        if request.may_evict:
+            stay = search.evict(at_least=max(1, int(search.batch * _EVICT_FROM)))
+            if stay is not None:
+                rows = _kept(rows, stay, decoder.tree.batch, beams)
+                decoder.keep(stay.to(parents.device))
+        inputs = model.prepare_inputs_for_generation(search.running(), next_sequence_length=1, **rows)
+        with decoder.session.active():
+            outputs = model(**decoder.step_inputs(inputs), return_dict=True)
+        logits = _last(outputs, device)
+
+    found = search.result()
+    count = config.num_return_sequences
+    tokens, indices = found.tokens[:, :count].flatten(0, 1), found.rows[:, :count].flatten(0, 1)
+    generated = (indices + 1).bool().sum(dim=1).max()
+    tokens, indices = tokens[:, : request.input_ids.shape[1] + generated], indices[:, :generated]
+    if not config.return_dict_in_generate:
+        return tokens
+    kind = GenerateBeamEncoderDecoderOutput if decoder.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
+    return kind(
+        sequences=tokens,
+        sequences_scores=found.scores[:, :count].flatten() if config.output_scores else None,
+        scores=all_scores,
+        logits=all_logits,
+        beam_indices=indices,
+        past_key_values=stock_cache(decoder.cache, decoder.tree),
+    )
+
+
+def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) -> Any:
+    """The host's loop, untouched, over the tree: it runs on a shallow copy of the model whose `forward` is ours."""
+    model = request.model
+    proxy = object.__new__(type(model))
+    proxy.__dict__.update(model.__dict__)
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **inputs: Any) -> Any:
+        if args or inputs.get("past_key_values") is not decoder.cache:
+            return model.forward(*args, **inputs)
+        if not decoder.tree.layers:
+            shared = decoder.shared(inputs)
+            outputs = model.forward(**shared)
+            decoder.plant(shared)
+            outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
+            return outputs
+        with decoder.session.active():
+            return model.forward(**decoder.step_inputs(inputs))
+
+    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+    proxy.__dict__["forward"] = forward
+    result = stock(
+        proxy,
+        request.input_ids,
+        request.logits_processor,
+        request.stopping_criteria,
+        request.generation_config,
+        request.synced_gpus,
+        **{**request.model_kwargs, "past_key_values": decoder.cache},
+    )
+    if not isinstance(result, Tensor):
+        result.past_key_values = stock_cache(decoder.cache, decoder.tree)
+    return result
+
+
+def _search(request: Request) -> BeamSearch:
+    config = request.generation_config
+    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    policy = FinishingPolicy(
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
+        max_length=config.max_length,
+        prompt_length=request.input_ids.shape[1],
+    )
+    # Enough candidates that M go on although any of M beams may end with any of the end tokens.
+    candidates = max(2, 1 + (len(eos) if eos is not None else 0)) * request.beams
+    fill = int(pad or eos[0]) if eos is not None else -1
+    return BeamSearch(request.input_ids, request.beams, candidates, policy, fill)
+
+
+def _last(outputs: Any, device: torch.device) -> Tensor:
+    """Logits of the last position, float32 `[rows, V]`; a copy, so that the rest can be freed."""
+    return outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32, device=device)
+
+
+def _kept(rows: dict[str, Any], sentences: Tensor, batch: int, beams: int) -> dict[str, Any]:
+    """The host's inputs of the sentences that stay."""
+    index = (sentences[:, None] * beams + torch.arange(beams, device=sentences.device)).flatten()
+    cache = rows["past_key_values"]
+    kept = {name: selected(value, index, batch * beams) for name, value in rows.items() if value is not cache}
+    return {**kept, "past_key_values": cache}

@@ -1,0 +1,169 @@
+"""The tree as a transformers `Cache`, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
+
+from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.optimizer.transformers.session import Session
+
+
+def unsupported_cache(cache: Any) -> str | None:
+    """Why the tree cannot stand in for the cache the host has prepared, or None."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if type(cache) is not DynamicCache:
+        return f"its cache is a {type(cache).__name__}"
+    if cache.offloading:
+        return "its cache is offloaded"
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"a layer keeps its state in a {type(layer).__name__}"
+    return None
+
+
+class _Layer(CacheLayerMixin):
+    """A layer of the tree under the host's names."""
+
+    is_sliding = False  # a sliding window is part of the tree's mask
+
+    def __init__(self, session: Session, layer: TreeLayer) -> None:
+        super().__init__()
+        self.session, self.layer = session, layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        tree = self.session.tree
+        if not tree.steps:
+            self.layer.prefill(key_states, value_states)
+            return key_states, value_states
+        self.session.appended(self.layer)
+        return self.layer.append(key_states, value_states)
+
+    def get_seq_length(self, *args: Any) -> int:
+        tree = self.session.tree
+        if tree.steps:
+            return tree.length
+        return 0 if self.layer.keys is None else tree.prompt_length
+
+    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+        if self.session.tree.steps:
+            return self.session.tree.used, 0
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        pass  # the tree is reordered as a whole
+
+
+class TreeCache(Cache):
+    """Self-attention's cache: layers appear as the model updates them, windowed as the host's own were."""
+
+    def __init__(self, session: Session, stock: Cache) -> None:
+        super().__init__(layers=[])
+        self.session = session
+        self.windows = [getattr(layer, "sliding_window", None) for layer in stock.layers]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        while len(self.layers) <= layer_idx:
+            index = len(self.layers)
+            layer = TreeLayer(self.session.tree, self.windows[index] if index < len(self.windows) else None)
+            self.session.tree.layers.append(layer)
+            self.layers.append(_Layer(self.session, layer))
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if layer_idx >= len(self.layers) else self.layers[layer_idx].get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        if layer_idx >= len(self.layers):
+            return query_length, 0
+        return self.layers[layer_idx].get_mask_sizes(query_length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.session.tree.steps:  # in the first step all beams share the prompt
+            device = self.session.tree.ancestry().device
+            self.session.tree.reorder(beam_idx.to(device, torch.int64))
+
+
+class TreeEncoderDecoderCache(EncoderDecoderCache):
+    """Both caches of a decoder; the source's keys are the sentence's, whatever the beams."""
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.self_attention_cache.reorder_cache(beam_idx)
+
+    def keep(self, sentences: Tensor) -> None:
+        for layer in self.cross_attention_cache.layers:
+            layer.batch_select_indices(sentences)
+
+    @property
+    def cross_bytes(self) -> int:
+        layers = self.cross_attention_cache.layers
+        return sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
+
+
+def tree_cache(session: Session, stock: Cache) -> Cache:
+    """An empty tree in place of the empty cache that the host has prepared."""
+    if isinstance(stock, EncoderDecoderCache):
+        return TreeEncoderDecoderCache(TreeCache(session, stock.self_attention_cache), DynamicCache())
+    return TreeCache(session, stock)
+
+
+class _Rows(DynamicLayer):
+    """A layer with one row per beam, gathered when somebody looks."""
+
+    def __init__(self, keys: Tensor, values: Tensor, index: Tensor) -> None:
+        super().__init__()
+        self._sources, self._index = (keys, values), index  # [B, H, slots, D]; int64 [B*M, length]
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("keys", "values"):
+            gathered = vars(self).get(name)
+            if gathered is None and (sources := vars(self).get("_sources")) is not None:
+                gathered = _gather(sources[name == "values"], self._index)
+                setattr(self, name, gathered)
+            return gathered
+        return super().__getattribute__(name)
+
+
+def _gather(source: Tensor, index: Tensor) -> Tensor:
+    """`source` `[B, H, slots, D]`, `index` int64 `[B*M, length]` -> `[B*M, H, length, D]`."""
+    sentences = torch.arange(index.shape[0], device=index.device) // (index.shape[0] // source.shape[0])
+    return source[sentences[:, None], :, index].transpose(1, 2)
+
+
+def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
+    """What the host would have returned as `past_key_values`: one row per beam, gathered on demand."""
+    paths = tree.paths()
+    own = DynamicCache()
+    own.layers = [_Rows(layer.keys, layer.values, paths) for layer in tree.layers]
+    if not isinstance(cache, EncoderDecoderCache):
+        return own
+    cross = DynamicCache()
+    for layer in cache.cross_attention_cache.layers:
+        everything = torch.arange(layer.keys.shape[2], device=paths.device).expand(paths.shape[0], -1)
+        cross.layers.append(_Rows(layer.keys, layer.values, everything))
+    return EncoderDecoderCache(own, cross)

@@ -1,0 +1,98 @@
+"""The model as a function of tokens: the prompt at one row per sentence, then steps over the tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.cache.tree import BeamTree
+from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
+from fastgen.optimizer.transformers.requests import Request
+from fastgen.optimizer.transformers.session import Session
+
+
+class TreeDecoder:
+    """Runs a request's model over a beam tree.
+
+    The model sees what it always sees in beam search, tokens `[B*M, 1]` and the host's own inputs for them;
+    only masks, encoder outputs and the cache have one row per sentence.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.model, self.beams = request.model, request.beams
+        self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
+        max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
+        self.tree = BeamTree(request.batch, self.beams, max_steps)
+        self.session = Session(self.tree, self.model)
+        self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
+        self.peak_bytes = 0
+        # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
+        self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
+
+    def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The host's inputs with the expansion to beams undone, over the tree's cache."""
+        inputs = {name: _unexpanded(value, self.beams, self.tree.batch) for name, value in inputs.items()}
+        inputs["past_key_values"] = self.cache
+        return inputs
+
+    def plant(self, inputs: dict[str, Any]) -> None:
+        """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`."""
+        mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
+        self.encoder_outputs = inputs.get("encoder_outputs")
+        self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
+        self.tree.plant(self.tree.prompt_length, self.tree.layers[0].keys.device, mask)
+
+    def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Open the next step and turn the host's inputs, one row per beam, into those of the tree."""
+        self.tree.advance()
+        mask = self.tree.ancestry()[:, None]  # bool [B, 1, M, used]
+        if not self.is_encoder_decoder:
+            return {**inputs, "attention_mask": mask}
+        inputs = {**inputs, "decoder_attention_mask": mask, "encoder_outputs": self.encoder_outputs}
+        if inputs.get("attention_mask") is not None:
+            padding = self.source_mask
+            if padding.ndim == 2 and not self._derives_mask:
+                padding = padding[:, None, None].bool()  # [B, 1, 1, N]: taken as it is, with no host sync
+            inputs["attention_mask"] = padding
+        return inputs
+
+    def keep(self, sentences: Tensor) -> None:
+        """Drop all sentences but these, int64 `[B']`."""
+        self._measure()
+        self.tree.keep(sentences)
+        if isinstance(self.cache, TreeEncoderDecoderCache):
+            self.cache.keep(sentences)
+        batch = self.encoder_outputs[0].shape[0] if self.encoder_outputs is not None else 0
+        self.encoder_outputs = selected(self.encoder_outputs, sentences, batch)
+        self.source_mask = selected(self.source_mask, sentences, batch)
+
+    def cache_bytes(self) -> int:
+        """The most bytes that keys and values have taken, self- and cross-attention's."""
+        self._measure()
+        return self.peak_bytes
+
+    def _measure(self) -> None:
+        size = self.tree.nbytes
+        if isinstance(self.cache, TreeEncoderDecoderCache):
+            size += self.cache.cross_bytes
+        self.peak_bytes = max(self.peak_bytes, size)
+
+
+def _unexpanded(value: Any, beams: int, batch: int) -> Any:
+    """Undo the host's expansion of a tensor or a dict of tensors."""
+    return _mapped(value, lambda x: x[::beams].contiguous() if x.shape[0] == batch * beams else x)
+
+
+def selected(value: Any, rows: Tensor, of: int) -> Any:
+    """These rows of a tensor with `of` rows, or of a dict of such tensors; anything else as it is."""
+    return _mapped(value, lambda x: x.index_select(0, rows.to(x.device)) if x.shape[0] == of else x)
+
+
+def _mapped(value: Any, function: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value) if value.ndim else value
+    if isinstance(value, dict):
+        return type(value)(**{name: _mapped(item, function) for name, item in value.items()})
+    return value

@@ -1,0 +1,67 @@
+"""Which tier runs a request, and the record of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastgen import config, report
+from fastgen.optimizer.transformers import beam_search
+from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
+
+
+def run(request: Request, stock: Callable[..., Any]) -> Any:
+    """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search`."""
+    settings = config.current()
+    if settings.tier == "stock":
+        return _stock(request, stock, "tier='stock' is configured")
+    if reason := unsupported_reason(request):
+        if settings.strict:
+            raise report.FallbackError(reason)
+        return _stock(request, stock, reason)
+    reason = changed_rules(request.model)
+    if reason and settings.strict and settings.tier == "fast":
+        raise report.FallbackError(reason)
+    decoder = TreeDecoder(request)
+    start = time.perf_counter()
+    if reason or settings.tier == "compat":
+        tier, result = "compat", beam_search.compat(request, decoder, stock)
+    else:
+        tier, result = "fast", beam_search.fast(request, decoder)
+    seconds = time.perf_counter() - start
+    steps = decoder.tree.steps + 1  # the prompt's own forward pass chooses tokens too
+    _record(request, tier, reason, steps, seconds, decoder.cache_bytes())
+    return result
+
+
+def _stock(request: Request, stock: Callable[..., Any], reason: str) -> Any:
+    start = time.perf_counter()
+    result = stock(
+        request.model,
+        request.input_ids,
+        request.logits_processor,
+        request.stopping_criteria,
+        request.generation_config,
+        request.synced_gpus,
+        **request.model_kwargs,
+    )
+    _record(request, "stock", reason, None, time.perf_counter() - start, None)
+    return result
+
+
+def _record(
+    request: Request,
+    tier: str,
+    reason: str | None,
+    steps: int | None,
+    seconds: float,
+    cache_bytes: int | None,
+) -> None:
+    model = type(request.model).__name__
+    report.record(
+        report.Call(
+            "transformers", model, tier, reason, request.batch, request.beams, steps, seconds, cache_bytes
+        )
+    )

@@ -1,0 +1,76 @@
+"""Attention modules that compute attention themselves instead of calling an attention function.
+
+Most models look their attention function up in `AttentionInterface`; the session folds it there. A few do
+not: of those the ones listed here are folded at the module's boundary, `[B*M, 1, d]` as `[B, M, d]`; a model
+with any other cannot run on the tree.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+# Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
+_FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@functools.cache
+def _computes_attention_itself(module_type: type) -> bool:
+    code = getattr(inspect.unwrap(module_type.forward), "__code__", None)
+    if code is None:
+        return False
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    caches = any(name in parameters for name in _CACHE_NAMES) and "update" in code.co_names
+    return caches and "get_interface" not in code.co_names
+
+
+def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
+    """Wrappers, by class and attribute, for the model's modules to be folded at their boundary."""
+    types = {type(module) for module in model.modules() if _computes_attention_itself(type(module))}
+    return {
+        (owner, "forward"): functools.partial(_folded, mask_name=_FOLDED_AT_THE_BOUNDARY[owner.__name__])
+        for owner in types
+        if owner.__name__ in _FOLDED_AT_THE_BOUNDARY
+    }
+
+
+def unfoldable_attention(model: torch.nn.Module) -> str | None:
+    """The name of an attention class that cannot be folded, if the model has one."""
+    for module in model.modules():
+        name = type(module).__name__
+        if _computes_attention_itself(type(module)) and name not in _FOLDED_AT_THE_BOUNDARY:
+            return name
+    return None
+
+
+def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:
+    from fastgen.optimizer.transformers import session as sessions
+
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def folded(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        session = sessions.current()
+        if session is None or not session.folds_rows(hidden_states.shape[0]):
+            return forward(self, hidden_states, *args, **kwargs)
+        tree = session.tree
+        beams = hidden_states.view(tree.batch, tree.beams, -1)  # [B*M, 1, d] -> [B, M, d]
+        call = signature.bind(self, beams, *args, **kwargs)
+        if call.arguments.get("key_value_states") is None:
+            bias = session.self_bias(None, beams.dtype)
+        else:
+            bias = session.cross_bias(call.arguments.get(mask_name), beams.dtype)
+        if bias is not None:
+            call.arguments[mask_name] = bias.expand(-1, -1, tree.beams, -1)
+        output, *rest = forward(*call.args, **call.kwargs)
+        session.folded()
+        return (output.reshape(hidden_states.shape), *rest)
+
+    return folded

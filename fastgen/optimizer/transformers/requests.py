@@ -1,0 +1,163 @@
+"""One call of the host's `_beam_search`: what it asks for, and why it may have to stay with the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.utils import GenerationMixin
+
+from fastgen.optimizer.transformers.cache import unsupported_cache
+from fastgen.optimizer.transformers.modules import unfoldable_attention
+
+_KNOWN_KWARGS = frozenset(
+    """attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs inputs_embeds
+    logits_to_keep past_key_values position_ids token_type_ids use_cache return_dict""".split()
+)
+_ATTENTION = (None, "eager", "sdpa")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+# The host's helpers whose rules our loop follows. A model with its own runs them, in the compat tier.
+_SEARCH_RULES = (
+    "_get_top_k_continuations",
+    "_get_running_beams_for_next_iteration",
+    "_update_finished_beams",
+    "_check_early_stop_heuristic",
+    "_beam_search_has_unfinished_sequences",
+    "_has_unfinished_sequences",
+)
+# Processors that treat every row by itself, whatever its place in the batch: sentences may leave.
+_ROW_LOCAL = tuple(
+    getattr(logits_process, name)
+    for name in """MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor TemperatureLogitsWarper
+    RepetitionPenaltyLogitsProcessor TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper TypicalLogitsWarper
+    EpsilonLogitsWarper EtaLogitsWarper NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor
+    NoBadWordsLogitsProcessor ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor
+    InfNanRemoveLogitsProcessor ExponentialDecayLengthPenalty LogitNormalization
+    SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor""".split()
+)
+# Criteria decided by the last token and the length alone.
+_BY_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria)
+
+
+@dataclass
+class Request:
+    """The arguments of `_beam_search`, under the host's names."""
+
+    model: Any
+    input_ids: torch.Tensor  # int64 [B*M, P]
+    logits_processor: Any
+    stopping_criteria: Any
+    generation_config: Any
+    synced_gpus: bool
+    model_kwargs: dict[str, Any]
+
+    @property
+    def beams(self) -> int:
+        return int(self.generation_config.num_beams)
+
+    @property
+    def batch(self) -> int:
+        return self.input_ids.shape[0] // self.beams
+
+    @property
+    def may_evict(self) -> bool:
+        """Whether sentences may leave the batch as they finish."""
+        config = self.generation_config
+        return (
+            not config.do_sample  # one random stream for the whole batch
+            and not config.return_dict_in_generate  # scores and logits hold every row of every step
+            and all(type(processor) in _ROW_LOCAL for processor in self.logits_processor)
+            and self.stops_by_last_token
+        )
+
+    @property
+    def stops_by_last_token(self) -> bool:
+        return all(type(criterion) in _BY_LAST_TOKEN for criterion in self.stopping_criteria)
+
+    def stopper(self) -> Callable[[torch.Tensor, Callable[[], torch.Tensor], Any], torch.Tensor]:
+        """The host's stopping criteria as a function of candidates' tokens `[B, K]` -> bool `[B, K]`.
+
+        Whole hypotheses are built only for criteria that look at more than the last token.
+        """
+        criteria = self.stopping_criteria
+
+        def by_last_token(tokens: torch.Tensor, hypotheses: Callable[[], torch.Tensor], length: int, scores: Any):
+            stopped = torch.zeros_like(tokens, dtype=torch.bool)
+            for criterion in criteria:
+                if type(criterion) is stopping_criteria.MaxLengthCriteria:
+                    if length + 1 >= criterion.max_length:
+                        stopped = torch.ones_like(stopped)
+                else:
+                    stopped = stopped | torch.isin(tokens, criterion.eos_token_id.to(tokens.device))
+            return stopped
+
+        def by_hypothesis(tokens: torch.Tensor, hypotheses: Callable[[], torch.Tensor], length: int, scores: Any):
+            return criteria(hypotheses(), scores).view(tokens.shape)
+
+        return by_last_token if self.stops_by_last_token else by_hypothesis
+
+
+def unsupported_reason(request: Request) -> str | None:
+    """Why this request has to run on the host's own cache, in words for the user; None if it need not."""
+    model, config, kwargs = request.model, request.generation_config, request.model_kwargs
+    if request.synced_gpus:
+        return "synced_gpus keeps several processes in step"
+    if model.training or torch.is_grad_enabled():
+        return "the model is in training mode" if model.training else "gradients are enabled"
+    for option in ("output_attentions", "output_hidden_states"):
+        if getattr(config, option, False) or getattr(model.config, option, False):
+            return f"{option} asks for tensors of the host's own layout"
+    if config.low_memory or config.prefill_chunk_size is not None or config.is_assistant:
+        return "low_memory, prefill_chunk_size and assisted decoding are left to the host"
+    if config.cache_implementation not in (None, "dynamic"):
+        return f"cache_implementation={config.cache_implementation!r} was asked for"
+    if not kwargs.get("use_cache") or kwargs.get("past_key_values") is None:
+        return "no cache of the standard kind is used"
+    if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and kwargs[name] is not None):
+        return f"the model takes further inputs ({', '.join(unknown)})"
+    cache = kwargs["past_key_values"]
+    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+        return "the user passed past_key_values"
+    if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
+        return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
+    if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
+        return "the model is spread over several devices"
+    if reason := unsupported_cache(cache):
+        return reason
+    if reason := unsupported_model(model):
+        return reason
+    source_mask = kwargs.get("attention_mask") if isinstance(cache, EncoderDecoderCache) else None
+    if source_mask is not None and not bool(source_mask.bool().flatten(1).any(1).all()):
+        return "a source is empty, and how that is attended to depends on the host's attention function"
+    return None
+
+
+def unsupported_model(model: Any) -> str | None:
+    """Why this model cannot decode over the tree, whatever the request; None if it can."""
+    if hasattr(model, "_reorder_cache"):
+        return "the model reorders its cache itself"
+    if name := unfoldable_attention(model):
+        return f"{name} computes attention itself instead of calling an attention function"
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        implementation = getattr(config, "_attn_implementation", None)
+        if implementation not in _ATTENTION:
+            return f"attention implementation {implementation!r} has not been proven"
+        types = getattr(config, "layer_types", None) or ()
+        if unknown := sorted(set(types) - set(_LAYER_TYPES)):
+            return f"it has layers of type {', '.join(unknown)}"
+        if getattr(config, "attention_chunk_size", None) is not None:
+            return "it attends in chunks"
+    return None
+
+
+def changed_rules(model: Any) -> str | None:
+    """Which of the host's search rules the model overrides; None if none."""
+    for name in _SEARCH_RULES:
+        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+            return f"the model has its own {name}"
+    return None

@@ -1,0 +1,180 @@
+"""A decode under way in this thread, and the one place where attention is redirected to it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+
+from fastgen._patching import PatchSet
+from fastgen.attention import beam_attention, fold_beams, unfold_beams
+from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
+from fastgen.optimizer.transformers import modules
+
+_local = threading.local()
+
+
+class Session:
+    """What one decode step must know: the tree, and this step's masks and biases.
+
+    While it is `active`, attention functions that a model of this thread looks up are wrapped: a call whose
+    query has one row per beam and whose keys have one row per sentence is folded, any other passes through.
+    """
+
+    def __init__(self, tree: BeamTree, model: torch.nn.Module) -> None:
+        self.tree = tree
+        self.patches = modules.hand_written_attention(model)
+        self.folds = 0  # calls folded so far: proof that the path ran
+        self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
+        self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def appended(self, layer: TreeLayer) -> None:
+        """Note that a layer has appended to the tree: the next folded call is its self-attention."""
+        self._appended = layer
+
+    def folded(self) -> TreeLayer | None:
+        """Count a folded call; the layer whose self-attention it is, None for cross-attention."""
+        self.folds += 1
+        layer, self._appended = self._appended, None
+        return layer
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Fold the attention of this thread inside the block."""
+        stack = _stack()
+        stack.append(self)
+        self._derived.clear()
+        try:
+            with _redirected(self.patches):
+                yield
+        finally:
+            stack.pop()
+            self._derived.clear()
+            self._appended = None
+
+    def folds_rows(self, rows: int) -> bool:
+        return rows == self.tree.batch * self.tree.beams
+
+    def attend(
+        self,
+        inner: Callable[..., Any],
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """The host's attention-function protocol; returns `[B*M, 1, H, D]` and no weights."""
+        if not self.folds_rows(query.shape[0]) or key.shape[0] != self.tree.batch:
+            return inner(module, query, key, value, attention_mask, *args, **kwargs)
+        bias = self._bias(module, self.folded(), query.dtype, attention_mask, kwargs)
+        folded = fold_beams(query, self.tree.batch, key.shape[1])  # [B, Hkv, G, M, D]
+        if inner is sdpa_attention_forward:
+            scale = kwargs.get("scaling")
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            return unfold_beams(beam_attention(folded, key, value, bias, scale)), None
+        # The model's own function knows what else belongs to its attention: soft-capping, sinks.
+        kwargs = {name: option for name, option in kwargs.items() if name not in ("position_bias", "is_causal")}
+        rows = folded.flatten(1, 2)  # [B, H, M, D]
+        output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
+        return output.flatten(0, 1)[:, None], None
+
+    def self_bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        return self.tree.mask(window, dtype)
+
+    def cross_bias(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The source's padding as an additive mask `[B, 1, 1, N]`."""
+        if mask is None:
+            return None
+        if mask.dtype != torch.bool:
+            return mask
+        return self._once("cross", mask, lambda: additive_mask(mask, dtype))
+
+    def position_bias(self, bias: Tensor) -> Tensor:
+        """T5: a bias computed for consecutive slots -> for the position each slot stands for."""
+        return self._once("position", bias, lambda: bias.index_select(-1, self.tree.positions()))
+
+    def _bias(
+        self,
+        module: torch.nn.Module,
+        layer: TreeLayer | None,
+        dtype: torch.dtype,
+        attention_mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor | None:
+        position_bias = kwargs.get("position_bias")
+        if layer is None:
+            bias = self.cross_bias(attention_mask, dtype)
+            if position_bias is None or not getattr(module, "has_relative_attention_bias", True):
+                return bias  # T5's cross-attention hands on zeros
+            return position_bias if bias is None else position_bias + bias
+        bias = self.self_bias(layer.window, dtype)
+        if position_bias is None:
+            return bias
+        return self._once("sum", position_bias, lambda: self.position_bias(position_bias) + bias)
+
+    def _once(self, what: str, tensor: Tensor, derive: Callable[[], Tensor]) -> Tensor:
+        """Derive from `tensor` once a step: layers share masks and biases, as objects."""
+        key = (what, id(tensor))
+        if key not in self._derived:
+            self._derived[key] = (derive(), tensor)  # the tensor is kept so that its id stays its own
+        return self._derived[key][0]
+
+
+def current() -> Session | None:
+    """The innermost session of this thread."""
+    stack = _stack()
+    return stack[-1] if stack else None
+
+
+def _stack() -> list[Session]:
+    if not hasattr(_local, "stack"):
+        _local.stack = []
+    stack: list[Session] = _local.stack
+    return stack
+
+
+# While any thread decodes, `AttentionInterface.get_interface` is ours; it looks at the thread's own session,
+# so configs, other threads and mask building keep the user's implementation.
+_lock = threading.Lock()
+_redirections: dict[tuple[type, str], list[Any]] = {}  # (owner, name) -> [users, patches]
+
+
+@contextlib.contextmanager
+def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[None]:
+    wrappers = {(AttentionInterface, "get_interface"): _wrap_get_interface, **wrappers}
+    with _lock:
+        for (owner, name), wrap in wrappers.items():
+            entry = _redirections.setdefault((owner, name), [0, PatchSet()])
+            if not entry[0]:
+                entry[1].replace(owner, name, wrap(vars(owner)[name]))
+            entry[0] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            for seam in wrappers:
+                entry = _redirections[seam]
+                entry[0] -= 1
+                if not entry[0]:
+                    entry[1].revert()
+                    del _redirections[seam]
+
+
+def _wrap_get_interface(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def get_interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        inner = stock(self, *args, **kwargs)
+        session = current()
+        return inner if session is None else functools.partial(session.attend, inner)
+
+    return get_interface

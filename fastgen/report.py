@@ -1,0 +1,157 @@
+"""What ran where and why: the last calls, counters, and the status shown to the user."""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from fastgen import config
+
+TIERS = ("fast", "compat", "stock")
+_WIDTH = 100
+_logger = logging.getLogger("fastgen")
+
+
+class FallbackError(RuntimeError):
+    """In strict mode, raised where the stock code would have taken over; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One beam search as it ran."""
+
+    host: str
+    model: str
+    tier: str  # "fast": our loop; "compat": the host's loop over our cache; "stock": all the host's
+    reason: str | None  # why not a better tier
+    batch: int
+    beams: int
+    steps: int | None = None
+    seconds: float | None = None
+    cache_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    name: str
+    version: str | None
+    state: str  # "accelerated", "not imported", "left alone" or "disabled"
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Status:
+    """A snapshot of fastgen; print it."""
+
+    version: str
+    enabled: bool
+    hosts: tuple[HostStatus, ...]
+    counters: dict[str, int]
+    calls: tuple[Call, ...]  # the latest last
+
+    def __str__(self) -> str:
+        lines = [f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}"]
+        for host in self.hosts:
+            lines.append(f"  {' '.join(filter(None, (host.name, host.version)))}: {host.state}")
+            lines += _wrapped(host.detail, "    ")
+        total = ", ".join(f"{self.counters.get(tier, 0)} {tier}" for tier in TIERS)
+        lines.append(f"beam searches so far: {total}")
+        if self.calls:
+            lines += _table(self.calls)
+        return "\n".join(lines)
+
+
+def _table(calls: tuple[Call, ...]) -> list[str]:
+    header = ("tier", "host", "model", "batch", "beams", "steps", "seconds", "cache")
+    rows = [
+        (
+            call.tier,
+            call.host,
+            call.model,
+            str(call.batch),
+            str(call.beams),
+            "-" if call.steps is None else str(call.steps),
+            "-" if call.seconds is None else f"{call.seconds:.3f}",
+            "-" if call.cache_bytes is None else _size(call.cache_bytes),
+        )
+        for call in calls
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [_row(header, widths)]
+    for call, row in zip(calls, rows, strict=True):
+        lines.append(_row(row, widths))
+        lines += _wrapped(f"why: {call.reason}" if call.reason else "", "      ")
+    return lines
+
+
+def _row(cells: tuple[str, ...], widths: list[int]) -> str:
+    words = [
+        cell.ljust(width) if column < 3 else cell.rjust(width)  # numbers to the right
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  " + "  ".join(words).rstrip()
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def _size(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+_lock = threading.Lock()
+_calls: deque[Call] = deque()
+_counters: Counter[str] = Counter()
+_logged: set[tuple[str, str]] = set()
+
+
+def record(call: Call) -> None:
+    """Remember `call`; a fallback is logged too, once per model and reason."""
+    if call.tier not in TIERS:
+        raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {call.tier!r}.")
+    history = config.current().history
+    with _lock:
+        _counters[call.tier] += 1
+        _calls.append(call)
+        while len(_calls) > history:
+            _calls.popleft()
+    if call.tier == "stock" and call.reason:
+        log_once(call.reason, call.model)
+
+
+def log_once(reason: str, model: str = "") -> None:
+    """Say at INFO level why `model` ran stock, the first time only."""
+    with _lock:
+        if (model, reason) in _logged:
+            return
+        _logged.add((model, reason))
+    _logger.info("%s runs the stock beam search: %s", model or "a model", reason)
+
+
+def calls() -> tuple[Call, ...]:
+    """The last calls, the latest last."""
+    with _lock:
+        return tuple(_calls)
+
+
+def counters() -> dict[str, int]:
+    """Calls per tier since the start, also those that `calls` has forgotten."""
+    with _lock:
+        return {tier: _counters[tier] for tier in TIERS}
+
+
+def reset() -> None:
+    """Forget all calls, counters and what was logged."""
+    with _lock:
+        _calls.clear()
+        _counters.clear()
+        _logged.clear()

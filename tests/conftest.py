@@ -1,0 +1,51 @@
+"""What all tests share: the data beside the repository, and a clean slate for each test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before torch is imported: tiny models lose time with more threads, and test processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test may depend on, or wait for, a download.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import hypothesis
+import pytest
+
+import fastgen
+from fastgen import config, report
+
+ROOT = Path(__file__).resolve().parent.parent
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def clean_slate() -> Iterator[None]:
+    """Settings from the environment, no calls on record; a test's own changes end with it."""
+    config.reset()
+    report.reset()
+    yield
+    fastgen.enable()
+    config.reset()
+    report.reset()
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with real data and models: FASTGEN_SHARED, or `shared` beside the repository."""
+    folder = Path(os.environ.get("FASTGEN_SHARED") or ROOT.parent / "shared")
+    if not (folder / "data").is_dir():
+        pytest.skip(f"needs the shared data: there is no {folder / 'data'} (set FASTGEN_SHARED)")
+    return folder
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")

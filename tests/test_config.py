@@ -1,0 +1,102 @@
+"""Settings: environment, configure, and one clear sentence for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+import fastgen
+from fastgen import config
+
+VARIABLES = ("FASTGEN_STRICT", "FASTGEN_TIER", "FASTGEN_HISTORY")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    return monkeypatch
+
+
+def test_defaults(environment: pytest.MonkeyPatch) -> None:
+    assert config.from_environment() == config.Config(strict=False, tier="auto", history=32)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "option", "value"),
+    [
+        ("FASTGEN_STRICT", "1", "strict", True),
+        ("FASTGEN_STRICT", "True", "strict", True),
+        ("FASTGEN_STRICT", "0", "strict", False),
+        ("FASTGEN_STRICT", "", "strict", False),
+        ("FASTGEN_TIER", "compat", "tier", "compat"),
+        ("FASTGEN_TIER", "FAST", "tier", "fast"),
+        ("FASTGEN_HISTORY", "7", "history", 7),
+        ("FASTGEN_HISTORY", "0", "history", 0),
+    ],
+)
+def test_environment(
+    environment: pytest.MonkeyPatch, variable: str, text: str, option: str, value: object
+) -> None:
+    environment.setenv(variable, text)
+    assert getattr(config.reset(), option) == value
+    assert config.current() == dataclasses.replace(config.Config(), **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("FASTGEN_STRICT", "maybe", "FASTGEN_STRICT must be 0 or 1, not 'maybe'."),
+        ("FASTGEN_TIER", "faster", "FASTGEN_TIER must be one of auto, fast, compat, stock, not 'faster'."),
+        ("FASTGEN_HISTORY", "many", "FASTGEN_HISTORY must be a whole number, not 'many'."),
+        ("FASTGEN_HISTORY", "-1", "FASTGEN_HISTORY must be 0 or more, not -1."),
+    ],
+)
+def test_environment_mistakes(
+    environment: pytest.MonkeyPatch, variable: str, text: str, message: str
+) -> None:
+    environment.setenv(variable, text)
+    with pytest.raises(ValueError) as error:
+        config.from_environment()
+    assert str(error.value) == message
+
+
+def test_configure_changes_what_it_names_only() -> None:
+    before = config.current()
+    assert fastgen.configure(tier="compat") == dataclasses.replace(before, tier="compat")
+    assert fastgen.configure(history=3) == dataclasses.replace(before, tier="compat", history=3)
+    assert config.current().history == 3
+    assert fastgen.configure() is config.current()
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"strict": 1}, TypeError, "strict must be True or False, not 1."),
+        ({"tier": "slow"}, ValueError, "tier must be one of auto, fast, compat, stock, not 'slow'."),
+        ({"tier": None}, TypeError, "tier must be one of auto, fast, compat, stock, not None."),
+        ({"history": "3"}, TypeError, "history must be a whole number, not '3'."),
+        ({"history": True}, TypeError, "history must be a whole number, not True."),
+        ({"history": -1}, ValueError, "history must be 0 or more, not -1."),
+        ({"beams": 4}, TypeError, "there is no option 'beams': the options are strict, tier, history."),
+        (
+            {"history": 5, "tier": "slow"},
+            ValueError,
+            "tier must be one of auto, fast, compat, stock, not 'slow'.",
+        ),
+    ],
+)
+def test_configure_mistakes_change_nothing(
+    options: dict[str, object], kind: type[Exception], message: str
+) -> None:
+    before = config.current()
+    with pytest.raises(kind) as error:
+        fastgen.configure(**options)
+    assert str(error.value) == message
+    assert config.current() is before
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.current().strict = True  # type: ignore[misc]

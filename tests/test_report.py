@@ -1,0 +1,118 @@
+"""The record of calls, its counters and log, and what the user sees when printing the status."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+import fastgen
+from fastgen import report
+from fastgen.report import Call, HostStatus, Status
+
+
+def call(tier: str = "fast", reason: str | None = None, model: str = "Tiny", **other: object) -> Call:
+    values: dict[str, object] = {"steps": 7, "seconds": 0.5, "cache_bytes": 2048} | other
+    return Call("transformers", model, tier, reason, batch=2, beams=4, **values)  # type: ignore[arg-type]
+
+
+def test_the_ring_forgets_and_the_counters_do_not() -> None:
+    fastgen.configure(history=3)
+    made = [call(tier, steps=step) for step, tier in enumerate(("fast", "stock", "fast", "compat", "fast"))]
+    for one in made:
+        report.record(one)
+    assert report.calls() == tuple(made[-3:])
+    assert report.counters() == {"fast": 3, "compat": 1, "stock": 1}
+    fastgen.configure(history=0)
+    report.record(call())
+    assert report.calls() == ()
+    assert report.counters()["fast"] == 4
+    report.reset()
+    assert report.counters() == {"fast": 0, "compat": 0, "stock": 0}
+
+
+def test_an_unknown_tier_is_refused() -> None:
+    with pytest.raises(ValueError, match="tier must be one of fast, compat, stock, not 'auto'"):
+        report.record(call("auto"))
+    assert report.calls() == ()
+
+
+def test_fallbacks_are_logged_once_per_model_and_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="fastgen")
+    for model in ("One", "Two", "One"):
+        report.record(call("stock", "synced_gpus is set", model))
+        report.record(call("fast", None, model))
+    report.record(call("stock", "training mode", "One"))
+    report.record(call("compat", "a custom processor", "One"))  # still ours: nothing to tell
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", "One runs the stock beam search: synced_gpus is set"),
+        ("INFO", "Two runs the stock beam search: synced_gpus is set"),
+        ("INFO", "One runs the stock beam search: training mode"),
+    ]
+
+
+def test_threads_lose_no_call() -> None:
+    fastgen.configure(history=5)
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        for _ in range(500):
+            report.record(call())
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert report.counters()["fast"] == 4000
+    assert len(report.calls()) == 5
+
+
+def test_the_status_is_data_and_a_readable_table() -> None:
+    reason = "output_attentions is set, and the attention weights of every beam are " + "very " * 20 + "long"
+    calls = (
+        call("fast", model="BartForConditionalGeneration", cache_bytes=3 * 2**20),
+        call("stock", reason, "T5", steps=None, seconds=None, cache_bytes=None),
+        call("compat", "a custom stopping criterion", "T5", cache_bytes=100),
+    )
+    hosts = (
+        HostStatus("transformers", "5.23.0", "accelerated"),
+        HostStatus("fairseq", None, "left alone", "SequenceGenerator._generate has other parameters"),
+    )
+    counters = {"fast": 1, "compat": 1, "stock": 1}
+    lines = str(Status("1.2.3", True, hosts, counters, calls)).splitlines()
+    assert lines[:5] == [
+        "fastgen 1.2.3, enabled",
+        "  transformers 5.23.0: accelerated",
+        "  fairseq: left alone",
+        "    SequenceGenerator._generate has other parameters",
+        "beam searches so far: 1 fast, 1 compat, 1 stock",
+    ]
+    table = lines[5:]
+    assert table[0].split() == ["tier", "host", "model", "batch", "beams", "steps", "seconds", "cache"]
+    rows = [line.split() for line in table[1:] if line.startswith("  ") and line[2] != " "]
+    assert rows == [
+        ["fast", "transformers", "BartForConditionalGeneration", *"2 4 7 0.500 3.0 MiB".split()],
+        ["stock", "transformers", "T5", *"2 4 - - -".split()],
+        ["compat", "transformers", "T5", *"2 4 7 0.500 100 B".split()],
+    ]
+    assert max(map(len, lines)) <= 100
+    why = [line for line in table if line.startswith("      ")]
+    assert len(why) == 3  # the long reason takes two lines, the short one its own
+    assert " ".join(" ".join(why[:2]).split()) == f"why: {reason}"
+    assert why[2].strip() == "why: a custom stopping criterion"
+
+
+def test_the_status_of_this_process() -> None:
+    report.record(call("compat"))
+    status = fastgen.status()
+    assert status.version == fastgen.__version__
+    assert status.calls == (call("compat"),)
+    assert status.counters == {"fast": 0, "compat": 1, "stock": 0}
+    assert [host.name for host in status.hosts] == ["transformers"]
+    with fastgen.disabled():
+        assert not fastgen.status().enabled
+        assert str(fastgen.status()).startswith(f"fastgen {fastgen.__version__}, disabled")
+    assert fastgen.status().enabled

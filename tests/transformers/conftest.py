@@ -1,0 +1,40 @@
+"""One thread per test process, the helpers beside this file importable, and fastgen as it was after each test."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the transformers adapter needs torch")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+sys.path.insert(0, str(Path(__file__).parent))  # zoo and harness, whatever pytest's import mode
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+import fastgen  # noqa: E402
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes more than half a minute; deselect with -m 'not slow'")
+
+
+@pytest.fixture(autouse=True)
+def _undisturbed() -> Iterator[None]:
+    """Each test starts from the default settings and ends with fastgen enabled."""
+    before = dataclasses.asdict(fastgen.config.current())
+    fastgen.configure(strict=False, tier="auto", history=32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    fastgen.configure(**before)
+    assert fastgen.status().enabled, "a test left fastgen disabled"

@@ -1,0 +1,306 @@
+"""Tiny random models of every family, in float32, and inputs for them.
+
+Weights are drawn wide enough that beams cross each other all the time. Which token ends a sentence is then
+chosen by looking at the stock search: the one that ends hypotheses at many different steps (`_choose_eos`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 61
+START, PAD, UNUSED = 2, 1, 3  # UNUSED stands in as eos where a config insists on one
+FIRST_WORD = 5  # ids below are special
+
+Inputs = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    name: str
+    build: Callable[[], Any]
+    inputs: Callable[..., Inputs]
+    expected: str = "accelerated"  # or "fallback"
+    generate: dict[str, Any] = field(default_factory=dict)  # generate() arguments the family needs
+
+
+def _get(name: str) -> Any:
+    return getattr(transformers, name)
+
+
+# ---------------------------------------------------------------------------------------------- configurations
+SPECIAL = dict(pad_token_id=PAD, bos_token_id=0, eos_token_id=UNUSED)
+ENCODER_DECODER = dict(
+    d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+    encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=VOCAB, max_position_embeddings=64, init_std=0.4,
+    decoder_start_token_id=START, forced_eos_token_id=None, **SPECIAL,
+)  # fmt: skip
+T5 = dict(
+    d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=VOCAB,
+    decoder_start_token_id=PAD, initializer_factor=2.0, relative_attention_num_buckets=8,
+    relative_attention_max_distance=12, pad_token_id=PAD, eos_token_id=UNUSED,
+)  # fmt: skip
+CAUSAL = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=64, initializer_range=0.4, **SPECIAL,
+)  # fmt: skip
+GROUPED = dict(CAUSAL, num_key_value_heads=2, head_dim=8)
+GPT2 = dict(
+    vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.4, **SPECIAL
+)
+VIT = dict(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16,
+    patch_size=4, initializer_range=0.4,
+)  # fmt: skip
+AS_DECODER = dict(is_decoder=True, add_cross_attention=True)
+
+
+def _model(cls: str, config: str, base: dict[str, Any], **options: Any) -> Callable[[], Any]:
+    return lambda: _get(cls)(_get(config)(**{**base, **options}))
+
+
+def _pair(cls: str, encoder: Callable[[], Any], decoder: Callable[[], Any]) -> Callable[[], Any]:
+    def build() -> Any:
+        model = _get(cls)(encoder=encoder(), decoder=decoder())
+        for settings in (model.config, model.generation_config):
+            settings.decoder_start_token_id, settings.pad_token_id = START, PAD
+        return model
+
+    return build
+
+
+def _whisper() -> Any:
+    options = dict(num_mel_bins=8, max_source_positions=12, max_target_positions=64, begin_suppress_tokens=None)
+    model = _model("WhisperForConditionalGeneration", "WhisperConfig", ENCODER_DECODER, **options)()
+    # Whisper's own `generate` reads these: the last 24 ids are time stamps of 0.02 s
+    model.generation_config.no_timestamps_token_id = VOCAB - 25
+    model.generation_config.is_multilingual = False
+    model.generation_config.return_timestamps = False
+    model.generation_config.max_initial_timestamp_index = 5
+    return model
+
+
+# ---------------------------------------------------------------------------------------------- inputs
+def _lengths(batch: int, length: int, ragged: bool) -> list[int]:
+    return [max(1, length - (3 * row) % 7) if ragged else length for row in range(batch)]
+
+
+def text(
+    model: Any, seed: int = 0, batch: int = 3, length: int = 9, padding: str | None = None, ragged: bool = True
+) -> Inputs:
+    """Ragged token ids; decoder-only models are padded on the left unless told otherwise."""
+    padding = padding or ("right" if model.config.is_encoder_decoder else "left")
+    generator = torch.Generator().manual_seed(seed + 7)
+    ids = torch.randint(FIRST_WORD, VOCAB - 1, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, used in enumerate(_lengths(batch, length, ragged)):
+        unused = slice(0, length - used) if padding == "left" else slice(used, length)
+        mask[row, unused] = 0
+    pad = model.generation_config.pad_token_id
+    return dict(input_ids=ids.masked_fill(mask == 0, PAD if pad is None else pad), attention_mask=mask)
+
+
+def features(model: Any, seed: int = 0, batch: int = 3, length: int = 24, **_: Any) -> Inputs:
+    generator = torch.Generator().manual_seed(seed + 7)
+    return dict(input_features=torch.randn(batch, 8, length, generator=generator))
+
+
+def speech(model: Any, seed: int = 0, batch: int = 3, length: int = 32, **_: Any) -> Inputs:
+    generator = torch.Generator().manual_seed(seed + 7)
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[-1, length - 12 :] = 0
+    return dict(input_features=torch.randn(batch, length, 8, generator=generator), attention_mask=mask)
+
+
+def pixels(model: Any, seed: int = 0, batch: int = 3, **_: Any) -> Inputs:
+    generator = torch.Generator().manual_seed(seed + 7)
+    return dict(pixel_values=torch.randn(batch, 3, 16, 16, generator=generator))
+
+
+# ---------------------------------------------------------------------------------------------- families
+def _families() -> list[Family]:
+    bart = functools.partial(_model, "BartForConditionalGeneration", "BartConfig", ENCODER_DECODER)
+    bert = dict(CAUSAL)
+    vit = _model("ViTModel", "ViTConfig", VIT)
+    bert_encoder = _model("BertModel", "BertConfig", bert)
+    bert_decoder = _model("BertLMHeadModel", "BertConfig", bert, **AS_DECODER)
+    gpt2_decoder = _model("GPT2LMHeadModel", "GPT2Config", GPT2, add_cross_attention=True)
+    windows = ["sliding_attention", "full_attention"]
+    return [
+        Family("bart", bart(), text),
+        Family("bart_eager", bart(attn_implementation="eager"), text),
+        Family("bart_distilled", bart(encoder_layers=4), text),
+        Family("mbart", _model("MBartForConditionalGeneration", "MBartConfig", ENCODER_DECODER), text),
+        Family("marian", _model("MarianMTModel", "MarianConfig", ENCODER_DECODER, pad_token_id=VOCAB - 1), text),
+        Family("m2m_100", _model("M2M100ForConditionalGeneration", "M2M100Config", ENCODER_DECODER), text),
+        Family("pegasus", _model("PegasusForConditionalGeneration", "PegasusConfig", ENCODER_DECODER), text),
+        Family("blenderbot", _model("BlenderbotForConditionalGeneration", "BlenderbotConfig", ENCODER_DECODER), text),
+        Family("t5", _model("T5ForConditionalGeneration", "T5Config", T5), text),
+        Family("mt5", _model("MT5ForConditionalGeneration", "MT5Config", T5), text),
+        Family("umt5", _model("UMT5ForConditionalGeneration", "UMT5Config", T5), text),
+        Family("whisper", _whisper, features, generate=dict(decoder_input_ids=torch.full((3, 1), START))),
+        Family(
+            "speech_to_text",
+            _model(
+                "Speech2TextForConditionalGeneration", "Speech2TextConfig", ENCODER_DECODER,
+                input_feat_per_channel=8, conv_channels=16, max_source_positions=64, max_target_positions=64,
+                num_conv_layers=2, conv_kernel_sizes=[3, 3], input_channels=1,
+            ),
+            speech,
+        ),  # fmt: skip
+        Family("bert2bert", _pair("EncoderDecoderModel", bert_encoder, bert_decoder), text),
+        Family("bert2gpt2", _pair("EncoderDecoderModel", bert_encoder, gpt2_decoder), text),
+        Family(
+            "bert_generation",
+            _pair(
+                "EncoderDecoderModel",
+                _model("BertGenerationEncoder", "BertGenerationConfig", bert),
+                _model("BertGenerationDecoder", "BertGenerationConfig", bert, **AS_DECODER),
+            ),
+            text,
+        ),
+        Family(
+            "trocr",
+            _pair(
+                "VisionEncoderDecoderModel", vit,
+                _model(
+                    "TrOCRForCausalLM", "TrOCRConfig", SPECIAL, vocab_size=VOCAB, d_model=32, decoder_layers=2,
+                    decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=64, init_std=0.4,
+                    cross_attention_hidden_size=32,
+                ),
+            ),
+            pixels,
+        ),  # fmt: skip
+        Family("vit2gpt2", _pair("VisionEncoderDecoderModel", vit, gpt2_decoder), pixels),
+        Family("vit2bert", _pair("VisionEncoderDecoderModel", vit, bert_decoder), pixels),
+        Family(
+            "led",
+            _model(
+                "LEDForConditionalGeneration", "LEDConfig", ENCODER_DECODER, attention_window=4,
+                max_encoder_position_embeddings=64, max_decoder_position_embeddings=64,
+            ),
+            text,
+        ),  # fmt: skip
+        Family("gpt2", _model("GPT2LMHeadModel", "GPT2Config", GPT2), text),
+        Family("opt", _model("OPTForCausalLM", "OPTConfig", CAUSAL, ffn_dim=48, word_embed_proj_dim=32, init_std=0.4), text),
+        Family("gpt_neox", _model("GPTNeoXForCausalLM", "GPTNeoXConfig", CAUSAL), text),
+        Family("llama", _model("LlamaForCausalLM", "LlamaConfig", GROUPED), text),
+        Family("qwen3", _model("Qwen3ForCausalLM", "Qwen3Config", GROUPED), text),
+        Family("phi3", _model("Phi3ForCausalLM", "Phi3Config", CAUSAL, num_key_value_heads=2), text),
+        Family("gemma", _model("GemmaForCausalLM", "GemmaConfig", GROUPED), text),
+        Family(
+            "gemma2",
+            _model(
+                "Gemma2ForCausalLM", "Gemma2Config", GROUPED, sliding_window=4, query_pre_attn_scalar=8,
+                attn_logit_softcapping=5.0, attn_implementation="eager",
+            ),
+            text,
+        ),  # fmt: skip
+        Family(
+            "gpt_oss",
+            _model(
+                "GptOssForCausalLM", "GptOssConfig", GROUPED, num_local_experts=2, num_experts_per_tok=1,
+                sliding_window=4, layer_types=windows, attn_implementation="eager",
+            ),
+            text,
+        ),  # fmt: skip
+        Family("mistral", _model("MistralForCausalLM", "MistralConfig", GROUPED, sliding_window=4), text),
+        Family(
+            "prophetnet",
+            _model(
+                "ProphetNetForConditionalGeneration", "ProphetNetConfig", {}, vocab_size=VOCAB, pad_token_id=0,
+                bos_token_id=1, eos_token_id=UNUSED,
+                hidden_size=32, encoder_ffn_dim=48, decoder_ffn_dim=48, num_encoder_layers=2,
+                num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4,
+                max_position_embeddings=64, decoder_start_token_id=START, init_std=0.4,
+            ),
+            text,
+            expected="fallback",
+        ),  # fmt: skip
+        Family(
+            "fsmt",
+            _model(
+                "FSMTForConditionalGeneration", "FSMTConfig", ENCODER_DECODER, langs=["a", "b"],
+                src_vocab_size=VOCAB, tgt_vocab_size=VOCAB, tie_word_embeddings=False,
+            ),
+            text,
+            expected="fallback",
+        ),  # fmt: skip
+    ]  # fmt: skip
+
+
+FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
+ACCELERATED = [name for name, family in FAMILIES.items() if family.expected == "accelerated"]
+FALLBACK = [name for name, family in FAMILIES.items() if family.expected == "fallback"]
+
+
+def _roughen(model: Any) -> None:
+    """Give norms and biases, which start at one and zero, something to do."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+def _choose_eos(family: Family, model: Any) -> bool:
+    """Let a token end sentences at which the stock search ends hypotheses at three different steps or more."""
+    inputs = {**family.inputs(model, seed=0), **family.generate}
+    options: dict[str, Any] = dict(num_beams=4, num_return_sequences=4, max_new_tokens=16)
+    model.generation_config.eos_token_id = None
+    endless = generate(model, inputs, **options)[:, -16:]
+    spread = {token: _first_steps(endless == token) for token in range(FIRST_WORD, VOCAB - 1)}
+    for token in sorted(spread, key=lambda token: -len(spread[token]))[:6]:
+        model.generation_config.eos_token_id = token
+        output = generate(model, inputs, return_dict_in_generate=True, **options)
+        steps = finishing_steps(output)
+        if len(set(steps)) >= 3 and max(steps) == 16 and crossings(output, 4) >= 5:
+            return True
+    return False
+
+
+def _first_steps(hit: torch.Tensor) -> set[int]:
+    return {int(row.nonzero()[0]) for row in hit if row.any()}
+
+
+def finishing_steps(output: Any) -> list[int]:
+    """Tokens generated in each returned hypothesis."""
+    return (output.beam_indices >= 0).sum(1).tolist()
+
+
+def crossings(output: Any, beams: int) -> int:
+    """How often the returned hypotheses change beams."""
+    parents = output.beam_indices % beams
+    return int(((parents[:, 1:] != parents[:, :-1]) & (output.beam_indices[:, 1:] >= 0)).sum())
+
+
+def generate(model: Any, inputs: Inputs, **options: Any) -> Any:
+    """`model.generate`, but Whisper's own (tested apart) rewrites inputs and outputs: call what it builds on."""
+    if model.config.model_type == "whisper":
+        return transformers.GenerationMixin.generate(model, **inputs, **options)
+    return model.generate(**inputs, **options)
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """The family's model: built once, shared by all tests, which must leave it as it was."""
+    import fastgen
+
+    family = FAMILIES[name]
+    with torch.random.fork_rng(devices=[]), fastgen.disabled():
+        for seed in range(8):
+            torch.manual_seed(seed)
+            model = family.build().eval().requires_grad_(False)
+            _roughen(model)
+            if _choose_eos(family, model):
+                return model
+    raise AssertionError(f"no seed gives a {name} whose beams cross and whose sentences end at different steps")
+
+
+def inputs_for(name: str, seed: int = 0, **shape: Any) -> Inputs:
+    return FAMILIES[name].inputs(load(name), seed=seed, **shape)
