@@ -78,14 +78,18 @@ def build_model(vocab_size: int) -> BartForConditionalGeneration:
 
 
 def batches(
-    tokenizer: Tokenizer, steps: int, tokens: int, seed: int
+    tokenizer: Tokenizer, growing: int, tokens: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of about ``tokens`` target tokens, of similar lengths; longer sentences come in one by one."""
+    """Batches of about ``tokens`` target tokens, of similar lengths.
+
+    Over ``growing`` steps the longest sentence grows from 1 item to all.
+    """
     rng = random.Random(seed)
     step = 0
     while True:
-        progress = step / steps
-        longest = min(demo_task.MAX_ITEMS, 1 + int(demo_task.MAX_ITEMS * progress / 0.4))
+        longest = demo_task.MAX_ITEMS
+        if step < growing:
+            longest = 1 + demo_task.MAX_ITEMS * step // growing
         pairs = demo_task.sentences(rng.getrandbits(32), held_out=False, max_items=longest)
         pool = []
         for source, target in itertools.islice(pairs, 2048):
@@ -111,7 +115,11 @@ def padded(rows: list[list[int]], value: int) -> torch.Tensor:
 def train(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer.get_vocab_size())
+    if args.resume:
+        model = BartForConditionalGeneration.from_pretrained(args.resume, dtype=torch.float32)
+    else:
+        model = build_model(tokenizer.get_vocab_size())
+    model.train()
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), fused=True)
     warmup = max(1, args.steps // 20)
@@ -120,10 +128,10 @@ def train(args: argparse.Namespace) -> None:
         lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / args.steps)),
     )
     started, total, count = time.perf_counter(), 0.0, 0
-    data = batches(tokenizer, args.steps, args.tokens, args.seed)
+    growing = 0 if args.resume else int(0.4 * args.steps)
+    data = batches(tokenizer, growing, args.tokens, args.seed)
     for step, (source, target) in enumerate(itertools.islice(data, args.steps), 1):
-        with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
-            loss = model(input_ids=source, attention_mask=(source != PAD).long(), labels=target).loss
+        loss = model(input_ids=source, attention_mask=(source != PAD).long(), labels=target).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -190,12 +198,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=7000)
     parser.add_argument("--tokens", type=int, default=1500, help="target tokens in a batch")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--bf16", action="store_true", help="bfloat16 products while training")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from the model saved there")
     parser.add_argument("--output", type=Path, default=SHIPPED)
     parser.add_argument(
         "--evaluate", type=int, metavar="N", help="only test the model in --output on N sentences"

@@ -196,8 +196,9 @@ def test_an_import_in_another_thread_is_waited_for(
     assert seen == [[sys.modules[LEAF]] for _ in seen]
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["before us", "after us"])
 def test_another_import_hook_that_asks_all_finders(
-    leaf: Path, watch: Callable[..., list[ModuleType]], monkeypatch: pytest.MonkeyPatch
+    leaf: Path, watch: Callable[..., list[ModuleType]], monkeypatch: pytest.MonkeyPatch, after: bool
 ) -> None:
     class Other:
         busy = False
@@ -212,7 +213,9 @@ def test_another_import_hook_that_asks_all_finders(
                 self.busy = False
 
     seen = watch()
-    monkeypatch.setattr(sys, "meta_path", [Other(), *sys.meta_path, Other()])
+    finders = list(sys.meta_path)
+    finders.insert(finders.index(_import_hook._finder) + after, Other())
+    monkeypatch.setattr(sys, "meta_path", finders)
     module = importlib.import_module(LEAF)
     assert seen == [module]
 
@@ -434,6 +437,24 @@ def test_the_host_arrives_inside_a_disabled_block(fake: Callable[..., str]) -> N
     """)
 
 
+def test_switched_off_while_the_adapter_is_being_imported(fake: Callable[..., str]) -> None:
+    fake("""
+        import fastgen
+        real = importlib.import_module
+
+        def import_module(name, *rest):
+            if name == adapter.__name__:
+                fastgen.disable()
+            return real(name, *rest)
+
+        importlib.import_module = import_module
+        assert ran() == "stock" and state() == "disabled"
+        importlib.import_module = real
+        fastgen.enable()
+        assert ran() == "fast"
+    """)
+
+
 def test_blocks_of_two_threads_overlap(fake: Callable[..., str]) -> None:
     fake("""
         import fastgen
@@ -575,17 +596,17 @@ def check():
     import importlib, fastgen
     import transformers
     from transformers.generation.utils import GenerationMixin as mixin
-    transformers.BartForConditionalGeneration  # imports the modules that a user would have
+    import transformers.models.bart.modeling_bart
     assert fastgen.status().hosts[0].state == "accelerated", fastgen.status()
     assert fastgen.status().hosts[0].version == transformers.__version__
     patched = raw()
     fastgen.disable()
     stock = raw()
-    assert mixin._beam_search.__module__ == "transformers.generation.utils"
+    assert mixin._beam_search.__globals__["__name__"] == "transformers.generation.utils"
     changed = {k for k in stock if stock[k] != patched[k]}
     assert ("transformers.generation.utils", "GenerationMixin") in changed
     fastgen.enable()
-    assert mixin._beam_search.__module__ != "transformers.generation.utils"
+    assert mixin._beam_search.__globals__["__name__"] != "transformers.generation.utils"
     with fastgen.disabled():
         assert raw() == stock
     fastgen.disable()
@@ -606,7 +627,7 @@ def test_real_host_before_fastgen_comes_back_bit_for_bit() -> None:
         REAL
         + """
 import transformers
-transformers.BartForConditionalGeneration
+import transformers.models.bart.modeling_bart
 before = raw()
 import fastgen
 after = check()
@@ -626,7 +647,7 @@ def test_real_host_switched_off() -> None:
 import fastgen
 from transformers import GenerationMixin
 import transformers.generation.utils
-assert GenerationMixin._beam_search.__module__ == "transformers.generation.utils"
+assert GenerationMixin._beam_search.__globals__["__name__"] == "transformers.generation.utils"
 assert fastgen.status().hosts[0].state == "disabled"
 assert "fastgen.optimizer.transformers" not in sys.modules
 """

@@ -1,6 +1,6 @@
 """The tree cache: prompt once per sentence, generated keys appended and never moved.
 
-Shapes: `B` sentences, `M` beams, `P` prompt positions, `T` generated steps, `H` key/value heads, `D` head size.
+Shapes: `B` sentences, `M` beams, `P` prompt positions, `T` generated steps, `H` key heads, `D` head size.
 Slot `P + t*M + m` of a sentence holds what its beam row `m` wrote at step `t`. Which slots a beam may
 see is the boolean ancestry `[B, M, P + T*M]`; choosing beams reorders the ancestry, nothing else.
 """
@@ -14,7 +14,7 @@ FIRST_STEPS = 64  # steps allocated at first; doubled whenever they are used up
 
 
 class TreeLayer:
-    """Keys and values of one layer, `[B, H, capacity, D]`, of which the first `tree.used` slots are in use."""
+    """Keys and values of one layer, `[B, H, capacity, D]`; the first `tree.used` slots are in use."""
 
     def __init__(self, tree: BeamTree, window: int | None = None) -> None:
         self.tree = tree
@@ -33,16 +33,21 @@ class TreeLayer:
 
         `keys`: one row per beam, `[B*M, H, 1, D]`, or beams as positions, `[B, H, M, D]`.
         """
-        assert self.keys is not None and self.values is not None, "append before prefill"
         tree = self.tree
+        stored_keys, stored_values = self.stored()
         start, used = tree.used - tree.beams, tree.used
-        if used > self.keys.shape[2]:
+        if used > stored_keys.shape[2]:
             capacity = tree.prompt_length + tree.steps_allocated * tree.beams
-            self.keys = _grown(self.keys[:, :, :start], capacity)
-            self.values = _grown(self.values[:, :, :start], capacity)
-        self.keys[:, :, start:used] = _beams_as_positions(keys, tree.beams)
-        self.values[:, :, start:used] = _beams_as_positions(values, tree.beams)
-        return self.keys[:, :, :used], self.values[:, :, :used]
+            self.keys = stored_keys = _grown(stored_keys[:, :, :start], capacity)
+            self.values = stored_values = _grown(stored_values[:, :, :start], capacity)
+        stored_keys[:, :, start:used] = _beams_as_positions(keys, tree.beams)
+        stored_values[:, :, start:used] = _beams_as_positions(values, tree.beams)
+        return stored_keys[:, :, :used], stored_values[:, :, :used]
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """The buffers of keys and values, which the prompt has filled by now."""
+        assert self.keys is not None and self.values is not None, "the prompt comes first"
+        return self.keys, self.values
 
     def keep(self, sentences: Tensor) -> None:
         """Keep only these sentences (int64 `[B']`), and of them only the slots in use."""
@@ -68,9 +73,9 @@ class BeamTree:
         self.layers: list[TreeLayer] = []
         self._masks: dict[tuple[object, ...], Tensor] = {}  # of this step
 
-    def plant(self, prompt_length: int, device: torch.device, prompt_mask: Tensor | None = None) -> None:
-        """Begin decoding after a prompt of `P` positions; `prompt_mask` `[B, P]`, nonzero = attend."""
-        self.prompt_length = prompt_length
+    def plant(self, prompt_mask: Tensor | None = None) -> None:
+        """Begin decoding: the layers hold the prompt; `prompt_mask` `[B, P]`, nonzero = attend."""
+        prompt_length, device = self.prompt_length, self.layers[0].stored()[0].device
         shape = (self.batch, self.beams, prompt_length + self.max_steps * self.beams)
         self._ancestry = torch.zeros(shape, dtype=torch.bool, device=device)
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()

@@ -114,7 +114,7 @@ class Result:
 
 def compare(job: Job, *, progress: bool = True) -> Result:
     """Warm up, time both sides batch by batch in alternating order, then measure memory on one batch."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     batches = job.batches()
     result = Result(job, {name: Side() for name in SIDES}, Counter())

@@ -1,6 +1,6 @@
 """Run one request on the stock host and on fastgen, and compare all that comes out.
 
-`compare` is the only judge: same tokens, same beam indices, scores within 1e-4, same number and shapes of score
+`compare` is the only judge: same tokens, same beam indices, scores within 1e-4 (and 80 float32 ulps), same number and shapes of score
 tensors, and proof from fastgen's own report that the tier asked for did the work.
 """
 
@@ -136,10 +136,11 @@ def _assert_close(name: str, stock: torch.Tensor | None, output: torch.Tensor | 
     assert stock.dtype == output.dtype, f"{name}: dtype {stock.dtype} became {output.dtype}"
     finite = torch.isfinite(stock)
     assert torch.equal(finite, torch.isfinite(output)), f"{name}: other tokens are banned"
-    # beams that don't exist yet, and unfinished hypotheses, score -1e9, where float32 counts in steps of 64
-    error = ((stock - output).abs() / stock.abs().clamp(min=1e3) * 1e3)[finite]
+    # Scores grow with negative length penalties, and -1e9 marks what must not be chosen: there, count in ulps.
+    allowed = tolerance + 1e-5 * stock.abs()
+    error = ((stock - output).abs() - allowed)[finite]
     worst = float(error.max()) if error.numel() else 0.0
-    assert worst <= tolerance, f"{name}: differ by {worst:.2e}"
+    assert worst <= 0, f"{name}: {worst:.2e} beyond the tolerance"
 
 
 # ---------------------------------------------------------------------------------------------- near-ties

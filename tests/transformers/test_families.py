@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -52,6 +53,21 @@ def test_stock_search_is_worth_comparing(family: str) -> None:
     assert (output.sequences == model.generation_config.eos_token_id).any()
     spread = torch.stack([logits.max(-1).values - logits.min(-1).values for logits in output.logits]).min()
     assert spread > 0.5, "logits are flat"
+
+
+# gemma2's and gpt_oss's eager attention insist on float32 inside
+@pytest.mark.parametrize("family", sorted(set(zoo.ACCELERATED) - {"gemma2", "gpt_oss"}))
+def test_weights_are_no_chaos(family: str) -> None:
+    """Stock in float64 finds the same: what differs in float32 is then an error, not rounding of a wild model."""
+    model = zoo.load(family)
+    inputs = _inputs(family)
+    options = dict(num_beams=4, max_new_tokens=16, **DETAILS)
+    single = harness.run_stock(model, inputs, **options)
+    inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+    double = harness.run_stock(copy.deepcopy(model).double(), inputs, **options)
+    assert torch.equal(single.sequences, double.sequences)
+    error = max(float((a - b).abs().max()) for a, b in zip(single.logits, double.logits, strict=True))
+    assert error < harness.TOLERANCE
 
 
 # ---------------------------------------------------------------------------------------------- the comparison
@@ -137,10 +153,14 @@ def _assert_nested(stock: Any, output: Any, where: str = "output") -> None:
         assert stock == output, where
 
 
+# Without time stamps a random model would still say some, and stock would seek backwards for ever.
+WORDS = dict(suppress_tokens=list(range(zoo.VOCAB - 24, zoo.VOCAB)))
+
+
 @pytest.mark.parametrize("tier", harness.TIERS)
-@pytest.mark.parametrize("timestamps", [False, True], ids=["words", "timestamps"])
-def test_whisper_short_form(tier: str, timestamps: bool) -> None:
-    _whisper(24, tier=tier, num_beams=4, max_new_tokens=14, return_timestamps=timestamps)
+def test_whisper_short_form(tier: str) -> None:
+    _whisper(24, tier=tier, num_beams=4, max_new_tokens=14, **WORDS)
+    _whisper(24, tier=tier, num_beams=4, max_new_tokens=14, return_timestamps=True)
 
 
 @pytest.mark.parametrize("tier", harness.TIERS)
@@ -152,10 +172,10 @@ def test_whisper_long_form(tier: str, batch: int) -> None:
 
 
 def test_whisper_with_a_prompt_and_scores() -> None:
-    prompt = torch.tensor([7, 9, 11])
-    _whisper(24, num_beams=4, max_new_tokens=10, prompt_ids=prompt)
-    _whisper(24, num_beams=4, max_new_tokens=10, return_dict_in_generate=True, output_scores=True)
-    _whisper(24, num_beams=4, max_new_tokens=10, num_return_sequences=2)
+    options = dict(num_beams=4, max_new_tokens=10, **WORDS)
+    _whisper(24, prompt_ids=torch.tensor([7, 9, 11]), **options)
+    _whisper(24, return_dict_in_generate=True, output_scores=True, **options)
+    _whisper(24, num_return_sequences=2, **options)
 
 
 def test_whisper_temperature_fallback() -> None:

@@ -43,7 +43,7 @@ ENCODER_DECODER = dict(
 )  # fmt: skip
 T5 = dict(
     d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=VOCAB,
-    decoder_start_token_id=PAD, initializer_factor=2.0, relative_attention_num_buckets=8,
+    decoder_start_token_id=PAD, initializer_factor=1.5, relative_attention_num_buckets=8,
     relative_attention_max_distance=12, pad_token_id=PAD, eos_token_id=UNUSED,
 )  # fmt: skip
 CAUSAL = dict(
@@ -142,8 +142,8 @@ def _families() -> list[Family]:
         Family("pegasus", _model("PegasusForConditionalGeneration", "PegasusConfig", ENCODER_DECODER), text),
         Family("blenderbot", _model("BlenderbotForConditionalGeneration", "BlenderbotConfig", ENCODER_DECODER), text),
         Family("t5", _model("T5ForConditionalGeneration", "T5Config", T5), text),
-        Family("mt5", _model("MT5ForConditionalGeneration", "MT5Config", T5), text),
-        Family("umt5", _model("UMT5ForConditionalGeneration", "UMT5Config", T5), text),
+        Family("mt5", _model("MT5ForConditionalGeneration", "MT5Config", T5, initializer_factor=1.3), text),
+        Family("umt5", _model("UMT5ForConditionalGeneration", "UMT5Config", T5, initializer_factor=1.3), text),
         Family("whisper", _whisper, features, generate=dict(decoder_input_ids=torch.full((3, 1), START))),
         Family(
             "speech_to_text",

@@ -17,7 +17,12 @@ _BEAM_SEARCH = (
     "synced_gpus",
     "model_kwargs",
 )
-_NEEDED = ("_prefill", "_update_model_kwargs_for_generation", "_get_top_k_continuations", "_update_finished_beams")
+_NEEDED = (
+    "_prefill",
+    "_update_model_kwargs_for_generation",
+    "_get_top_k_continuations",
+    "_update_finished_beams",
+)
 
 
 def install(patches: PatchSet, module: ModuleType) -> None:

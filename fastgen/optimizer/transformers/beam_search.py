@@ -47,19 +47,19 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
             all_logits += (logits,)
         if all_scores is not None:
             all_scores += (log_probs.clone(),)
-        length, scores = search.length, all_scores
-        parents = search.choose(
-            log_probs, lambda tokens, hypotheses: is_stopped(tokens, hypotheses, length, scores), config.do_sample
-        )
+        stops = functools.partial(is_stopped, length=search.length, scores=all_scores)
+        parents = search.choose(log_probs, stops, config.do_sample)
         del logits, log_probs
+        decoder.cache.reorder_cache(parents)
         if search.done:
             break
-        decoder.cache.reorder_cache(parents)
         if request.may_evict:
             stay = search.evict(at_least=max(1, int(search.batch * _EVICT_FROM)))
             if stay is not None:
-                rows = _kept(rows, stay, decoder.tree.batch, beams)
-                decoder.keep(stay.to(parents.device))
+                index = (stay[:, None] * beams + torch.arange(beams, device=device)).flatten()
+                rows = _kept(rows, index, decoder.tree.batch * beams)
+                request.keep(index)
+                decoder.keep(stay)
         inputs = model.prepare_inputs_for_generation(search.running(), next_sequence_length=1, **rows)
         with decoder.session.active():
             outputs = model(**decoder.step_inputs(inputs), return_dict=True)
@@ -84,7 +84,7 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
 
 
 def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) -> Any:
-    """The host's loop, untouched, over the tree: it runs on a shallow copy of the model whose `forward` is ours."""
+    """The host's own loop over the tree: it runs on a shallow copy of the model whose `forward` is ours."""
     model = request.model
     proxy = object.__new__(type(model))
     proxy.__dict__.update(model.__dict__)
@@ -138,9 +138,8 @@ def _last(outputs: Any, device: torch.device) -> Tensor:
     return outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32, device=device)
 
 
-def _kept(rows: dict[str, Any], sentences: Tensor, batch: int, beams: int) -> dict[str, Any]:
-    """The host's inputs of the sentences that stay."""
-    index = (sentences[:, None] * beams + torch.arange(beams, device=sentences.device)).flatten()
+def _kept(rows: dict[str, Any], index: Tensor, of: int) -> dict[str, Any]:
+    """These rows, int64 `[rows']`, of the host's inputs, which have one row per beam."""
     cache = rows["past_key_values"]
-    kept = {name: selected(value, index, batch * beams) for name, value in rows.items() if value is not cache}
+    kept = {name: selected(value, index, of) for name, value in rows.items() if value is not cache}
     return {**kept, "past_key_values": cache}

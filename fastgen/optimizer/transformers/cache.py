@@ -46,7 +46,9 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, *args: Any) -> None:
         pass
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         tree = self.session.tree
         if not tree.steps:
             self.layer.prefill(key_states, value_states)
@@ -159,7 +161,7 @@ def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
     """What the host would have returned as `past_key_values`: one row per beam, gathered on demand."""
     paths = tree.paths()
     own = DynamicCache()
-    own.layers = [_Rows(layer.keys, layer.values, paths) for layer in tree.layers]
+    own.layers = [_Rows(*layer.stored(), paths) for layer in tree.layers]
     if not isinstance(cache, EncoderDecoderCache):
         return own
     cross = DynamicCache()

@@ -29,7 +29,9 @@ class TreeDecoder:
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.peak_bytes = 0
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
-        self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
+        self._derives_mask = any(
+            hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules()
+        )
 
     def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The host's inputs with the expansion to beams undone, over the tree's cache."""
@@ -42,7 +44,7 @@ class TreeDecoder:
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
         self.encoder_outputs = inputs.get("encoder_outputs")
         self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
-        self.tree.plant(self.tree.prompt_length, self.tree.layers[0].keys.device, mask)
+        self.tree.plant(mask)
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Open the next step and turn the host's inputs, one row per beam, into those of the tree."""
@@ -52,7 +54,7 @@ class TreeDecoder:
             return {**inputs, "attention_mask": mask}
         inputs = {**inputs, "decoder_attention_mask": mask, "encoder_outputs": self.encoder_outputs}
         if inputs.get("attention_mask") is not None:
-            padding = self.source_mask
+            padding: Any = self.source_mask
             if padding.ndim == 2 and not self._derives_mask:
                 padding = padding[:, None, None].bool()  # [B, 1, 1, N]: taken as it is, with no host sync
             inputs["attention_mask"] = padding
@@ -61,6 +63,7 @@ class TreeDecoder:
     def keep(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
         self._measure()
+        sentences = sentences.to(self.tree.ancestry().device)
         self.tree.keep(sentences)
         if isinstance(self.cache, TreeEncoderDecoderCache):
             self.cache.keep(sentences)

@@ -9,6 +9,7 @@ from typing import Any
 from fastgen import config, report
 from fastgen.optimizer.transformers import beam_search
 from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.proof import disproof
 from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
 
 
@@ -17,7 +18,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     settings = config.current()
     if settings.tier == "stock":
         return _stock(request, stock, "tier='stock' is configured")
-    if reason := unsupported_reason(request):
+    if reason := unsupported_reason(request) or disproof(request, stock):
         if settings.strict:
             raise report.FallbackError(reason)
         return _stock(request, stock, reason)

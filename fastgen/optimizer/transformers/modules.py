@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "layer_state")
 # Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
 _FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
 
@@ -22,7 +22,7 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @functools.cache
-def _computes_attention_itself(module_type: type) -> bool:
+def _computes_attention_itself(module_type: Any) -> bool:
     code = getattr(inspect.unwrap(module_type.forward), "__code__", None)
     if code is None:
         return False
@@ -33,21 +33,24 @@ def _computes_attention_itself(module_type: type) -> bool:
 
 def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
     """Wrappers, by class and attribute, for the model's modules to be folded at their boundary."""
-    types = {type(module) for module in model.modules() if _computes_attention_itself(type(module))}
     return {
         (owner, "forward"): functools.partial(_folded, mask_name=_FOLDED_AT_THE_BOUNDARY[owner.__name__])
-        for owner in types
+        for owner in _hand_written(model)
         if owner.__name__ in _FOLDED_AT_THE_BOUNDARY
     }
 
 
 def unfoldable_attention(model: torch.nn.Module) -> str | None:
     """The name of an attention class that cannot be folded, if the model has one."""
-    for module in model.modules():
-        name = type(module).__name__
-        if _computes_attention_itself(type(module)) and name not in _FOLDED_AT_THE_BOUNDARY:
-            return name
+    for owner in _hand_written(model):
+        if owner.__name__ not in _FOLDED_AT_THE_BOUNDARY:
+            return owner.__name__
     return None
+
+
+def _hand_written(model: torch.nn.Module) -> set[Any]:
+    types: set[Any] = {type(module) for module in model.modules()}
+    return {owner for owner in types if _computes_attention_itself(owner)}
 
 
 def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:
@@ -63,6 +66,7 @@ def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:
         tree = session.tree
         beams = hidden_states.view(tree.batch, tree.beams, -1)  # [B*M, 1, d] -> [B, M, d]
         call = signature.bind(self, beams, *args, **kwargs)
+        bias: torch.Tensor | None
         if call.arguments.get("key_value_states") is None:
             bias = session.self_bias(None, beams.dtype)
         else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GenerationMixin
@@ -48,7 +50,7 @@ class Request:
     """The arguments of `_beam_search`, under the host's names."""
 
     model: Any
-    input_ids: torch.Tensor  # int64 [B*M, P]
+    input_ids: Tensor  # int64 [B*M, P]
     logits_processor: Any
     stopping_criteria: Any
     generation_config: Any
@@ -74,18 +76,32 @@ class Request:
             and self.stops_by_last_token
         )
 
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but these, int64 `[rows']`, from the processors that hold something for each row."""
+        processors = []
+        for processor in self.logits_processor:
+            ignored = getattr(processor, "prompt_ignore_length", None)  # repetition penalty: left padding
+            if isinstance(ignored, Tensor):
+                processor = copy.copy(processor)  # the caller's own stays as it is
+                processor.prompt_ignore_length = ignored.index_select(0, rows.to(ignored.device))
+            processors.append(processor)
+        self.logits_processor = type(self.logits_processor)(processors)
+
     @property
     def stops_by_last_token(self) -> bool:
         return all(type(criterion) in _BY_LAST_TOKEN for criterion in self.stopping_criteria)
 
-    def stopper(self) -> Callable[[torch.Tensor, Callable[[], torch.Tensor], Any], torch.Tensor]:
+    def stopper(self) -> Callable[..., Tensor]:
         """The host's stopping criteria as a function of candidates' tokens `[B, K]` -> bool `[B, K]`.
 
+        Its other arguments: the hypotheses, their length without the candidate, the host's `scores`.
         Whole hypotheses are built only for criteria that look at more than the last token.
         """
         criteria = self.stopping_criteria
 
-        def by_last_token(tokens: torch.Tensor, hypotheses: Callable[[], torch.Tensor], length: int, scores: Any):
+        def by_last_token(
+            tokens: Tensor, hypotheses: Callable[[], Tensor], length: int, scores: Any
+        ) -> Tensor:
             stopped = torch.zeros_like(tokens, dtype=torch.bool)
             for criterion in criteria:
                 if type(criterion) is stopping_criteria.MaxLengthCriteria:
@@ -95,8 +111,11 @@ class Request:
                     stopped = stopped | torch.isin(tokens, criterion.eos_token_id.to(tokens.device))
             return stopped
 
-        def by_hypothesis(tokens: torch.Tensor, hypotheses: Callable[[], torch.Tensor], length: int, scores: Any):
-            return criteria(hypotheses(), scores).view(tokens.shape)
+        def by_hypothesis(
+            tokens: Tensor, hypotheses: Callable[[], Tensor], length: int, scores: Any
+        ) -> Tensor:
+            stopped: Tensor = criteria(hypotheses(), scores)
+            return stopped.view(tokens.shape)
 
         return by_last_token if self.stops_by_last_token else by_hypothesis
 

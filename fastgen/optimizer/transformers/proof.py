@@ -1,0 +1,118 @@
+"""Whether a model is equal on the tree: known for the families of our tests, tried for all others.
+
+A model that nobody has tested may put something into its attention that the tree does not know of. So
+before its first accelerated call a few steps are run both ways, and it stays with the host unless the
+logits are equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+
+from fastgen.optimizer.transformers import beam_search
+from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.requests import Request
+
+# `model_type` of the configurations that the test suite compares with stock, in both tiers.
+_TESTED = frozenset(
+    """bart bert bert-generation blenderbot gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
+    mistral mt5 opt pegasus phi3 qwen3 speech_to_text t5 trocr umt5 whisper""".split()
+)
+_SENTENCES, _BEAMS, _STEPS = 2, 3, 4
+# Largest difference of two logits, relative to the largest logit: rounding in another order stays far below.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+_verdicts: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
+
+
+def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
+    """Why this model may not run on the tree, or None; tried once for each model and attention function."""
+    model = request.model
+    config = getattr(model.config, "decoder", None)
+    if getattr(config if hasattr(config, "model_type") else model.config, "model_type", None) in _TESTED:
+        return None
+    verdicts = _verdicts.setdefault(model, {})
+    key = (getattr(model.config, "_attn_implementation", None), model.dtype)
+    if key not in verdicts:
+        verdicts[key] = _try(request, stock)
+    return verdicts[key]
+
+
+def _try(request: Request, stock: Callable[..., Any]) -> str | None:
+    theirs = _sample(request)
+    expected = stock(
+        theirs.model,
+        theirs.input_ids,
+        theirs.logits_processor,
+        theirs.stopping_criteria,
+        theirs.generation_config,
+        False,
+        **theirs.model_kwargs,
+    )
+    ours = _sample(request)
+    decoder = TreeDecoder(ours)
+    try:
+        result = beam_search.fast(ours, decoder)
+    # Here, and only here, an unknown model's code meets the tree: whatever it raises is the verdict.
+    except Exception as error:
+        return f"it cannot run on the tree ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+    steps = len(result.scores) - 1
+    if not decoder.session.folds:
+        return "its attention cannot be reached: it is not looked up in AttentionInterface"
+    tolerance = _TOLERANCE.get(request.model.dtype, 1e-4)
+    for step, (a, b) in enumerate(zip(expected.logits, result.logits, strict=False)):
+        difference = _difference(a, b)
+        if not difference <= tolerance:
+            return (
+                f"its logits differ on the tree, by {difference:.1e} of the largest in step {step} of {steps}"
+            )
+    if len(expected.logits) != len(result.logits):
+        return "its search ends at another step on the tree"
+    return None
+
+
+def _difference(expected: Tensor, logits: Tensor) -> float:
+    finite = torch.isfinite(expected)
+    if not torch.equal(finite, torch.isfinite(logits)):
+        return float("inf")
+    largest = expected[finite].abs().max().clamp(min=1.0)
+    return float((expected[finite] - logits[finite]).abs().max() / largest)
+
+
+def _sample(request: Request) -> Request:
+    """A few sentences, beams and steps of the request, with plain search and nothing shared with it."""
+    beams = min(request.beams, _BEAMS)
+    sentences = min(request.batch, _SENTENCES)
+    rows = request.input_ids.shape[0]
+    first = torch.arange(sentences)[:, None] * request.beams + torch.arange(beams)
+    index = first.flatten()
+
+    def sampled(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            matches = value.ndim and value.shape[0] == rows
+            return value.index_select(0, index.to(value.device)) if matches else value
+        if isinstance(value, dict):
+            return type(value)(**{name: sampled(item) for name, item in value.items()})
+        return value
+
+    config = copy.copy(request.generation_config)
+    config.num_beams, config.num_return_sequences, config.do_sample = beams, 1, False
+    config.max_length = min(config.max_length, request.input_ids.shape[1] + _STEPS)
+    config.return_dict_in_generate = config.output_scores = config.output_logits = True
+    kwargs = {
+        name: sampled(value) for name, value in request.model_kwargs.items() if name != "past_key_values"
+    }
+    # The cache is still empty: its layers' kinds are what is copied.
+    kwargs["past_key_values"] = copy.deepcopy(request.model_kwargs["past_key_values"])
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=config.max_length)])
+    return Request(
+        request.model, sampled(request.input_ids), LogitsProcessorList(), criteria, config, False, kwargs
+    )
