@@ -286,6 +286,15 @@ def test_a_difference_is_shown_and_fails(
     assert "1 of 3 outputs differ. The first, input 2:" in out
 
 
+def test_no_speed_up_is_claimed_where_nothing_was_accelerated(capsys: pytest.CaptureFixture[str]) -> None:
+    fastgen.disable()
+    status, out, _ = _run(capsys, "--limit", "2", "--beams", "2", "--quiet")
+    assert status == 0
+    assert "Nothing was accelerated: transformers is disabled." in out
+    assert "both sides ran stock code" in out
+    assert not fastgen.status().enabled
+
+
 @pytest.mark.parametrize(
     ("tiers", "expected"),
     [

@@ -358,6 +358,8 @@ def what_ran(result: Result) -> str:
 def verdict(result: Result) -> str:
     total, same = len(result.job.sources), result.identical
     if same == total:
+        if all(tier == "stock" for tier, _ in result.tiers):
+            return f"\nAll {total} outputs are identical; both sides ran stock code."
         return f"\nAll {total} outputs are identical; fastgen was {_times(result.speed_up, 'faster')}."
     stock, ours = (result.sides[name] for name in SIDES)
     first = next(i for i in range(total) if stock.tokens[i] != ours.tokens[i])

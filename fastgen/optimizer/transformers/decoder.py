@@ -84,18 +84,24 @@ class TreeDecoder:
 
 
 def _unexpanded(value: Any, beams: int, batch: int) -> Any:
-    """Undo the host's expansion of a tensor or a dict of tensors."""
-    return _mapped(value, lambda x: x[::beams].contiguous() if x.shape[0] == batch * beams else x)
+    """Undo the host's expansion of a tensor, or of a dict of tensors in place.
+
+    In place because the host expanded it in place: the copies are freed, and encoder outputs that the
+    user passed become what they were.
+    """
+    if isinstance(value, dict):
+        for name, item in list(value.items()):
+            value[name] = _unexpanded(item, beams, batch)
+        return value
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == batch * beams:
+        return value[::beams].contiguous()
+    return value
 
 
 def selected(value: Any, rows: Tensor, of: int) -> Any:
     """These rows of a tensor with `of` rows, or of a dict of such tensors; anything else as it is."""
-    return _mapped(value, lambda x: x.index_select(0, rows.to(x.device)) if x.shape[0] == of else x)
-
-
-def _mapped(value: Any, function: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value) if value.ndim else value
     if isinstance(value, dict):
-        return type(value)(**{name: _mapped(item, function) for name, item in value.items()})
+        return type(value)(**{name: selected(item, rows, of) for name, item in value.items()})
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == of:
+        return value.index_select(0, rows.to(value.device))
     return value

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from fastgen.optimizer.transformers import beam_search
-from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
 from fastgen.optimizer.transformers.requests import Request
 
 # `model_type` of the configurations that the test suite compares with stock, in both tiers.
@@ -95,24 +95,24 @@ def _sample(request: Request) -> Request:
     first = torch.arange(sentences)[:, None] * request.beams + torch.arange(beams)
     index = first.flatten()
 
-    def sampled(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            matches = value.ndim and value.shape[0] == rows
-            return value.index_select(0, index.to(value.device)) if matches else value
-        if isinstance(value, dict):
-            return type(value)(**{name: sampled(item) for name, item in value.items()})
-        return value
-
     config = copy.copy(request.generation_config)
     config.num_beams, config.num_return_sequences, config.do_sample = beams, 1, False
     config.max_length = min(config.max_length, request.input_ids.shape[1] + _STEPS)
     config.return_dict_in_generate = config.output_scores = config.output_logits = True
     kwargs = {
-        name: sampled(value) for name, value in request.model_kwargs.items() if name != "past_key_values"
+        name: selected(value, index, rows)
+        for name, value in request.model_kwargs.items()
+        if name != "past_key_values"
     }
     # The cache is still empty: its layers' kinds are what is copied.
     kwargs["past_key_values"] = copy.deepcopy(request.model_kwargs["past_key_values"])
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=config.max_length)])
     return Request(
-        request.model, sampled(request.input_ids), LogitsProcessorList(), criteria, config, False, kwargs
+        request.model,
+        selected(request.input_ids, index, rows),
+        LogitsProcessorList(),
+        criteria,
+        config,
+        False,
+        kwargs,
     )
