@@ -1,4 +1,4 @@
-"""Beam search by stock transformers and by fastgen: verified, then timed in turn. README.md says how to read it.
+"""Beam search by stock transformers and by fastgen: verified, then timed in turn (see README.md).
 
     python benchmarks/bench_generate.py                                  # random models of well-known shapes
     python benchmarks/bench_generate.py --scenario bart-8x1022 --rounds 3
@@ -184,9 +184,7 @@ SCENARIOS = {
         "transformer-base shape, 1 x 25 -> 30, 4 beams", lambda _: _transformer_base(1), at_least=1.0
     ),
     "gpt2-4x512": Scenario("GPT-2 shape, 4 prompts of 512 -> 64, 4 beams", lambda _: _gpt2(), at_least=3.0),
-    "whisper": Scenario(
-        "Whisper-base, trained, 4 x 11 s of speech, 5 beams", _whisper, needs="whisper", at_least=3.0
-    ),
+    "whisper": Scenario("Whisper-base, trained, 4 x 11 s of speech, 5 beams", _whisper, needs="whisper", at_least=3.0),
     "smollm": Scenario(
         "SmolLM2-135M, trained, prompts of 512, 512, 512 and 300 -> 48, 4 beams",
         _smollm,
@@ -200,7 +198,7 @@ SCENARIOS = {
 
 
 class FirstCall:
-    """Seconds that the first call of a module took since `reset`: the encoder's, or the prompt's of a decoder."""
+    """Seconds of a module's first call since `reset`: the encoder's, or the prompt's of a decoder."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.reset()
@@ -408,14 +406,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         epilog=f"scenarios:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--scenario", nargs="+", choices=SCENARIOS, metavar="NAME", help="default: all that can run"
-    )
+    parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, metavar="NAME", help="default: all that can run")
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument(
-        "--shared", type=Path, metavar="DIR", help="holds data/ and models/: ddtp, whisper, smollm"
-    )
+    parser.add_argument("--shared", type=Path, metavar="DIR", help="holds data/ and models/: ddtp, whisper, smollm")
     parser.add_argument("--whisper", type=Path, metavar="DIR", help="Whisper-base as transformers saves it")
     parser.add_argument("--smollm", type=Path, metavar="DIR", help="SmolLM2-135M as transformers saves it")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")

@@ -77,9 +77,7 @@ def build_model(vocab_size: int) -> BartForConditionalGeneration:
     return model
 
 
-def batches(
-    tokenizer: Tokenizer, growing: int, tokens: int, seed: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(tokenizer: Tokenizer, growing: int, tokens: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of about ``tokens`` target tokens, of similar lengths.
 
     Over ``growing`` steps the longest sentence grows from 1 item to all.
@@ -107,9 +105,7 @@ def batches(
 
 
 def padded(rows: list[list[int]], value: int) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(
-        [torch.tensor(r) for r in rows], batch_first=True, padding_value=value
-    )
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(r) for r in rows], batch_first=True, padding_value=value)
 
 
 def train(args: argparse.Namespace) -> None:
@@ -172,9 +168,7 @@ def evaluate(folder: Path, sample: int, beams: int = 5, batch: int = 50) -> floa
     pairs.sort(key=lambda pair: len(pair[1]))
     for start in range(0, sample, batch):
         chunk = pairs[start : start + batch]
-        inputs = tokenizer(
-            [s for s, _ in chunk], return_tensors="pt", padding=True, return_token_type_ids=False
-        )
+        inputs = tokenizer([s for s, _ in chunk], return_tensors="pt", padding=True, return_token_type_ids=False)
         with torch.inference_mode():
             outputs = model.generate(**inputs, num_beams=beams)
         for (source, target), text in zip(
@@ -187,17 +181,12 @@ def evaluate(folder: Path, sample: int, beams: int = 5, batch: int = 50) -> floa
                 print(f"wrong: {source}\n  said: {text}\n  true: {target}")
     share = sum(right) / sum(seen)
     print(f"exact match with {beams} beams: {sum(right)} of {sum(seen)} ({share:.2%})")
-    print(
-        "by number of items: "
-        + ", ".join(f"{i}: {right[i]}/{seen[i]}" for i in range(1, len(seen)) if seen[i])
-    )
+    print("by number of items: " + ", ".join(f"{i}: {right[i]}/{seen[i]}" for i in range(1, len(seen)) if seen[i]))
     return share
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=7000)
     parser.add_argument("--tokens", type=int, default=1500, help="target tokens in a batch")
     parser.add_argument("--lr", type=float, default=1.5e-3)
@@ -205,9 +194,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="go on from the model saved there")
     parser.add_argument("--output", type=Path, default=SHIPPED)
-    parser.add_argument(
-        "--evaluate", type=int, metavar="N", help="only test the model in --output on N sentences"
-    )
+    parser.add_argument("--evaluate", type=int, metavar="N", help="only test the model in --output on N sentences")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if args.evaluate:

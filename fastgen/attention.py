@@ -49,7 +49,8 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     else:
         keys = key.flatten(0, 1)  # a view: slots beyond those in use only change the stride of B*Hkv
-        scores = torch.bmm((query * scale).flatten(0, 1), keys.transpose(1, 2))  # [B*Hkv, G*M, K]
+        rows = query.flatten(0, 1)
+        scores = torch.baddbmm(rows.new_empty(1), rows, keys.transpose(1, 2), beta=0, alpha=scale)
         if bias is not None:
             scores.view(batch, key_heads, group, beams, -1).add_(_per_group(bias, key_heads, group))
         output = torch.bmm(scores.softmax(-1), value.flatten(0, 1)).unflatten(0, (batch, key_heads))

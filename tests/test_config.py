@@ -36,9 +36,7 @@ def test_defaults(environment: pytest.MonkeyPatch) -> None:
         ("FASTGEN_HISTORY", "0", "history", 0),
     ],
 )
-def test_environment(
-    environment: pytest.MonkeyPatch, variable: str, text: str, option: str, value: object
-) -> None:
+def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, option: str, value: object) -> None:
     environment.setenv(variable, text)
     assert getattr(config.reset(), option) == value
     assert config.current() == dataclasses.replace(config.Config(), **{option: value})
@@ -53,9 +51,7 @@ def test_environment(
         ("FASTGEN_HISTORY", "-1", "FASTGEN_HISTORY must be 0 or more, not -1."),
     ],
 )
-def test_environment_mistakes(
-    environment: pytest.MonkeyPatch, variable: str, text: str, message: str
-) -> None:
+def test_environment_mistakes(environment: pytest.MonkeyPatch, variable: str, text: str, message: str) -> None:
     environment.setenv(variable, text)
     with pytest.raises(ValueError) as error:
         config.from_environment()
@@ -87,9 +83,7 @@ def test_configure_changes_what_it_names_only() -> None:
         ),
     ],
 )
-def test_configure_mistakes_change_nothing(
-    options: dict[str, object], kind: type[Exception], message: str
-) -> None:
+def test_configure_mistakes_change_nothing(options: dict[str, object], kind: type[Exception], message: str) -> None:
     before = config.current()
     with pytest.raises(kind) as error:
         fastgen.configure(**options)

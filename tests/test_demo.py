@@ -132,9 +132,7 @@ def test_sentences_carry_their_right_answers() -> None:
 
 
 def test_sentences_repeat_with_the_seed() -> None:
-    first, again, other = (
-        list(itertools.islice(demo_task.sentences(s, held_out=True), 50)) for s in (3, 3, 4)
-    )
+    first, again, other = (list(itertools.islice(demo_task.sentences(s, held_out=True), 50)) for s in (3, 3, 4))
     assert first == again
     assert first != other
 
@@ -267,9 +265,7 @@ def test_users_own_causal_model(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert re.search(r"identical outputs +3 of 3", out)
 
 
-def test_a_difference_is_shown_and_fails(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_difference_is_shown_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     new_tokens = demo.Job.new_tokens
     calls = itertools.count()
 
@@ -308,18 +304,14 @@ def test_what_ran_is_told(tiers: dict[tuple[str, str | None], int], expected: st
     assert expected in demo.what_ran(result)
 
 
-def test_a_strict_fallback_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strict_fallback_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fall_back(job: demo.Job, *, progress: bool) -> demo.Result:
         raise fastgen.FallbackError("the cache is quantised")
 
     monkeypatch.setattr(demo, "compare", fall_back)
     status, _, err = _run(capsys, "--limit", "1")
     assert status == 2
-    assert err == (
-        "fastgen-demo: FASTGEN_STRICT is set, and fastgen cannot accelerate this: the cache is quantised.\n"
-    )
+    assert err == ("fastgen-demo: FASTGEN_STRICT is set, and fastgen cannot accelerate this: the cache is quantised.\n")
 
 
 # Bad input.

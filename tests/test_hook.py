@@ -130,9 +130,7 @@ def test_the_last_cancel_restores_the_finders(leaf: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["watched before", "watched from inside"])
-def test_an_import_error_is_the_hosts_own(
-    leaf: Path, watch: Callable[..., list[ModuleType]], early: bool
-) -> None:
+def test_an_import_error_is_the_hosts_own(leaf: Path, watch: Callable[..., list[ModuleType]], early: bool) -> None:
     inside: list[list[ModuleType]] = []
     sys.modules["hooked_probe"] = probe = ModuleType("hooked_probe")
     probe.watch = lambda: inside.append(watch())  # type: ignore[attr-defined]

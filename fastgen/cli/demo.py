@@ -279,9 +279,7 @@ def samples(result: Result, count: int) -> str:
     lines = ["", "Some outputs:"]
     for i in range(0, len(texts), max(1, -(-len(texts) // count))):
         mark = "" if job.answers is None else " [right]" if texts[i] == job.answers[i] else " [wrong]"
-        lines += textwrap.wrap(
-            job.sources[i], 100, initial_indent="  ", subsequent_indent="    ", max_lines=3
-        )
+        lines += textwrap.wrap(job.sources[i], 100, initial_indent="  ", subsequent_indent="    ", max_lines=3)
         lines += textwrap.wrap(
             f"{texts[i]}{mark}", 100, initial_indent="    -> ", subsequent_indent="       ", max_lines=6
         )
@@ -386,15 +384,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Decode with stock transformers and with fastgen, and compare outputs, time and memory.",
         epilog="Exit status: 0 if all outputs are identical, 1 if some differ, 2 if the input is unusable.",
     )
-    parser.add_argument(
-        "--model", metavar="NAME_OR_PATH", help="your seq2seq or causal model (default: a shipped one)"
-    )
+    parser.add_argument("--model", metavar="NAME_OR_PATH", help="your seq2seq or causal model (default: a shipped one)")
     parser.add_argument("--input", type=Path, metavar="FILE", help="your inputs, one a line")
     parser.add_argument("--beams", type=_positive, default=5, metavar="N", help="default: %(default)s")
     parser.add_argument("--batch-size", type=_positive, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--max-new-tokens", type=_positive, default=128, metavar="N", help="default: %(default)s"
-    )
+    parser.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument("--limit", type=_positive, metavar="N", help="decode only the first N inputs")
     parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: torch's)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")

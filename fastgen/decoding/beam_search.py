@@ -64,9 +64,7 @@ class _Live:
 class BeamSearch:
     """One request's search. `choose` takes a step; `done` and `result` say how it ended."""
 
-    def __init__(
-        self, prompt: Tensor, beams: int, candidates: int, policy: FinishingPolicy, fill: int
-    ) -> None:
+    def __init__(self, prompt: Tensor, beams: int, candidates: int, policy: FinishingPolicy, fill: int) -> None:
         """`prompt`: int64 `[B*M, prompt_length]`; `candidates`: K; `fill`: token after the end."""
         self.beams, self.candidates, self.policy = beams, candidates, policy
         self.length = policy.prompt_length
@@ -147,9 +145,7 @@ class BeamSearch:
         live.rows[:, :, step] = self._request_rows(parents)
         self.length += 1
 
-        improvable = self.policy.is_improvable(
-            live.scores, live.finished_scores, live.is_finished, self.length
-        )
+        improvable = self.policy.is_improvable(live.scores, live.finished_scores, live.is_finished, self.length)
         live.improvable = live.improvable & improvable
         self.done = self._is_done(stopped)
         return local

@@ -15,10 +15,10 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 sys.path.insert(0, str(Path(__file__).parent))  # zoo and harness, whatever pytest's import mode
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
-import fastgen  # noqa: E402
+import fastgen
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -1,7 +1,7 @@
 """Run one request on the stock host and on fastgen, and compare all that comes out.
 
-`compare` is the only judge: same tokens, same beam indices, scores within 1e-4 (and 80 float32 ulps), same number and shapes of score
-tensors, and proof from fastgen's own report that the tier asked for did the work.
+`compare` is the only judge: same tokens, same beam indices, scores within 1e-4 (and 80 float32 ulps), same
+number and shapes of score tensors, and proof from fastgen's own report that the tier asked for did the work.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +38,7 @@ def configured(**options: Any) -> Iterator[None]:
 def request(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Fresh arguments for one run: processors and tensors that a run changes must not reach the next one."""
     return {
-        name: value() if name in FACTORIES and callable(value) else copy.deepcopy(value)
+        name: value() if name in FACTORIES and inspect.isfunction(value) else copy.deepcopy(value)
         for name, value in {**inputs, **options}.items()
     }
 

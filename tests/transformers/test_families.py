@@ -13,9 +13,7 @@ import zoo
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "plain": dict(num_beams=4, max_new_tokens=16),
-    "ranked": dict(
-        num_beams=4, max_new_tokens=14, num_return_sequences=3, length_penalty=2.0, no_repeat_ngram_size=2
-    ),
+    "ranked": dict(num_beams=4, max_new_tokens=14, num_return_sequences=3, length_penalty=2.0, no_repeat_ngram_size=2),
     "early": dict(num_beams=3, max_new_tokens=12, early_stopping=True, repetition_penalty=1.3),
     "sampled": dict(num_beams=4, max_new_tokens=12, do_sample=True, top_k=20, temperature=1.3),
 }

@@ -284,7 +284,10 @@ def test_encoder_outputs_of_the_user(name: str, tier: str) -> None:
     for details in (TOKENS, DETAILS):
         mine = BaseModelOutput(last_hidden_state=hidden.clone())
         stock = harness.run_stock(
-            model, {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden.clone())}, **options, **details
+            model,
+            {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=hidden.clone())},
+            **options,
+            **details,
         )
         # called directly: the harness would copy what must not be changed
         with harness.configured(tier=tier, strict=True):
@@ -322,7 +325,16 @@ def test_guidance_with_a_negative_prompt(name: str, tier: str) -> None:
 def test_sampling(name: str, tier: str) -> None:
     model, inputs = zoo.load(name), zoo.inputs_for(name)
     for options in (dict(top_k=7), dict(top_p=0.8, temperature=1.5), dict(top_k=0), dict(top_p=0.3)):
-        both_ways(model, inputs, tier, num_beams=4, num_return_sequences=2, max_new_tokens=12, do_sample=True, **options)
+        both_ways(
+            model,
+            inputs,
+            tier,
+            num_beams=4,
+            num_return_sequences=2,
+            max_new_tokens=12,
+            do_sample=True,
+            **options,
+        )
 
 
 @models

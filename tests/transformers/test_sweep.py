@@ -38,7 +38,7 @@ MAPPINGS = {
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
-SECONDS = 20  # for one class, at most; nearly all need less than one
+SECONDS = 12  # for one class, at most; nearly all need less than one
 PARAMETERS = 5_000_000  # more means that shrinking missed a size
 
 # ---------------------------------------------------------------------------------------------- tiny configurations
@@ -50,11 +50,9 @@ _SIZES: dict[int, str] = {
     48: """intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size d_inner
         moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
         dense_intermediate_size intermediate_size_mlp feed_forward_hidden_size mlp_dim""",
-    2: """num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers
-        num_decoder_layers encoder_num_layers decoder_num_layers depth num_key_value_heads num_kv_heads
+    2: """num_key_value_heads num_kv_heads
         num_key_value_groups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts moe_num_active_experts
-        num_selected_experts vision_layers t2u_encoder_layers t2u_decoder_layers speech_encoder_layers
-        encoder_num_key_value_heads decoder_num_key_value_heads moe_top_k n_layers_per_block adaptor_layers""",
+        num_selected_experts encoder_num_key_value_heads decoder_num_key_value_heads moe_top_k""",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
         num_encoder_attention_heads num_decoder_attention_heads encoder_num_attention_heads num_experts
         decoder_num_attention_heads num_local_experts n_routed_experts moe_num_experts num_codebooks
@@ -69,8 +67,11 @@ _SIZES: dict[int, str] = {
     zoo.VOCAB: "vocab_size src_vocab_size tgt_vocab_size decoder_vocab_size vocab_size_per_layer_input",
 }
 SMALL: dict[str, Any] = {name: size for size, names in _SIZES.items() for name in names.split()}
+LAYERS = """num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers
+    num_decoder_layers encoder_num_layers decoder_num_layers depth vision_layers t2u_encoder_layers
+    t2u_decoder_layers speech_encoder_layers adaptor_layers""".split()
 SMALL |= dict(initializer_range=0.3, init_std=0.3, pad_token_id=zoo.PAD, bos_token_id=0, eos_token_id=zoo.UNUSED)
-SMALL |= dict(decoder_start_token_id=zoo.START, forced_bos_token_id=None, forced_eos_token_id=None)
+SMALL |= dict(decoder_start_token_id=zoo.START)
 WINDOWS = dict(sliding_window=6, attention_window=4)  # only where the default has one
 
 
@@ -78,28 +79,34 @@ class NotTiny(Exception):
     """The class cannot be tried; the message says why."""
 
 
-def tiny_config(default: Any) -> Any:
+def tiny_config(default: Any, layers: int) -> Any:
     """A configuration of the same class with every size we know of made small, sub-configurations too."""
     known = default.to_dict()
-    options = {name: value for name, value in SMALL.items() if known.get(name, ...) not in (..., None)}
+    options = {name: value for name, value in SMALL.items() if known.get(name) is not None}
+    options |= {name: layers for name in LAYERS if known.get(name) is not None}
     options |= {name: SMALL[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     options |= {name: window for name, window in WINDOWS.items() if isinstance(known.get(name), int)}
-    for name in known.keys() & {"decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"}:
-        options[name] = SMALL[name]
+    options |= {name: None for name in ("forced_bos_token_id", "forced_eos_token_id") if name in known}
+    if known.get("num_key_value_heads") == known.get("num_attention_heads") and "num_key_value_heads" in options:
+        options["num_key_value_heads"] = options["num_attention_heads"]
+    rope = known.get("rope_parameters")
+    if isinstance(rope, dict) and "mrope_section" in rope:  # adds up to half the rotated part of a head
+        rotated = int(SMALL["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+        options["rope_parameters"] = {**rope, "mrope_section": [rotated - rotated // 2, rotated // 2, 0]}
     for name in getattr(default, "sub_configs", {}):
         part = getattr(default, name, None)
         if part is not None and hasattr(part, "to_dict"):
-            options[name] = tiny_config(part)
+            options[name] = tiny_config(part, layers)
     return type(default)(**options)
 
 
-def build(name: str) -> Any:
+def build(name: str, layers: int) -> Any:
     """A tiny random float32 model of class `name`, or NotTiny."""
     cls = getattr(transformers, name)
     if not hasattr(cls, "generate"):
         raise NotTiny("has no generate")
     try:
-        config = tiny_config(cls.config_class())
+        config = tiny_config(cls.config_class(), layers)
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in cls(config).parameters())
         if size > PARAMETERS:
@@ -145,25 +152,27 @@ def examine(name: str) -> Outcome:
     start = time.perf_counter()
     try:
         with time_limit(SECONDS):
-            return _examine(name)
+            try:
+                return _examine(name, layers=2)
+            except NotTiny:  # hybrids alternate kinds of layers, and four hold one of each
+                return _examine(name, layers=4)
     except (NotTiny, TimeoutError) as error:
         return Outcome(name, "not tried", str(error), time.perf_counter() - start)
 
 
-def _examine(name: str) -> Outcome:
+def _examine(name: str, layers: int) -> Outcome:
     start = time.perf_counter()
-    model = build(name)
+    model = build(name, layers)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = zoo.UNUSED, zoo.PAD
-    inputs, stock = _first_accepted(model)
+    inputs = _first_accepted(model)
     tiers: list[report.Call] = []
     # A model is proven once, with its first request: let that be the plain one, and the ragged one follow.
-    for tensors in ([inputs] if "attention_mask" not in inputs else [_full(inputs), inputs]):
+    for tensors in [inputs] if "attention_mask" not in inputs else [_full(inputs), inputs]:
         for search in SEARCHES:
-            if tensors is not inputs or search is not SEARCHES[0]:
-                stock = _stock(model, tensors, search)
+            stock = _stock(model, tensors, search)
             try:
                 output, calls = harness.run_fastgen(model, tensors, _generate, strict=False, **search)
-                harness.assert_same(stock, output)
+                harness.assert_same(stock, output, tolerance=1e-3)  # some of these weights are wild
             except TimeoutError:
                 raise
             except Exception as error:  # a crash is as bad as a difference
@@ -197,19 +206,22 @@ def _stock(model: Any, inputs: dict[str, Any], search: dict[str, Any]) -> Any:
         raise NotTiny(f"stock: {_short(error)}") from error
 
 
-def _first_accepted(model: Any) -> tuple[dict[str, Any], Any]:
+def _first_accepted(model: Any) -> dict[str, Any]:
     errors = []
     for inputs in inputs_of(model):
         try:
-            return inputs, _stock(model, inputs, SEARCHES[0])
+            _stock(model, inputs, SEARCHES[0])
+            return inputs
         except NotTiny as error:
             errors.append(error)
     raise errors[-1]
 
 
 def _short(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:140] if lines else ''}"
+    """The message in a line; the last says most where a configuration's validator wraps another error."""
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[-1] if "Validation" in type(error).__name__ else lines[0]
+    return f"{type(error).__name__}: {line.strip()[:140]}"
 
 
 @contextlib.contextmanager

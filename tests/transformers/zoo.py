@@ -37,27 +37,56 @@ def _get(name: str) -> Any:
 # ---------------------------------------------------------------------------------------------- configurations
 SPECIAL = dict(pad_token_id=PAD, bos_token_id=0, eos_token_id=UNUSED)
 ENCODER_DECODER = dict(
-    d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-    encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=VOCAB, max_position_embeddings=64, init_std=0.4,
-    decoder_start_token_id=START, forced_eos_token_id=None, **SPECIAL,
-)  # fmt: skip
-T5 = dict(
-    d_model=32, d_kv=8, d_ff=48, num_layers=2, num_decoder_layers=2, num_heads=4, vocab_size=VOCAB,
-    decoder_start_token_id=PAD, initializer_factor=1.5, relative_attention_num_buckets=8,
-    relative_attention_max_distance=12, pad_token_id=PAD, eos_token_id=UNUSED,
-)  # fmt: skip
-CAUSAL = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    max_position_embeddings=64, initializer_range=0.4, **SPECIAL,
-)  # fmt: skip
-GROUPED = dict(CAUSAL, num_key_value_heads=2, head_dim=8)
-GPT2 = dict(
-    vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.4, **SPECIAL
+    d_model=32,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=48,
+    decoder_ffn_dim=48,
+    vocab_size=VOCAB,
+    max_position_embeddings=64,
+    init_std=0.4,
+    decoder_start_token_id=START,
+    forced_eos_token_id=None,
+    **SPECIAL,
 )
+T5 = dict(
+    d_model=32,
+    d_kv=8,
+    d_ff=48,
+    num_layers=2,
+    num_decoder_layers=2,
+    num_heads=4,
+    vocab_size=VOCAB,
+    decoder_start_token_id=PAD,
+    initializer_factor=1.5,
+    relative_attention_num_buckets=8,
+    relative_attention_max_distance=12,
+    pad_token_id=PAD,
+    eos_token_id=UNUSED,
+)
+CAUSAL = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+    initializer_range=0.4,
+    **SPECIAL,
+)
+GROUPED = dict(CAUSAL, num_key_value_heads=2, head_dim=8)
+GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.4, **SPECIAL)
 VIT = dict(
-    hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16,
-    patch_size=4, initializer_range=0.4,
-)  # fmt: skip
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=48,
+    image_size=16,
+    patch_size=4,
+    initializer_range=0.4,
+)
 AS_DECODER = dict(is_decoder=True, add_cross_attention=True)
 
 
@@ -92,7 +121,12 @@ def _lengths(batch: int, length: int, ragged: bool) -> list[int]:
 
 
 def text(
-    model: Any, seed: int = 0, batch: int = 3, length: int = 9, padding: str | None = None, ragged: bool = True
+    model: Any,
+    seed: int = 0,
+    batch: int = 3,
+    length: int = 9,
+    padding: str | None = None,
+    ragged: bool = True,
 ) -> Inputs:
     """Ragged token ids; decoder-only models are padded on the left unless told otherwise."""
     padding = padding or ("right" if model.config.is_encoder_decoder else "left")
@@ -148,12 +182,19 @@ def _families() -> list[Family]:
         Family(
             "speech_to_text",
             _model(
-                "Speech2TextForConditionalGeneration", "Speech2TextConfig", ENCODER_DECODER,
-                input_feat_per_channel=8, conv_channels=16, max_source_positions=64, max_target_positions=64,
-                num_conv_layers=2, conv_kernel_sizes=[3, 3], input_channels=1,
+                "Speech2TextForConditionalGeneration",
+                "Speech2TextConfig",
+                ENCODER_DECODER,
+                input_feat_per_channel=8,
+                conv_channels=16,
+                max_source_positions=64,
+                max_target_positions=64,
+                num_conv_layers=2,
+                conv_kernel_sizes=[3, 3],
+                input_channels=1,
             ),
             speech,
-        ),  # fmt: skip
+        ),
         Family("bert2bert", _pair("EncoderDecoderModel", bert_encoder, bert_decoder), text),
         Family("bert2gpt2", _pair("EncoderDecoderModel", bert_encoder, gpt2_decoder), text),
         Family(
@@ -168,27 +209,42 @@ def _families() -> list[Family]:
         Family(
             "trocr",
             _pair(
-                "VisionEncoderDecoderModel", vit,
+                "VisionEncoderDecoderModel",
+                vit,
                 _model(
-                    "TrOCRForCausalLM", "TrOCRConfig", SPECIAL, vocab_size=VOCAB, d_model=32, decoder_layers=2,
-                    decoder_attention_heads=4, decoder_ffn_dim=48, max_position_embeddings=64, init_std=0.4,
+                    "TrOCRForCausalLM",
+                    "TrOCRConfig",
+                    SPECIAL,
+                    vocab_size=VOCAB,
+                    d_model=32,
+                    decoder_layers=2,
+                    decoder_attention_heads=4,
+                    decoder_ffn_dim=48,
+                    max_position_embeddings=64,
+                    init_std=0.4,
                     cross_attention_hidden_size=32,
                 ),
             ),
             pixels,
-        ),  # fmt: skip
+        ),
         Family("vit2gpt2", _pair("VisionEncoderDecoderModel", vit, gpt2_decoder), pixels),
         Family("vit2bert", _pair("VisionEncoderDecoderModel", vit, bert_decoder), pixels),
         Family(
             "led",
             _model(
-                "LEDForConditionalGeneration", "LEDConfig", ENCODER_DECODER, attention_window=4,
-                max_encoder_position_embeddings=64, max_decoder_position_embeddings=64,
+                "LEDForConditionalGeneration",
+                "LEDConfig",
+                ENCODER_DECODER,
+                attention_window=4,
+                max_encoder_position_embeddings=64,
+                max_decoder_position_embeddings=64,
             ),
             text,
-        ),  # fmt: skip
+        ),
         Family("gpt2", _model("GPT2LMHeadModel", "GPT2Config", GPT2), text),
-        Family("opt", _model("OPTForCausalLM", "OPTConfig", CAUSAL, ffn_dim=48, word_embed_proj_dim=32, init_std=0.4), text),
+        Family(
+            "opt", _model("OPTForCausalLM", "OPTConfig", CAUSAL, ffn_dim=48, word_embed_proj_dim=32, init_std=0.4), text
+        ),
         Family("gpt_neox", _model("GPTNeoXForCausalLM", "GPTNeoXConfig", CAUSAL), text),
         Family("llama", _model("LlamaForCausalLM", "LlamaConfig", GROUPED), text),
         Family("qwen3", _model("Qwen3ForCausalLM", "Qwen3Config", GROUPED), text),
@@ -197,42 +253,70 @@ def _families() -> list[Family]:
         Family(
             "gemma2",
             _model(
-                "Gemma2ForCausalLM", "Gemma2Config", GROUPED, sliding_window=4, query_pre_attn_scalar=8,
-                attn_logit_softcapping=5.0, attn_implementation="eager",
+                "Gemma2ForCausalLM",
+                "Gemma2Config",
+                GROUPED,
+                sliding_window=4,
+                query_pre_attn_scalar=8,
+                attn_logit_softcapping=5.0,
+                attn_implementation="eager",
             ),
             text,
-        ),  # fmt: skip
+        ),
         Family(
             "gpt_oss",
             _model(
-                "GptOssForCausalLM", "GptOssConfig", GROUPED, num_local_experts=2, num_experts_per_tok=1,
-                sliding_window=4, layer_types=windows, attn_implementation="eager",
+                "GptOssForCausalLM",
+                "GptOssConfig",
+                GROUPED,
+                num_local_experts=2,
+                num_experts_per_tok=1,
+                sliding_window=4,
+                layer_types=windows,
+                attn_implementation="eager",
             ),
             text,
-        ),  # fmt: skip
+        ),
         Family("mistral", _model("MistralForCausalLM", "MistralConfig", GROUPED, sliding_window=4), text),
         Family(
             "prophetnet",
             _model(
-                "ProphetNetForConditionalGeneration", "ProphetNetConfig", {}, vocab_size=VOCAB, pad_token_id=0,
-                bos_token_id=1, eos_token_id=UNUSED,
-                hidden_size=32, encoder_ffn_dim=48, decoder_ffn_dim=48, num_encoder_layers=2,
-                num_decoder_layers=2, num_encoder_attention_heads=4, num_decoder_attention_heads=4,
-                max_position_embeddings=64, decoder_start_token_id=START, init_std=0.4,
+                "ProphetNetForConditionalGeneration",
+                "ProphetNetConfig",
+                {},
+                vocab_size=VOCAB,
+                pad_token_id=0,
+                bos_token_id=1,
+                eos_token_id=UNUSED,
+                hidden_size=32,
+                encoder_ffn_dim=48,
+                decoder_ffn_dim=48,
+                num_encoder_layers=2,
+                num_decoder_layers=2,
+                num_encoder_attention_heads=4,
+                num_decoder_attention_heads=4,
+                max_position_embeddings=64,
+                decoder_start_token_id=START,
+                init_std=0.4,
             ),
             text,
             expected="fallback",
-        ),  # fmt: skip
+        ),
         Family(
             "fsmt",
             _model(
-                "FSMTForConditionalGeneration", "FSMTConfig", ENCODER_DECODER, langs=["a", "b"],
-                src_vocab_size=VOCAB, tgt_vocab_size=VOCAB, tie_word_embeddings=False,
+                "FSMTForConditionalGeneration",
+                "FSMTConfig",
+                ENCODER_DECODER,
+                langs=["a", "b"],
+                src_vocab_size=VOCAB,
+                tgt_vocab_size=VOCAB,
+                tie_word_embeddings=False,
             ),
             text,
             expected="fallback",
-        ),  # fmt: skip
-    ]  # fmt: skip
+        ),
+    ]
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}

@@ -38,9 +38,7 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
     device = request.input_ids.device
     logits = _last(outputs, device).repeat_interleave(beams, dim=0)  # [B*M, V]
     while True:
-        rows = model._update_model_kwargs_for_generation(
-            outputs, rows, is_encoder_decoder=decoder.is_encoder_decoder
-        )
+        rows = model._update_model_kwargs_for_generation(outputs, rows, is_encoder_decoder=decoder.is_encoder_decoder)
         del outputs
         log_probs = request.logits_processor(search.running(), logits.log_softmax(-1))
         if all_logits is not None:

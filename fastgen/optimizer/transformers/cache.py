@@ -46,9 +46,7 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, *args: Any) -> None:
         pass
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         tree = self.session.tree
         if not tree.steps:
             self.layer.prefill(key_states, value_states)

@@ -29,9 +29,7 @@ class TreeDecoder:
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.peak_bytes = 0
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
-        self._derives_mask = any(
-            hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules()
-        )
+        self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
 
     def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The host's inputs with the expansion to beams undone, over the tree's cache."""

@@ -62,7 +62,5 @@ def _record(
 ) -> None:
     model = type(request.model).__name__
     report.record(
-        report.Call(
-            "transformers", model, tier, reason, request.batch, request.beams, steps, seconds, cache_bytes
-        )
+        report.Call("transformers", model, tier, reason, request.batch, request.beams, steps, seconds, cache_bytes)
     )

@@ -71,9 +71,7 @@ def _try(request: Request, stock: Callable[..., Any]) -> str | None:
     for step, (a, b) in enumerate(zip(expected.logits, result.logits, strict=False)):
         difference = _difference(a, b)
         if not difference <= tolerance:
-            return (
-                f"its logits differ on the tree, by {difference:.1e} of the largest in step {step} of {steps}"
-            )
+            return f"its logits differ on the tree, by {difference:.1e} of the largest in step {step} of {steps}"
     if len(expected.logits) != len(result.logits):
         return "its search ends at another step on the tree"
     return None
@@ -100,9 +98,7 @@ def _sample(request: Request) -> Request:
     config.max_length = min(config.max_length, request.input_ids.shape[1] + _STEPS)
     config.return_dict_in_generate = config.output_scores = config.output_logits = True
     kwargs = {
-        name: selected(value, index, rows)
-        for name, value in request.model_kwargs.items()
-        if name != "past_key_values"
+        name: selected(value, index, rows) for name, value in request.model_kwargs.items() if name != "past_key_values"
     }
     # The cache is still empty: its layers' kinds are what is copied.
     kwargs["past_key_values"] = copy.deepcopy(request.model_kwargs["past_key_values"])

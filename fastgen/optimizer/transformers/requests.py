@@ -99,9 +99,7 @@ class Request:
         """
         criteria = self.stopping_criteria
 
-        def by_last_token(
-            tokens: Tensor, hypotheses: Callable[[], Tensor], length: int, scores: Any
-        ) -> Tensor:
+        def by_last_token(tokens: Tensor, hypotheses: Callable[[], Tensor], length: int, scores: Any) -> Tensor:
             stopped = torch.zeros_like(tokens, dtype=torch.bool)
             for criterion in criteria:
                 if type(criterion) is stopping_criteria.MaxLengthCriteria:
@@ -111,9 +109,7 @@ class Request:
                     stopped = stopped | torch.isin(tokens, criterion.eos_token_id.to(tokens.device))
             return stopped
 
-        def by_hypothesis(
-            tokens: Tensor, hypotheses: Callable[[], Tensor], length: int, scores: Any
-        ) -> Tensor:
+        def by_hypothesis(tokens: Tensor, hypotheses: Callable[[], Tensor], length: int, scores: Any) -> Tensor:
             stopped: Tensor = criteria(hypotheses(), scores)
             return stopped.view(tokens.shape)
 
@@ -123,6 +119,8 @@ class Request:
 def unsupported_reason(request: Request) -> str | None:
     """Why this request has to run on the host's own cache, in words for the user; None if it need not."""
     model, config, kwargs = request.model, request.generation_config, request.model_kwargs
+    if request.beams < 2:
+        return f"num_beams={request.beams} is no beam search"
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
     if model.training or torch.is_grad_enabled():

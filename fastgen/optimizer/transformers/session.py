@@ -83,9 +83,7 @@ class Session:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             return unfold_beams(beam_attention(folded, key, value, bias, scale)), None
         # The model's own function knows what else belongs to its attention: soft-capping, sinks.
-        kwargs = {
-            name: option for name, option in kwargs.items() if name not in ("position_bias", "is_causal")
-        }
+        kwargs = {name: option for name, option in kwargs.items() if name not in ("position_bias", "is_causal")}
         rows = folded.flatten(1, 2)  # [B, H, M, D]
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
         return output.flatten(0, 1)[:, None], None

@@ -1,0 +1,299 @@
+"""What fastgen leaves to stock, and what an error leaves behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+import fastgen
+
+SEARCH = dict(num_beams=3, max_new_tokens=7)
+
+
+# ---------------------------------------------------------------------------------------------- left to stock
+def assert_falls_back(model: Any, inputs: dict[str, Any], reason: str = "", **options: Any) -> None:
+    """Identical to stock with a reason on record; in strict mode an error that says the same."""
+    options = {**SEARCH, **options}
+    harness.compare(model, inputs, expected="fallback", **options)
+    recorded = fastgen.status().calls[-1].reason
+    assert recorded is not None and reason in recorded, f"{reason!r} is not in {recorded!r}"
+    with pytest.raises(fastgen.FallbackError) as raised:
+        harness.run_fastgen(model, inputs, strict=True, **options)
+    assert str(raised.value) == recorded
+
+
+both = pytest.mark.parametrize("name", ["bart", "llama"])
+
+
+@both
+@pytest.mark.parametrize("option", ["output_attentions", "output_hidden_states"])
+def test_inner_tensors(name: str, option: str) -> None:
+    model = zoo.load(name)
+    if option == "output_attentions":  # stock needs eager attention for these
+        model = copy.deepcopy(model)
+        model.set_attn_implementation("eager")
+    assert_falls_back(model, zoo.inputs_for(name), option, **{option: True}, return_dict_in_generate=True)
+
+
+def test_inner_tensors_have_stock_values() -> None:
+    model, inputs = copy.deepcopy(zoo.load("bart")), zoo.inputs_for("bart")
+    model.set_attn_implementation("eager")
+    options = dict(SEARCH, output_attentions=True, output_hidden_states=True, return_dict_in_generate=True)
+    stock = harness.run_stock(model, inputs, **options)
+    output, _ = harness.run_fastgen(model, inputs, strict=False, **options)
+    for name in ("decoder_attentions", "cross_attentions", "decoder_hidden_states"):
+        for theirs, mine in zip(stock[name], output[name], strict=True):
+            for a, b in zip(theirs, mine, strict=True):
+                assert torch.equal(a, b)
+
+
+@both
+@pytest.mark.parametrize("filled", [False, True])
+def test_past_key_values_of_the_user(name: str, filled: bool) -> None:
+    """Empty, or (decoder-only) holding the keys of all tokens but the last."""
+    model, inputs = zoo.load(name), zoo.inputs_for(name, ragged=False)
+
+    def cache() -> Any:
+        if model.config.is_encoder_decoder:
+            return EncoderDecoderCache(DynamicCache(), DynamicCache())
+        own = DynamicCache(config=model.config)
+        if filled:
+            rows = inputs["input_ids"][:, :-1].repeat_interleave(SEARCH["num_beams"], 0)
+            model(input_ids=rows, past_key_values=own, use_cache=True)
+        return own
+
+    if filled and model.config.is_encoder_decoder:
+        pytest.skip("a filled cache needs the encoder's states of an earlier call")
+    stock = harness.run_stock(model, {**inputs, "past_key_values": cache()}, **SEARCH)
+    output, calls = harness.run_fastgen(model, {**inputs, "past_key_values": cache()}, strict=False, **SEARCH)
+    harness.assert_path(calls, "auto", "fallback")
+    assert torch.equal(stock, output)
+    with pytest.raises(fastgen.FallbackError, match="past_key_values"):
+        harness.run_fastgen(model, {**inputs, "past_key_values": cache()}, **SEARCH)
+
+
+@both
+def test_a_static_cache(name: str) -> None:
+    assert_falls_back(zoo.load(name), zoo.inputs_for(name), "static", cache_implementation="static")
+
+
+@both
+def test_no_cache(name: str) -> None:
+    assert_falls_back(zoo.load(name), zoo.inputs_for(name), "cache", use_cache=False)
+
+
+@both
+def test_training_mode(name: str) -> None:
+    model = copy.deepcopy(zoo.load(name)).train()
+    assert_falls_back(model, zoo.inputs_for(name), "training")
+
+
+@pytest.mark.parametrize("name", zoo.FALLBACK)
+def test_families_left_to_stock(name: str) -> None:
+    assert_falls_back(zoo.load(name), zoo.inputs_for(name))
+
+
+def test_a_model_that_reorders_its_cache_itself() -> None:
+    model = copy.deepcopy(zoo.load("bart"))
+
+    class Own(type(model)):  # type: ignore[misc]
+        def _reorder_cache(self, past_key_values: Any, beam_idx: torch.Tensor) -> Any:
+            past_key_values.reorder_cache(beam_idx)
+            return past_key_values
+
+    model.__class__ = Own
+    assert_falls_back(model, zoo.inputs_for("bart"), "reorder")
+
+
+def test_tier_stock() -> None:
+    """Asked for by the user: no reason to raise, even in strict mode."""
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama")
+    stock = harness.run_stock(model, inputs, **SEARCH)
+    output, calls = harness.run_fastgen(model, inputs, tier="stock", strict=True, **SEARCH)
+    assert torch.equal(stock, output)
+    assert [call.tier for call in calls] == ["stock"] and calls[0].reason
+
+
+def test_disabled_records_nothing() -> None:
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama")
+    fastgen.report.reset()
+    harness.run_stock(model, inputs, **SEARCH)
+    assert not fastgen.status().calls
+
+
+# ---------------------------------------------------------------------------------------------- stock's own errors
+BAD = {
+    "unknown": dict(foo_bar=1),
+    "no_beams": dict(num_beams=0),
+    "too_many_returned": dict(num_beams=2, num_return_sequences=3),
+    "not_a_number": dict(num_beams=2, length_penalty="long"),
+    "no_length": dict(num_beams=2, max_new_tokens=0),
+    "negative_temperature": dict(do_sample=True, temperature=-1.0),
+    "group_beam": dict(num_beams=4, num_beam_groups=2, diversity_penalty=0.5),
+    "bad_words": dict(bad_words_ids=[[-1]]),
+    "early_stopping": dict(early_stopping="sometimes"),
+    "low_memory": dict(low_memory=True),
+}
+
+
+@both
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options_raise_what_stock_raises(name: str, case: str) -> None:
+    model, inputs = zoo.load(name), zoo.inputs_for(name)
+    options = {**SEARCH, **BAD[case]}
+    stock, mine = (_error_of(model, inputs, options, disabled) for disabled in (True, False))
+    assert mine == stock
+    if case not in ("group_beam", "early_stopping", "no_length"):  # these some versions accept
+        assert stock is not None, "stock accepts this: the case tests nothing"
+
+
+@both
+def test_bad_inputs_raise_what_stock_raises(name: str) -> None:
+    model, inputs = zoo.load(name), zoo.inputs_for(name)
+    for bad in (
+        {**inputs, "input_ids": inputs["input_ids"] + zoo.VOCAB},  # out of the vocabulary
+        {**inputs, "attention_mask": inputs["attention_mask"][:, :-1]},
+        {**inputs, "input_ids": inputs["input_ids"][0]},
+    ):
+        stock, mine = (_error_of(model, bad, SEARCH, disabled) for disabled in (True, False))
+        assert mine == stock
+
+
+def _error_of(model: Any, inputs: dict[str, Any], options: dict[str, Any], disabled: bool) -> Any:
+    try:
+        if disabled:
+            harness.run_stock(model, inputs, **options)
+        else:
+            harness.run_fastgen(model, inputs, strict=False, **options)
+    except Exception as error:  # whatever it is, it is what we compare
+        return type(error), str(error)
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- errors inside our path
+class Injected(Exception):
+    pass
+
+
+class FailsAtStep(LogitsProcessor):
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left <= 0:
+            raise Injected
+        return scores
+
+
+def _state(model: Any) -> dict[str, Any]:
+    """All that a call might leave changed on the host: attributes of modules, configs, classes, registries."""
+    state: dict[str, Any] = {
+        "mixin": dict(vars(GenerationMixin)),
+        "interface": dict(vars(AttentionInterface)),
+        "functions": {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS},
+        "generation_config": copy.deepcopy(model.generation_config.to_dict()),
+    }
+    for name, module in model.named_modules():
+        state[f"class of {name}"] = dict(vars(type(module)))
+        state[f"module {name}"] = {
+            key: dict(value) if isinstance(value, dict) else value for key, value in vars(module).items()
+        }
+        config = getattr(module, "config", None)
+        if config is not None:
+            state[f"config of {name}"] = {**config.to_dict(), "attention": config._attn_implementation}
+    return state
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    assert before.keys() == after.keys()
+    found = []
+    for place in before:
+        for key in before[place].keys() | after[place].keys():
+            old, new = before[place].get(key), after[place].get(key)
+            if isinstance(old, dict) and isinstance(new, dict):
+                same = old.keys() == new.keys() and all(old[k] is new[k] or _equal(old[k], new[k]) for k in old)
+            else:
+                same = old is new or _equal(old, new)
+            if not same:
+                found.append(f"{place}.{key}")
+    return found
+
+
+def _equal(old: Any, new: Any) -> bool:
+    simple = (bool, int, float, str, list, tuple, dict, set, type(None))
+    return isinstance(old, simple) and type(old) is type(new) and old == new
+
+
+@pytest.fixture(params=["bart", "t5", "trocr", "llama", "gpt_oss"])
+def checked(request: pytest.FixtureRequest) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """A model whose state must be the same after the test, and which must still generate."""
+    model, inputs = zoo.load(request.param), zoo.inputs_for(request.param)
+    stock = harness.run_stock(model, inputs, return_dict_in_generate=True, **SEARCH)
+    harness.run_fastgen(model, inputs, **SEARCH)  # whatever is set up once, lazily, is set up now
+    before = _state(model)
+    yield model, inputs
+    assert not _differences(before, _state(model))
+    for tier in harness.TIERS:
+        harness.compare(model, inputs, tier=tier, stock=stock, **SEARCH)
+    assert not _differences(before, _state(model))
+
+
+@pytest.mark.parametrize("tier", harness.TIERS)
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_processor_that_raises(checked: Any, tier: str, step: int) -> None:
+    model, inputs = checked
+    processors = LogitsProcessorList([FailsAtStep(step)])
+    with pytest.raises(Injected):
+        harness.run_fastgen(model, inputs, tier=tier, logits_processor=processors, **SEARCH)
+
+
+@pytest.mark.parametrize("tier", harness.TIERS)
+@pytest.mark.parametrize("failure", [Injected, torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_module_that_raises(checked: Any, tier: str, failure: type[BaseException]) -> None:
+    """In the middle of a step, in the last attention module, when the tree is half written."""
+    model, inputs = checked
+    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
+    module = [m for m in decoder.modules() if "Attention" in type(m).__name__][-1]
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise failure()
+
+    handle = module.register_forward_hook(fail)
+    try:
+        with pytest.raises(failure):
+            harness.run_fastgen(model, inputs, tier=tier, **SEARCH)
+    finally:
+        handle.remove()
+    assert calls == 4
+
+
+@pytest.mark.parametrize("tier", harness.TIERS)
+def test_a_criterion_that_raises(checked: Any, tier: str) -> None:
+    model, inputs = checked
+
+    def criterion(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        raise Injected
+
+    with pytest.raises(Injected):
+        harness.run_fastgen(model, inputs, tier=tier, stopping_criteria=[criterion], **SEARCH)
+
+
+def test_configuration_errors_name_the_option() -> None:
+    with pytest.raises(ValueError, match="tier"):
+        fastgen.configure(tier="fastest")
+    with pytest.raises(TypeError, match="strictly"):
+        fastgen.configure(strictly=True)
