@@ -1,0 +1,117 @@
+"""Threads that generate at once on one model don't disturb each other, nor anybody's plain forward passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+
+import fastgen
+
+ROUNDS = 4
+SEARCHES: list[dict[str, Any]] = [
+    dict(num_beams=2, max_new_tokens=14),
+    dict(num_beams=5, max_new_tokens=9, num_return_sequences=3),
+    dict(num_beams=3, max_new_tokens=12, early_stopping=True, no_repeat_ngram_size=2),
+    dict(num_beams=8, max_new_tokens=7, length_penalty=0.2),
+    dict(num_beams=1, max_new_tokens=10),
+]
+
+
+def run_together(jobs: list[Callable[[], None]]) -> None:
+    """Each job ROUNDS times in a thread of its own, all starting at once; the first error is raised here."""
+    barrier, errors = threading.Barrier(len(jobs)), []
+
+    def work(job: Callable[[], None]) -> None:
+        try:
+            with torch.no_grad():
+                barrier.wait()
+                for _ in range(ROUNDS):
+                    job()
+        except BaseException as error:  # to be raised in the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def generating(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Callable[[], None]:
+    stock = harness.run_stock(model, inputs, **options)
+
+    def job() -> None:
+        assert torch.equal(zoo.generate(model, inputs, **options), stock)
+
+    return job
+
+
+def forward_passes(model: Any, inputs: dict[str, Any]) -> Callable[[], None]:
+    """Plain calls with padding: their masks must not be built for somebody else's decode."""
+    if model.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
+        inputs = {**inputs, "decoder_input_ids": torch.full((3, 4), zoo.START)}
+    with fastgen.disabled(), torch.no_grad():
+        stock = model(**inputs).logits
+
+    def job() -> None:
+        for _ in range(10):
+            torch.testing.assert_close(model(**inputs).logits, stock, rtol=0, atol=1e-5)
+
+    return job
+
+
+@pytest.mark.parametrize("tier", ["auto", "compat"])
+@pytest.mark.parametrize("name", ["bart", "bart_eager", "t5", "llama", "gemma2", "trocr", "led"])
+def test_one_model_many_threads(name: str, tier: str) -> None:
+    model, extra = zoo.load(name), zoo.FAMILIES[name].generate
+    jobs = [
+        generating(model, {**zoo.inputs_for(name, seed=seed), **extra}, options)
+        for seed, options in enumerate(SEARCHES)
+    ]
+    jobs.append(forward_passes(model, zoo.inputs_for(name, seed=9)))
+    with harness.configured(tier=tier, strict=True, history=64):
+        fastgen.report.reset()
+        run_together(jobs)
+    counters = fastgen.status().counters
+    assert counters["fast"] + counters["compat"] == ROUNDS * 4, "greedy search is not counted, all others are"
+    assert not counters["stock"]
+
+
+def test_several_models_at_once() -> None:
+    names = ("bart", "t5", "gpt2", "mistral", "whisper")
+    jobs = [
+        generating(zoo.load(name), {**zoo.inputs_for(name), **zoo.FAMILIES[name].generate}, SEARCHES[2])
+        for name in names
+    ]
+    run_together(jobs)
+
+
+def test_switching_off_and_on_while_others_generate() -> None:
+    """A search that is under way when fastgen is disabled ends as it began; the next one is stock's."""
+    model = zoo.load("bart")
+    jobs = [generating(model, zoo.inputs_for("bart", seed=seed), SEARCHES[seed]) for seed in range(3)]
+
+    def switch() -> None:
+        for _ in range(10):
+            with fastgen.disabled():
+                time.sleep(0.002)
+            time.sleep(0.002)
+
+    run_together([*jobs, switch])
+    assert fastgen.status().enabled
+
+
+def test_fallbacks_beside_accelerated_searches() -> None:
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama")
+    without_cache = dict(num_beams=3, max_new_tokens=8, use_cache=False)
+    run_together([generating(model, inputs, SEARCHES[0]), generating(model, inputs, without_cache)])
