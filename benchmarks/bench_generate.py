@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -276,12 +276,36 @@ def verify(job: Job, bar: tqdm[Any]) -> Verified:
     return Verified(len(stock), different, cache.bytes, ours_bytes, report.counters())
 
 
+class OtherProcesses:
+    """How many cores all other processes kept busy since this was made; None where /proc/stat is missing."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float] | None:
+        """Seconds of CPU time taken by other processes so far, and the time of day."""
+        try:
+            counts = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        except OSError:
+            return None
+        user, nice, system = (int(count) / os.sysconf("SC_CLK_TCK") for count in counts[1:4])
+        return user + nice + system - time.process_time(), time.perf_counter()
+
+    def cores(self) -> float | None:
+        before, now = self._before, self._now()
+        if before is None or now is None:
+            return None
+        return round(max(0.0, (now[0] - before[0]) / (now[1] - before[1])), 2)
+
+
 @dataclass
 class Round:
     """Seconds of each side: all of it, and without the encoder or the prompt's forward pass."""
 
-    total: dict[str, float]
-    decode: dict[str, float]
+    total: dict[str, float] = field(default_factory=dict)
+    decode: dict[str, float] = field(default_factory=dict)
+    other_processes: dict[str, float | None] = field(default_factory=dict)  # cores they kept busy meanwhile
 
 
 def time_rounds(job: Job, rounds: int, bar: tqdm[Any]) -> list[Round]:
@@ -290,10 +314,11 @@ def time_rounds(job: Job, rounds: int, bar: tqdm[Any]) -> list[Round]:
     first = FirstCall(job.model.get_encoder() if seq2seq else job.model)
     results = []
     for number in range(rounds):
-        one = Round({}, {})
+        one = Round()
         for side in SIDES if number % 2 == 0 else SIDES[::-1]:
             bar.set_description(f"{side:>7}")
             total = decode = 0.0
+            others = OtherProcesses()
             with _running(side):
                 for batch in job.batches:
                     first.reset()
@@ -303,7 +328,7 @@ def time_rounds(job: Job, rounds: int, bar: tqdm[Any]) -> list[Round]:
                     total += seconds
                     decode += seconds - (first.seconds or 0.0)
                     bar.update()
-            one.total[side], one.decode[side] = total, decode
+            one.total[side], one.decode[side], one.other_processes[side] = total, decode, others.cores()
         results.append(one)
     return results
 
@@ -323,7 +348,6 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     scenario = SCENARIOS[name]
     torch.manual_seed(0)
     job = scenario.build(args)
-    load = os.getloadavg()[0]
     with tqdm(total=2 * (1 + args.rounds) * len(job.batches), unit="batch", leave=False) as bar:
         verified = verify(job, bar)
         rounds = [] if verified.different else time_rounds(job, args.rounds, bar)
@@ -331,7 +355,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "scenario": name,
         "what": scenario.what,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads(), "load_before": load},
+        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads()},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -372,6 +396,12 @@ def table(results: list[dict[str, Any]]) -> str:
     ]
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines)
+
+
+def busiest(results: list[dict[str, Any]]) -> float:
+    """The most cores that other processes kept busy while one side was timed."""
+    rounds = [one["other_processes"].values() for result in results for one in result["rounds"]]
+    return max((cores or 0.0 for one in rounds for cores in one), default=0.0)
 
 
 def _cells(result: dict[str, Any]) -> tuple[str, ...]:
@@ -447,6 +477,8 @@ def main() -> int:
     print(f"{cpu_model()}, {args.threads} threads, float32, medians of {args.rounds} rounds (min to max)")
     print(", ".join(f"{name} {version}" for name, version in results[0]["versions"].items()))
     print(table(results))
+    if (busy := busiest(results)) > 0.1:
+        print(f"Disturbed: other processes kept {busy:.1f} cores busy in a round.")
     return 1 if any(result["verified"]["different"] for result in results) else 0
 
 

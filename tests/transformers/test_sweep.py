@@ -51,7 +51,8 @@ _SIZES: dict[int, str] = {
         moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
         dense_intermediate_size intermediate_size_mlp feed_forward_hidden_size mlp_dim""",
     2: """num_key_value_heads num_kv_heads
-        num_key_value_groups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts moe_num_active_experts
+        num_key_value_groups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts
+        moe_num_active_experts
         num_selected_experts encoder_num_key_value_heads decoder_num_key_value_heads moe_top_k""",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
         num_encoder_attention_heads num_decoder_attention_heads encoder_num_attention_heads num_experts

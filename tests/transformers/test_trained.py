@@ -55,9 +55,7 @@ def _differing(model: Any, batches: list[dict[str, torch.Tensor]], **options: An
         total += len(stock)
         width = max(stock.shape[1], output.shape[1])
         pad = model.generation_config.pad_token_id
-        theirs, mine = (
-            torch.nn.functional.pad(run, (0, width - run.shape[1]), value=pad) for run in (stock, output)
-        )
+        theirs, mine = (torch.nn.functional.pad(run, (0, width - run.shape[1]), value=pad) for run in (stock, output))
         for row in torch.nonzero((theirs != mine).any(1))[:, 0].tolist():
             where = _explained(model, inputs, row, options)
             if where.near_tie:
@@ -87,10 +85,10 @@ def test_128_translations(translator: Any, sentences: list[list[int]]) -> None:
     assert total == 128 and not wrong, wrong
 
 
-def test_64_translations_with_scores(translator: Any, sentences: list[list[int]]) -> None:
-    inputs = _batches(sentences[:64], translator.generation_config.pad_token_id)[0]
+def test_24_translations_with_scores(translator: Any, sentences: list[list[int]]) -> None:
+    inputs = _batches(sentences[:24], translator.generation_config.pad_token_id)[0]
     for tier in harness.TIERS:
-        harness.compare(translator, inputs, tier=tier, num_beams=BEAMS, max_new_tokens=60, output_scores=True)
+        harness.compare(translator, inputs, tier=tier, num_beams=BEAMS, max_new_tokens=40, output_scores=True)
 
 
 @pytest.mark.slow
@@ -121,7 +119,11 @@ def test_a_real_divergence_is_no_near_tie(translator: Any, sentences: list[list[
     eos = (translator.generation_config.eos_token_id,)
     stock = harness.run_stock(translator, inputs, **options)
     other = harness.run_stock(translator, inputs, **options, repetition_penalty=1.5)
-    rows = [row for row in range(8) if not torch.equal(stock.sequences[row], other.sequences[row][: stock.sequences.shape[1]])]
+    rows = [
+        row
+        for row in range(8)
+        if not torch.equal(stock.sequences[row], other.sequences[row][: stock.sequences.shape[1]])
+    ]
     assert rows
     assert not any(harness.explain(stock, other, row, BEAMS, eos).near_tie for row in rows)
 
