@@ -38,8 +38,8 @@ MAPPINGS = {
     "speech": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "image-text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 }
-SECONDS = 12  # for one class, at most; nearly all need less than one
-PARAMETERS = 5_000_000  # more means that shrinking missed a size
+SECONDS = 10  # for one class, at most; nearly all need less than one
+PARAMETERS = 20_000_000  # more means that shrinking missed a size
 
 # ---------------------------------------------------------------------------------------------- tiny configurations
 _SIZES: dict[int, str] = {
@@ -52,18 +52,23 @@ _SIZES: dict[int, str] = {
         dense_intermediate_size intermediate_size_mlp feed_forward_hidden_size mlp_dim""",
     2: """num_key_value_heads num_kv_heads
         num_key_value_groups num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts
-        moe_num_active_experts
+        moe_num_active_experts attn_layer_period
         num_selected_experts encoder_num_key_value_heads decoder_num_key_value_heads moe_top_k""",
     4: """num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads
         num_encoder_attention_heads num_decoder_attention_heads encoder_num_attention_heads num_experts
         decoder_num_attention_heads num_local_experts n_routed_experts moe_num_experts num_codebooks
-        speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads patch_size""",
+        speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads patch_size
+        linear_num_key_heads linear_num_value_heads mamba_n_heads mamba_num_heads""",
     1: """n_group topk_group n_shared_experts moe_num_shared_experts num_shared_experts num_mtp_modules
-        first_k_dense_replace moe_layer_start_index num_nextn_predict_layers""",
+        first_k_dense_replace moe_layer_start_index num_nextn_predict_layers attn_layer_offset
+        mamba_n_groups n_groups""",
     8: """head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim attention_head_size kv_channels
-        num_mel_bins input_feat_per_channel num_mels""",
-    16: """q_lora_rank kv_lora_rank image_size conv_channels mamba_d_state expert_dim""",
-    64: """max_position_embeddings n_positions n_ctx max_source_positions max_target_positions max_sequence_length
+        num_mel_bins input_feat_per_channel num_mels linear_key_head_dim linear_value_head_dim
+        mamba_chunk_size chunk_size""",
+    16: """mamba_d_head mamba_head_dim ssm_state_size q_lora_rank
+        kv_lora_rank image_size conv_channels mamba_d_state expert_dim""",
+    64: """mamba_d_ssm max_position_embeddings n_positions n_ctx
+        max_source_positions max_target_positions max_sequence_length
         seq_length max_seq_len""",
     zoo.VOCAB: "vocab_size src_vocab_size tgt_vocab_size decoder_vocab_size vocab_size_per_layer_input",
 }
@@ -71,7 +76,9 @@ SMALL: dict[str, Any] = {name: size for size, names in _SIZES.items() for name i
 LAYERS = """num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers num_encoder_layers
     num_decoder_layers encoder_num_layers decoder_num_layers depth vision_layers t2u_encoder_layers
     t2u_decoder_layers speech_encoder_layers adaptor_layers""".split()
-SMALL |= dict(initializer_range=0.3, init_std=0.3, pad_token_id=zoo.PAD, bos_token_id=0, eos_token_id=zoo.UNUSED)
+SMALL |= dict(
+    initializer_range=0.3, init_std=0.3, pad_token_id=zoo.PAD, bos_token_id=zoo.START, eos_token_id=zoo.UNUSED
+)
 SMALL |= dict(decoder_start_token_id=zoo.START)
 WINDOWS = dict(sliding_window=6, attention_window=4)  # only where the default has one
 
@@ -86,6 +93,8 @@ def tiny_config(default: Any, layers: int) -> Any:
     options = {name: value for name, value in SMALL.items() if known.get(name) is not None}
     options |= {name: layers for name in LAYERS if known.get(name) is not None}
     options |= {name: SMALL[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    if known.get("pad_token_id") == 0:  # some take this for granted
+        options["pad_token_id"] = 0
     options |= {name: window for name, window in WINDOWS.items() if isinstance(known.get(name), int)}
     options |= {name: None for name in ("forced_bos_token_id", "forced_eos_token_id") if name in known}
     if known.get("num_key_value_heads") == known.get("num_attention_heads") and "num_key_value_heads" in options:
@@ -164,7 +173,9 @@ def examine(name: str) -> Outcome:
 def _examine(name: str, layers: int) -> Outcome:
     start = time.perf_counter()
     model = build(name, layers)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = zoo.UNUSED, zoo.PAD
+    model.generation_config.eos_token_id = zoo.UNUSED
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = zoo.PAD
     inputs = _first_accepted(model)
     tiers: list[report.Call] = []
     # A model is proven once, with its first request: let that be the plain one, and the ragged one follow.

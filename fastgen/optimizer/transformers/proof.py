@@ -47,23 +47,14 @@ def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
 
 
 def _try(request: Request, stock: Callable[..., Any]) -> str | None:
-    theirs = _sample(request)
-    expected = stock(
-        theirs.model,
-        theirs.input_ids,
-        theirs.logits_processor,
-        theirs.stopping_criteria,
-        theirs.generation_config,
-        False,
-        **theirs.model_kwargs,
-    )
-    ours = _sample(request)
-    decoder = TreeDecoder(ours)
     try:
+        expected = _sampled(request, stock)
+        ours = _sample(request)
+        decoder = TreeDecoder(ours)
         result = beam_search.fast(ours, decoder)
     # Here, and only here, an unknown model's code meets the tree: whatever it raises is the verdict.
     except Exception as error:
-        return f"it cannot run on the tree ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+        return f"it cannot run on the tree ({type(error).__name__}: {_first_line(error)})"
     steps = len(result.scores) - 1
     if not decoder.session.folds:
         return "its attention cannot be reached: it is not looked up in AttentionInterface"
@@ -75,6 +66,23 @@ def _try(request: Request, stock: Callable[..., Any]) -> str | None:
     if len(expected.logits) != len(result.logits):
         return "its search ends at another step on the tree"
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:120]
+
+
+def _sampled(request: Request, stock: Callable[..., Any]) -> Any:
+    sample = _sample(request)
+    return stock(
+        sample.model,
+        sample.input_ids,
+        sample.logits_processor,
+        sample.stopping_criteria,
+        sample.generation_config,
+        False,
+        **sample.model_kwargs,
+    )
 
 
 def _difference(expected: Tensor, logits: Tensor) -> float:

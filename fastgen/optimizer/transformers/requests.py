@@ -20,6 +20,8 @@ _KNOWN_KWARGS = frozenset(
     """attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs inputs_embeds
     logits_to_keep past_key_values position_ids token_type_ids use_cache return_dict""".split()
 )
+# Multimodal models with positions in three dimensions put those first.
+_ROWS_FIRST = frozenset(("attention_mask", "decoder_attention_mask", "decoder_position_ids", "position_ids"))
 _ATTENTION = (None, "eager", "sdpa")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # The host's helpers whose rules our loop follows. A model with its own runs them, in the compat tier.
@@ -141,6 +143,10 @@ def unsupported_reason(request: Request) -> str | None:
         return "the user passed past_key_values"
     if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
+    for name in _ROWS_FIRST & kwargs.keys():
+        value = kwargs[name]
+        if isinstance(value, Tensor) and value.shape[:1] != request.input_ids.shape[:1]:
+            return f"{name} of shape {tuple(value.shape)} does not begin with the rows of the batch"
     if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
         return "the model is spread over several devices"
     if reason := unsupported_cache(cache):
