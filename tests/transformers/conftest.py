@@ -28,6 +28,18 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute; deselect with -m 'not slow'")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What 4.57 leaves to stock has no path to test there; that it falls back is what test_families.py checks."""
+    import zoo
+
+    if zoo.MAJOR >= 5:
+        return
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {}).values()
+        if item.path.name != "test_families.py" and any(value in zoo.FALLBACK for value in parameters):
+            item.add_marker(pytest.mark.skip(reason="falls back on this version of transformers"))
+
+
 @pytest.fixture(autouse=True)
 def _undisturbed() -> Iterator[None]:
     """Each test starts from the default settings and ends with fastgen enabled."""

@@ -31,8 +31,9 @@ def shift_positions(patch: Patch) -> None:
 
     def shifted(self: TreeDecoder, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = step_inputs(self, inputs)
-        if inputs.get("position_ids") is not None:
-            inputs["position_ids"] = inputs["position_ids"] + 1
+        for name in ("position_ids", "cache_position"):
+            if inputs.get(name) is not None:
+                inputs[name] = inputs[name] + 1
         return inputs
 
     patch.setattr(BeamTree, "length", property(lambda self: length(self) + 1))

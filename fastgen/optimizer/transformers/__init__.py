@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,6 @@ _BEAM_SEARCH = (
     "model_kwargs",
 )
 _NEEDED = (
-    "_prefill",
     "_update_model_kwargs_for_generation",
     "_get_top_k_continuations",
     "_update_finished_beams",
@@ -57,3 +57,20 @@ def install(patches: PatchSet, module: ModuleType) -> None:
         return dispatch.run(request, stock)
 
     patches.replace(mixin, "_beam_search", _beam_search)
+    if not hasattr(mixin, "_prefill"):  # 4.57
+        patches.replace(mixin, "_prepare_cache_for_generation", _marking(mixin._prepare_cache_for_generation))
+
+
+def _marking(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """5.x marks a cache that the user passed, and the user may look into it later; do so where the host doesn't."""
+
+    @functools.wraps(prepare)
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
+    ) -> Any:
+        cache: Any = model_kwargs.get("past_key_values")
+        if hasattr(cache, "get_seq_length"):
+            cache._is_user_defined = True
+        return prepare(self, generation_config, model_kwargs, *args)
+
+    return _prepare_cache_for_generation

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
+from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.cache import stock_cache
-from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
+from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
 from fastgen.optimizer.transformers.requests import Request
 
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
@@ -30,11 +31,12 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
     search = _search(request)
     is_stopped = request.stopper()
 
-    shared = decoder.shared(request.model_kwargs)
-    outputs = model._prefill(request.input_ids[::beams], config, shared, is_first_iteration=True)
+    started = host.started(model, request.input_ids, request.model_kwargs)
+    shared = decoder.shared(started)
+    outputs = host.prefill(model, request.input_ids[::beams], config, shared)
     decoder.plant(shared)
     # From here on the host's inputs have one row per beam, as it prepares them itself.
-    rows = {**request.model_kwargs, "past_key_values": decoder.cache}
+    rows = {**started, "past_key_values": decoder.cache}
     device = request.input_ids.device
     logits = _last(outputs, device).repeat_interleave(beams, dim=0)  # [B*M, V]
     while True:
@@ -58,7 +60,7 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
                 rows = _kept(rows, index, decoder.tree.batch * beams)
                 request.keep(index)
                 decoder.keep(stay)
-        inputs = model.prepare_inputs_for_generation(search.running(), next_sequence_length=1, **rows)
+        inputs = host.next_inputs(model, search.running(), rows)
         with decoder.session.active():
             outputs = model(**decoder.step_inputs(inputs), return_dict=True)
         logits = _last(outputs, device)
@@ -138,6 +140,4 @@ def _last(outputs: Any, device: torch.device) -> Tensor:
 
 def _kept(rows: dict[str, Any], index: Tensor, of: int) -> dict[str, Any]:
     """These rows, int64 `[rows']`, of the host's inputs, which have one row per beam."""
-    cache = rows["past_key_values"]
-    kept = {name: selected(value, index, of) for name, value in rows.items() if value is not cache}
-    return {**kept, "past_key_values": cache}
+    return {name: value if name in NOT_ROWS else selected(value, index, of) for name, value in rows.items()}

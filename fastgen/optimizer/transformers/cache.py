@@ -25,7 +25,7 @@ def unsupported_cache(cache: Any) -> str | None:
         cache = cache.self_attention_cache
     if type(cache) is not DynamicCache:
         return f"its cache is a {type(cache).__name__}"
-    if cache.offloading:
+    if getattr(cache, "offloading", False):
         return "its cache is offloaded"
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -60,10 +60,10 @@ class _Layer(CacheLayerMixin):
             return tree.length
         return 0 if self.layer.keys is None else tree.prompt_length
 
-    def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor, *args: Any) -> tuple[int, int]:
         if self.session.tree.steps:
             return self.session.tree.used, 0
-        return self.get_seq_length() + query_length, 0
+        return self.get_seq_length() + _count(query_length), 0
 
     def get_max_length(self) -> int:
         return -1
@@ -73,6 +73,11 @@ class _Layer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         pass  # the tree is reordered as a whole
+
+
+def _count(query_length: int | Tensor) -> int:
+    """5.x says how many queries there are; 4.57 gives their positions."""
+    return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
 
 
 class TreeCache(Cache):
@@ -96,9 +101,9 @@ class TreeCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if layer_idx >= len(self.layers) else self.layers[layer_idx].get_seq_length()
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
         if layer_idx >= len(self.layers):
-            return query_length, 0
+            return _count(query_length), 0
         return self.layers[layer_idx].get_mask_sizes(query_length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

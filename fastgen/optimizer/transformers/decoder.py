@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from fastgen.cache.tree import BeamTree
+from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.session import Session
+
+NOT_ROWS = ("past_key_values", "cache_position")  # of the host's inputs, those that have no row per beam
 
 
 class TreeDecoder:
@@ -33,7 +36,10 @@ class TreeDecoder:
 
     def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The host's inputs with the expansion to beams undone, over the tree's cache."""
-        inputs = {name: _unexpanded(value, self.beams, self.tree.batch) for name, value in inputs.items()}
+        inputs = {
+            name: value if name in NOT_ROWS else _unexpanded(value, self.beams, self.tree.batch)
+            for name, value in inputs.items()
+        }
         inputs["past_key_values"] = self.cache
         return inputs
 
@@ -53,7 +59,7 @@ class TreeDecoder:
         inputs = {**inputs, "decoder_attention_mask": mask, "encoder_outputs": self.encoder_outputs}
         if inputs.get("attention_mask") is not None:
             padding: Any = self.source_mask
-            if padding.ndim == 2 and not self._derives_mask:
+            if padding.ndim == 2 and host.TAKES_SOURCE_MASK and not self._derives_mask:
                 padding = padding[:, None, None].bool()  # [B, 1, 1, N]: taken as it is, with no host sync
             inputs["attention_mask"] = padding
         return inputs

@@ -28,7 +28,7 @@ def _computes_attention_itself(module_type: Any) -> bool:
         return False
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     caches = any(name in parameters for name in _CACHE_NAMES) and "update" in code.co_names
-    return caches and "get_interface" not in code.co_names
+    return caches and "ALL_ATTENTION_FUNCTIONS" not in code.co_names
 
 
 def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:

@@ -14,6 +14,7 @@ from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GenerationMixin
 
 from fastgen.optimizer.transformers.cache import unsupported_cache
+from fastgen.optimizer.transformers.host import FINDS_EAGER
 from fastgen.optimizer.transformers.modules import unfoldable_attention
 
 _KNOWN_KWARGS = frozenset(
@@ -21,8 +22,8 @@ _KNOWN_KWARGS = frozenset(
     logits_to_keep past_key_values position_ids token_type_ids use_cache return_dict""".split()
 )
 # Multimodal models with positions in three dimensions put those first.
-_ROWS_FIRST = frozenset(("attention_mask", "decoder_attention_mask", "decoder_position_ids", "position_ids"))
-_ATTENTION = (None, "eager", "sdpa")
+_POSITIONS = ("decoder_position_ids", "position_ids")
+_ATTENTION = (None, "eager", "sdpa") if FINDS_EAGER else (None, "sdpa")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # The host's helpers whose rules our loop follows. A model with its own runs them, in the compat tier.
 _SEARCH_RULES = (
@@ -143,8 +144,8 @@ def unsupported_reason(request: Request) -> str | None:
         return "the user passed past_key_values"
     if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
-    for name in _ROWS_FIRST & kwargs.keys():
-        value = kwargs[name]
+    for name in _POSITIONS:
+        value = kwargs.get(name)
         if isinstance(value, Tensor) and value.shape[:1] != request.input_ids.shape[:1]:
             return f"{name} of shape {tuple(value.shape)} does not begin with the rows of the batch"
     if len(set(getattr(model, "hf_device_map", None) or {})) > 1:

@@ -16,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 from fastgen._patching import PatchSet
 from fastgen.attention import beam_attention, fold_beams, unfold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
-from fastgen.optimizer.transformers import modules
+from fastgen.optimizer.transformers import host, modules
 
 _local = threading.local()
 
@@ -143,7 +143,7 @@ def _stack() -> list[Session]:
     return stack
 
 
-# While any thread decodes, `AttentionInterface.get_interface` is ours; it looks at the thread's own session,
+# While any thread decodes, `AttentionInterface`'s look-up is ours; it looks at the thread's own session,
 # so configs, other threads and mask building keep the user's implementation.
 _lock = threading.Lock()
 _redirections: dict[tuple[type, str], list[Any]] = {}  # (owner, name) -> [users, patches]
@@ -151,12 +151,12 @@ _redirections: dict[tuple[type, str], list[Any]] = {}  # (owner, name) -> [users
 
 @contextlib.contextmanager
 def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[None]:
-    wrappers = {(AttentionInterface, "get_interface"): _wrap_get_interface, **wrappers}
+    wrappers = {(AttentionInterface, host.ATTENTION_SEAM): _wrap_lookup, **wrappers}
     with _lock:
         for (owner, name), wrap in wrappers.items():
             entry = _redirections.setdefault((owner, name), [0, PatchSet()])
             if not entry[0]:
-                entry[1].replace(owner, name, wrap(vars(owner)[name]))
+                entry[1].replace(owner, name, wrap(getattr(owner, name)))
             entry[0] += 1
     try:
         yield
@@ -170,11 +170,11 @@ def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[N
                     del _redirections[seam]
 
 
-def _wrap_get_interface(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def get_interface(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def lookup(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         inner = stock(self, *args, **kwargs)
         session = current()
         return inner if session is None else functools.partial(session.attend, inner)
 
-    return get_interface
+    return lookup
