@@ -29,6 +29,7 @@ __all__ = [
     "disable",
     "disabled",
     "enable",
+    "release",
     "status",
 ]
 
@@ -152,7 +153,10 @@ def disabled() -> Iterator[None]:
 
 
 def configure(**options: Any) -> Config:
-    """Change settings: strict (bool), tier ("auto", "fast", "compat", "stock"), history (int)."""
+    """Change settings.
+
+    strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off").
+    """
     return config.configure(**options)
 
 
@@ -161,7 +165,15 @@ def status() -> Status:
     with _lock:
         hosts = tuple(host.status() for host in _hosts)
         on = _switch.on
-    return Status(__version__, on, hosts, report.counters(), report.calls())
+    packing = sys.modules.get("fastgen.packing")  # loaded by the first beam search
+    packed = (packing.count(), packing.nbytes()) if packing else (0, 0)
+    return Status(__version__, on, hosts, report.counters(), report.calls(), *packed)
+
+
+def release() -> None:
+    """Free what fastgen keeps between calls: the packed copies of weights."""
+    if packing := sys.modules.get("fastgen.packing"):
+        packing.release()
 
 
 if not config.flag("FASTGEN_DISABLE"):

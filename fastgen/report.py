@@ -51,6 +51,8 @@ class Status:
     hosts: tuple[HostStatus, ...]
     counters: dict[str, int]
     calls: tuple[Call, ...]  # the latest last
+    packed_weights: int = 0  # with a packed copy
+    packed_bytes: int = 0
 
     def __str__(self) -> str:
         lines = [f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}"]
@@ -59,6 +61,8 @@ class Status:
             lines += _wrapped(host.detail, "    ")
         total = ", ".join(f"{self.counters.get(tier, 0)} {tier}" for tier in TIERS)
         lines.append(f"beam searches so far: {total}")
+        if self.packed_weights:
+            lines.append(f"packed weights: {self.packed_weights}, {_size(self.packed_bytes)}")
         if self.calls:
             lines += _table(self.calls)
         return "\n".join(lines)

@@ -116,3 +116,9 @@ def test_the_status_of_this_process() -> None:
         assert not fastgen.status().enabled
         assert str(fastgen.status()).startswith(f"fastgen {fastgen.__version__}, disabled")
     assert fastgen.status().enabled
+
+
+def test_packed_weights_are_shown_with_their_memory() -> None:
+    status = Status("1.2.3", True, (), {}, (), packed_weights=14, packed_bytes=3 * 2**20)
+    assert "packed weights: 14, 3.0 MiB" in str(status).splitlines()
+    assert "packed" not in str(Status("1.2.3", True, (), {}, ()))

@@ -90,6 +90,7 @@ class BeamSearch:
         )
         self._result = Hypotheses(tokens.clone(), rows.clone(), torch.full_like(scores, _DEAD))
         self._evicted = False
+        self._totals: Tensor | None = None
         self._best = torch.arange(candidates, device=device) < beams  # bool [K]
 
     @property
@@ -113,7 +114,8 @@ class BeamSearch:
         """
         live, beams, batch = self.live, self.beams, self.batch
         vocabulary = log_probs.shape[-1]
-        totals = (log_probs.view(batch, beams, vocabulary) + live.scores[:, :, None]).flatten(1)  # [B, M*V]
+        totals = self._buffer(log_probs).view(batch, beams, vocabulary)
+        totals = torch.add(log_probs.view_as(totals), live.scores[:, :, None], out=totals).flatten(1)  # [B, M*V]
         if sample:
             chosen = torch.multinomial(totals.softmax(-1), num_samples=self.candidates)
             scores = totals.gather(1, chosen)
@@ -149,6 +151,12 @@ class BeamSearch:
         live.improvable = live.improvable & improvable
         self.done = self._is_done(stopped)
         return local
+
+    def _buffer(self, like: Tensor) -> Tensor:
+        """Room for `[B*M, V]`, the same at every step: fresh memory of this size costs page faults on a CPU."""
+        if self._totals is None:
+            self._totals = torch.empty_like(like)
+        return self._totals[: like.shape[0]]
 
     def _request_rows(self, parents: Tensor) -> Tensor:
         """Beams `[B, ...]` of live sentences -> rows of the whole request, int32."""

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
+from transformers.pytorch_utils import Conv1D
 
+from fastgen import config
 from fastgen._patching import PatchSet
 from fastgen.attention import beam_attention, fold_beams, unfold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.optimizer.transformers import host, modules
+from fastgen.packing import Packing, wrapped
 
 _local = threading.local()
 
@@ -30,7 +33,8 @@ class Session:
 
     def __init__(self, tree: BeamTree, model: torch.nn.Module) -> None:
         self.tree = tree
-        self.patches = modules.hand_written_attention(model)
+        self.packing = Packing(model, config.current().packing)
+        self.patches = {**modules.hand_written_attention(model), **_PACKED}
         self.folds = 0  # calls folded so far: proof that the path ran
         self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
         self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
@@ -142,6 +146,11 @@ def _stack() -> list[Session]:
     stack: list[Session] = _local.stack
     return stack
 
+
+_PACKED: dict[tuple[type, str], modules.Wrapper] = {
+    (torch.nn.Linear, "forward"): lambda stock: wrapped(current, stock),
+    (Conv1D, "forward"): lambda stock: wrapped(current, stock, transposed=True),
+}
 
 # While any thread decodes, `AttentionInterface`'s look-up is ours; it looks at the thread's own session,
 # so configs, other threads and mask building keep the user's implementation.
