@@ -136,6 +136,7 @@ def disable() -> None:
     with _lock:
         _switch.wanted = False
     _follow()
+    release()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Linear layers on packed weights: with few rows, the decode step on a CPU is its matrix products.
 
 oneDNN multiplies by a weight in its own blocked layout; torch's `linear` lays it out anew, or hands it to a
-library that is slow on some processors. So a decode keeps a packed copy of each weight, wherever one timing
-of the shape on the very products of the decode says that it pays. The arithmetic is float32 in another order.
+library that is slow on some processors. So a decode keeps a packed copy of each weight, wherever a timing
+of the shape says that it pays. The arithmetic is float32 in another order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 
 _MIN_ELEMENTS = 2**16  # below, calling costs as much as multiplying
 _MAX_ROWS = 512  # above, both are as fast as the machine
-_TRIALS = 3  # timings of a shape on either side; the least counts
-_MEMORY_SHARE = 8  # pack only what is less than this part of the memory that is left
+_FEW_ROWS = 32  # one timing up to here, another from here on
+_TRIALS = 2  # timings of a shape on either side; the least counts
+_MEMORY_SHARE = 4  # all copies together take at most this part of the memory that is free without them
 
 
 @dataclass
@@ -51,18 +52,9 @@ class _Packed:
         )
 
 
-@dataclass
-class _Trial:
-    """Seconds of a shape's products so far."""
-
-    stock: list[float] = field(default_factory=list)
-    packed: list[float] = field(default_factory=list)
-
-
 _lock = threading.RLock()
 _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
-# (out, in, rows up to, threads) -> a trial under way, or whether packing pays
-_verdicts: dict[tuple[int, int, int, int], _Trial | bool] = {}
+_verdicts: dict[tuple[int, int, int, int], bool] = {}  # (out, in, rows up to, threads) -> whether packing pays
 
 
 @functools.cache
@@ -120,17 +112,15 @@ class Packing:
         number = rows.numel() // rows.shape[-1]
         key = (id(layer), number)
         if key not in self._plans:
-            verdict = self._verdict(layer, rows, number, transposed)
-            if isinstance(verdict, _Trial):
-                return self._try(verdict, layer, rows, stock, transposed)
-            self._plans[key] = _copy_of(layer, transposed) if verdict else None
+            pays = self._pays(layer, rows, number, stock, transposed)
+            self._plans[key] = _copy_of(layer, transposed) if pays else None
         copy = self._plans[key]
         if copy is None:
             return stock(layer, rows)
         self.products += 1
         return _product(rows, copy, layer.bias)  # type: ignore[arg-type]
 
-    def _verdict(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Trial | bool:
+    def _pays(self, layer: nn.Module, rows: Tensor, number: int, stock: Forward, transposed: bool) -> bool:
         weight = layer._parameters.get("weight")
         bias = layer._parameters.get("bias")
         plain = (
@@ -138,6 +128,7 @@ class Packing:
             and weight.dtype == rows.dtype == torch.float32
             and weight.device.type == rows.device.type == "cpu"
             and weight.is_contiguous()
+            and not weight.is_inference()  # has no version to tell changes by
             and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
@@ -145,34 +136,29 @@ class Packing:
         if not plain or number > _MAX_ROWS or self._mode == "always":
             return plain and number <= _MAX_ROWS
         assert weight is not None
-        if weight.numel() < _MIN_ELEMENTS:
+        # A timing decides, so two runs may round differently: not where the user has forbidden that.
+        if weight.numel() < _MIN_ELEMENTS or torch.are_deterministic_algorithms_enabled():
             return False
         shape = weight.shape[::-1] if transposed else weight.shape
-        key = (shape[0], shape[1], 1 << (number - 1).bit_length(), torch.get_num_threads())
-        with _lock:
-            return _verdicts.setdefault(key, _Trial())
-
-    def _try(self, trial: _Trial, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool) -> Tensor:
-        """One product of the decode, timed."""
-        if len(trial.stock) < _TRIALS:
-            start = time.perf_counter()
-            output = stock(layer, rows)
-            trial.stock.append(time.perf_counter() - start)
-            return output
-        copy = _copy_of(layer, transposed)
-        if copy is None:
-            return stock(layer, rows)
-        start = time.perf_counter()
-        output = _product(rows, copy, layer.bias)  # type: ignore[arg-type]
-        trial.packed.append(time.perf_counter() - start)
-        if len(trial.packed) >= _TRIALS:
-            pays = min(trial.packed) < min(trial.stock)
+        few = _FEW_ROWS if number <= _FEW_ROWS else _MAX_ROWS
+        key = (shape[0], shape[1], few, torch.get_num_threads())
+        if key not in _verdicts:
+            copy = _copy_of(layer, transposed)
+            if copy is None:
+                return False
+            theirs = min(_seconds(lambda: stock(layer, rows)) for _ in range(_TRIALS))
+            ours = min(_seconds(lambda: _product(rows, copy, layer.bias)) for _ in range(_TRIALS))  # type: ignore[arg-type]
             with _lock:
-                _verdicts.update({key: pays for key, value in _verdicts.items() if value is trial})
-                if not pays:
-                    _drop_useless(layer.weight.shape)  # type: ignore[arg-type]
-        self.products += 1
-        return output
+                _verdicts[key] = ours < theirs
+                if not _verdicts[key]:
+                    _drop_useless(weight.shape)
+        return _verdicts[key]
+
+
+def _seconds(product: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    product()
+    return time.perf_counter() - start
 
 
 def _copy_of(layer: nn.Module, transposed: bool) -> Tensor | None:
@@ -182,10 +168,13 @@ def _copy_of(layer: nn.Module, transposed: bool) -> Tensor | None:
         if packed is None:
             weight: Tensor = layer.weight  # type: ignore[assignment]
             size = weight.numel() * weight.element_size()
-            free = _free_memory()
-            if free is not None and size * _MEMORY_SHARE > free:
+            free, taken = _free_memory(), nbytes()
+            if free is not None and (taken + size) * _MEMORY_SHARE > taken + free:
                 return None
-            copy = _pack(weight.detach().t().contiguous() if transposed else weight.detach())
+            try:
+                copy = _pack(weight.detach().t().contiguous() if transposed else weight.detach())
+            except (RuntimeError, MemoryError):  # no memory after all: a copy is only ever an extra
+                return None
             checksum = _checksum(weight)
             packed = _Packed(weakref.ref(weight), weight.data_ptr(), weight._version, checksum, copy, size)
             _copies[layer] = packed
@@ -219,13 +208,30 @@ def _product(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _checksum(weight: Tensor) -> int:
-    """A sum of the bits: whatever changes a weight changes it, but for edits that cancel out. 40 GB/s here."""
-    flat = weight.detach().reshape(-1)
-    even = flat.numel() // 2 * 2
-    if flat.data_ptr() % 8:
-        return int(flat.view(torch.int32).sum())
-    total = int(flat[:even].view(torch.int64).sum())
-    return total + int(flat[even:].view(torch.int32).sum())
+    """A sum of the bits of each row, weighted by the row's place: all but edits that cancel out change it."""
+    bits = weight.detach().flatten(1)
+    wide = bits.shape[1] % 2 == 0 and bits.data_ptr() % 8 == 0  # two numbers at a time where they are aligned
+    sums = bits.view(torch.int64 if wide else torch.int32).sum(1)
+    return int((sums * torch.arange(1, 2 * len(sums), 2)).sum())
+
+
+def _control_groups() -> list[tuple[Path, str, str]]:
+    """Where this process's memory limits stand: its control group and those around it, of either version."""
+    root = Path("/sys/fs/cgroup")
+    groups = [(root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            place = Path(path.lstrip("/"))
+            for part in (place, *place.parents):
+                if not kinds:
+                    groups.append((root / part, "memory.max", "memory.current"))
+                elif kinds == "memory":
+                    groups.append((root / "memory" / part, "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    return groups
+
+
+_CONTAINER = _control_groups()
 
 
 def _free_memory() -> int | None:
@@ -235,9 +241,9 @@ def _free_memory() -> int | None:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 free.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        free.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    for group, limit, current in _CONTAINER:
+        with contextlib.suppress(OSError, ValueError):
+            free.append(int((group / limit).read_text()) - int((group / current).read_text()))
     if not free:
         with contextlib.suppress(AttributeError, OSError, ValueError):
             free.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -85,6 +85,10 @@ def _one_element(layer: Any) -> None:
     layer.weight.data[17, 5] += 1.0
 
 
+def _reordered(layer: Any) -> None:
+    layer.weight.data.copy_(layer.weight.data.flip(0))
+
+
 def _in_place(layer: Any) -> None:
     with torch.no_grad():
         layer.weight.mul_(2)
@@ -105,7 +109,7 @@ def _double_and_back(layer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_step, _load, _data, _one_element, _in_place, _replace, _swap_data, _double_and_back]
+    "change", [_step, _load, _data, _one_element, _reordered, _in_place, _replace, _swap_data, _double_and_back]
 )
 def test_a_changed_weight_is_packed_anew(change: Any) -> None:
     torch.manual_seed(0)
@@ -126,7 +130,9 @@ def test_an_unchanged_weight_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["double", "bfloat16", "grad", "subclass", "many rows", "no weight", "autocast"])
+@pytest.mark.parametrize(
+    "kind", ["double", "bfloat16", "grad", "subclass", "many rows", "no weight", "autocast", "inference"]
+)
 def test_left_to_stock(kind: str) -> None:
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     if kind in ("double", "bfloat16"):
@@ -137,6 +143,9 @@ def test_left_to_stock(kind: str) -> None:
         rows = torch.randn(packing._MAX_ROWS + 1, 48)
     if kind == "no weight":  # a parametrised weight is computed at each access
         torch.nn.utils.parametrizations.weight_norm(layer)
+    if kind == "inference":
+        with torch.inference_mode():
+            layer = torch.nn.Linear(48, 64)
     decode = Packing(layer, "always")
     with torch.set_grad_enabled(kind == "grad"), torch.autocast("cpu", enabled=kind == "autocast"):
         decode(layer, rows, stock)
@@ -173,8 +182,28 @@ def test_the_quicker_one_is_kept(pays: bool, monkeypatch: pytest.MonkeyPatch) ->
             for layer in model:
                 torch.testing.assert_close(decode(layer, rows, timed_stock), stock(layer, rows))
     assert packing.count() == (2 if pays else 0)
-    assert decode.products == (17 if pays else 3)
+    assert decode.products == (20 if pays else 0)
     assert list(packing._verdicts.values()) == [pays]
+
+
+def test_deterministic_algorithms_leave_the_clock_out() -> None:
+    layer, rows = torch.nn.Linear(256, 256), torch.randn(4, 256)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert multiply(layer, rows, "auto")[1] == 0 and not packing._verdicts
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(weight: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    assert packing.unavailable() is None
+    monkeypatch.setattr(packing, "_pack", fail)
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
+    output, packed = multiply(layer, rows)
+    assert packed == 0 and torch.equal(output, stock(layer, rows))
 
 
 def test_nothing_is_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ class Processing:
     def _tokens(self, processor: Any, tokens: Tensor, scores: Tensor) -> Tensor:
         valid = self._valid.get(id(processor))
         if valid is None:
-            tokens = tokens.to(scores.device).flatten()
+            tokens = tokens.to(scores.device, torch.int64).flatten()  # an empty list has made a float tensor
             # The host ignores ids that are no token, such as the -1 of a model without an end of sentence.
             valid = self._valid[id(processor)] = tokens[(tokens >= 0) & (tokens < scores.shape[1])]
         return valid

@@ -41,7 +41,15 @@ class Session:
 
     def appended(self, layer: TreeLayer) -> None:
         """Note that a layer has appended to the tree: the next folded call is its self-attention."""
+        self._check()
         self._appended = layer
+
+    def _check(self) -> None:
+        if self._appended is not None:
+            raise RuntimeError(
+                "an attention of this model did not go through its attention function, so fastgen could not fold it; "
+                "call fastgen.disable() for this model"
+            )
 
     def folded(self) -> TreeLayer | None:
         """Count a folded call; the layer whose self-attention it is, None for cross-attention."""
@@ -58,6 +66,7 @@ class Session:
         try:
             with _redirected(self.patches):
                 yield
+            self._check()
         finally:
             stack.pop()
             self._derived.clear()
@@ -90,7 +99,7 @@ class Session:
         kwargs = {name: option for name, option in kwargs.items() if name not in ("position_bias", "is_causal")}
         rows = folded.flatten(1, 2)  # [B, H, M, D]
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
-        return output.flatten(0, 1)[:, None], None
+        return output.flatten(0, 1)[:, None].contiguous(), None
 
     def self_bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         return self.tree.mask(window, dtype)
