@@ -18,7 +18,7 @@ class Config:
     """What a call may do. An instance never changes; `configure` installs a new one."""
 
     strict: bool = False  # raise FallbackError where the stock code would take over
-    tier: str = "auto"  # the best tier a request allows, or one of them only
+    tier: str = "auto"  # the best that a request allows, or the best to try
     history: int = 32  # calls that status() remembers
     packing: str = "auto"  # copies of weights, packed for the CPU: where a timing says so, "always", or "off"
 
