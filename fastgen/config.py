@@ -9,6 +9,7 @@ from typing import Any
 
 TIERS = ("auto", "fast", "compat", "stock")
 PACKING = ("auto", "always", "off")
+NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
 _FLAGS |= {"1": True, "true": True, "yes": True, "on": True}
 
@@ -45,8 +46,17 @@ def flag(variable: str) -> bool:
         raise ValueError(f"{variable} must be 0 or 1, not {text!r}.") from None
 
 
+def native() -> str:
+    """FASTGEN_NATIVE: "0", "build", "required", or "" for the automatic choice (see fastgen.ops.native)."""
+    text = os.environ.get("FASTGEN_NATIVE", "")
+    if text.strip().lower() not in NATIVE:
+        raise ValueError(f"FASTGEN_NATIVE must be 0, build or required, or not be set, not {text!r}.")
+    return text.strip().lower()
+
+
 def from_environment() -> Config:
     """The settings of FASTGEN_STRICT, _TIER, _PACKING and _HISTORY, defaults where unset."""
+    native()  # not a setting that can be changed later, but a mistake in it should show at once as well
     options: dict[str, Any] = {"strict": flag("FASTGEN_STRICT")}
     for name in ("tier", "packing"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():

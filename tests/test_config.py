@@ -9,7 +9,7 @@ import pytest
 import fastgen
 from fastgen import config
 
-VARIABLES = ("FASTGEN_STRICT", "FASTGEN_TIER", "FASTGEN_HISTORY", "FASTGEN_PACKING")
+VARIABLES = ("FASTGEN_STRICT", "FASTGEN_TIER", "FASTGEN_HISTORY", "FASTGEN_PACKING", "FASTGEN_NATIVE")
 
 
 @pytest.fixture
@@ -47,6 +47,7 @@ def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, 
     ("variable", "text", "message"),
     [
         ("FASTGEN_STRICT", "maybe", "FASTGEN_STRICT must be 0 or 1, not 'maybe'."),
+        ("FASTGEN_NATIVE", "1", "FASTGEN_NATIVE must be 0, build or required, or not be set, not '1'."),
         ("FASTGEN_TIER", "faster", "FASTGEN_TIER must be one of auto, fast, compat, stock, not 'faster'."),
         ("FASTGEN_PACKING", "no", "FASTGEN_PACKING must be one of auto, always, off, not 'no'."),
         ("FASTGEN_HISTORY", "many", "FASTGEN_HISTORY must be a whole number, not 'many'."),
