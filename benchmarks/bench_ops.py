@@ -256,7 +256,8 @@ def main() -> int:
         "topk": topk,
     }
     args.output.mkdir(parents=True, exist_ok=True)
-    file = args.output / f"ops-{args.device.type}-{datetime.date.today().isoformat()}.json"
+    kind = "cuda" if on_cuda else document["cpu_capability"].lower()
+    file = args.output / f"ops-{kind}-{datetime.date.today().isoformat()}.json"
     file.write_text(json.dumps(document, indent=1) + "\n")
     print(f"{name}, {args.threads} threads, {document['cpu_capability']}, torch {torch.__version__}, float32")
     print(show(document))

@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 _DEAD = -1.0e9  # the host's mark of a beam that must not be chosen
+# What two ways of rounding may make of two scores, with room to spare: relative to the scores and, as torch's own
+# log-softmax sums in float32, to the vocabulary (off by up to 4e-5 at 250,000).
+_ROUNDING = 16 * torch.finfo(torch.float32).eps
+
+IsStopped = Callable[[Tensor, Callable[[], Tensor]], Tensor]  # see BeamSearch.choose
 
 
 @dataclass(frozen=True)
@@ -101,29 +106,48 @@ class BeamSearch:
         """The live hypotheses so far, int64 `[B*M, length]`."""
         return self.live.tokens[:, :, : self.length].flatten(0, 1)
 
-    def choose(
-        self,
-        log_probs: Tensor,
-        is_stopped: Callable[[Tensor, Callable[[], Tensor]], Tensor],
-        sample: bool = False,
-    ) -> Tensor:
+    def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False) -> Tensor:
         """Choose the next beams from `log_probs` `[B*M, V]` and return their parents' rows, int64 `[B*M]`.
 
         `is_stopped(tokens, hypotheses)` says which of the candidates stop here: `tokens` int64 `[B, K]`,
         `hypotheses()` int64 `[B*K, length + 1]`, result bool `[B, K]`.
         """
-        live, beams, batch = self.live, self.beams, self.batch
         vocabulary = log_probs.shape[-1]
-        log_probs = log_probs.view(batch, beams, vocabulary)
+        log_probs = log_probs.view(self.batch, self.beams, vocabulary)
         room = self._buffer(log_probs)
-        totals = torch.add(log_probs, live.scores[:, :, None], out=room).flatten(1)  # [B, M*V]
+        totals = torch.add(log_probs, self.live.scores[:, :, None], out=room).flatten(1)  # [B, M*V]
         if sample:
             chosen = torch.multinomial(totals.softmax(-1), num_samples=self.candidates)
             scores = totals.gather(1, chosen)
         else:
             scores, chosen = torch.topk(totals, k=self.candidates)
-        tokens, parents = chosen % vocabulary, chosen // vocabulary  # [B, K]
+        return self._take(scores, chosen % vocabulary, chosen // vocabulary, is_stopped)
 
+    def choose_from_logits(self, logits: Tensor, banned: Tensor, is_stopped: IsStopped) -> Tensor | None:
+        """`choose` from the log-softmax of `logits`, float32 `[B*M, V]`, without computing all of it.
+
+        `banned`, int64 `[n]`, are tokens that no row may choose. The best K of a sentence are among the best K of each
+        of its rows. Returns None, and chooses nothing, where candidates are so close that rounding decides: the host's
+        own arithmetic, and its order of equal scores, are what counts there.
+        """
+        from fastgen import ops  # loads or even compiles them, so not before a request needs them
+
+        beams, wanted = self.beams, self.candidates + 1  # one more, to see how close it was
+        if logits.shape[-1] < wanted or not ops.is_native(logits.device):  # in plain torch it would take longer
+            return None
+        log_probs, tokens, _ = ops.topk_log_softmax(logits, wanted, banned)  # [B*M, K+1]
+        totals = (log_probs.view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)  # [B, M*(K+1)]
+        scores, place = torch.topk(totals, k=wanted)
+        apart = scores[:, :-1] - scores[:, 1:] > _ROUNDING * (1 + logits.shape[-1] / 8192 - scores[:, 1:])
+        if not bool(apart.all()):  # also where they are not numbers
+            return None
+        scores, place = scores[:, :-1], place[:, :-1]
+        tokens = tokens.view(-1, beams * wanted).gather(1, place)
+        return self._take(scores, tokens, place // wanted, is_stopped)
+
+    def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
+        """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""
+        live, beams, batch = self.live, self.beams, self.batch
         first = torch.arange(batch, device=tokens.device)[:, None] * beams
         rows_of_parents = (parents + first).flatten()
 

@@ -32,7 +32,7 @@ def _suppressed_at_begin(processor: Any, length: int) -> Tensor | None:
     return processor.begin_suppress_tokens if length == processor.begin_index else None
 
 
-# By exact type: a user's subclass may do anything.
+# By exact type: a user's subclass may do anything. These ban the same tokens in all rows.
 _BANS: dict[type, Bans] = {
     logits_process.MinLengthLogitsProcessor: _min_length,
     logits_process.MinNewTokensLengthLogitsProcessor: _min_new_tokens,
@@ -41,11 +41,18 @@ _BANS: dict[type, Bans] = {
 }
 
 
+def _bans_ngrams(processor: Any, rows: int) -> bool:
+    """Whether this is one of the host's that bans what each row's own tokens rule out."""
+    if type(processor) is logits_process.EncoderNoRepeatNGramLogitsProcessor:
+        return rows % processor.batch_size == 0  # any other batch is the host's to refuse
+    return type(processor) is logits_process.NoRepeatNGramLogitsProcessor
+
+
 class Processing:
     """The processors of one request, from logits to the scores that beams are chosen by."""
 
     def __init__(self) -> None:
-        self._valid: dict[int, Tensor] = {}  # id of a processor -> the tokens it bans, looked up once
+        self._tensors: dict[Any, Tensor] = {}  # processor -> the tokens it bans, or its source; looked up once
         self._buffer: Tensor | None = None
 
     def __call__(self, processors: Any, input_ids: Tensor, logits: Tensor) -> Tensor:
@@ -57,29 +64,70 @@ class Processing:
         if kind is not logits_process.LogitsProcessorList:
             scores: Tensor = processors(input_ids, logits.log_softmax(-1))
             return scores
-        if all(type(processor) in _BANS for processor in processors):
+        rows = logits.shape[0]
+        if all(type(processor) in _BANS or _bans_ngrams(processor, rows) for processor in processors):
             # Nobody else sees the scores, so the last step's memory serves again: fresh pages cost as much as the sums.
             if self._buffer is None:
                 self._buffer = torch.empty_like(logits)
-            scores = torch.log_softmax(logits, -1, out=self._buffer[: logits.shape[0]])
+            scores = torch.log_softmax(logits, -1, out=self._buffer[:rows])
         else:
             scores = logits.log_softmax(-1)
         ours = True  # nobody else holds `scores`
         for processor in processors:
-            bans = _BANS.get(type(processor))
-            if bans is None:
+            if type(processor) not in _BANS and not _bans_ngrams(processor, rows):
                 scores = kind([processor])(input_ids, scores)
                 ours = False
-            elif (tokens := bans(processor, input_ids.shape[1])) is not None:
-                if not ours:
-                    scores, ours = scores.clone(), True
-                scores.index_fill_(1, self._tokens(processor, tokens, scores), -float("inf"))
+                continue
+            if not ours:
+                scores, ours = scores.clone(), True
+            if type(processor) in _BANS:
+                scores.index_fill_(1, self._tokens(processor, input_ids.shape[1], scores), -float("inf"))
+            else:
+                self._ban_ngrams(processor, input_ids, scores)
         return scores
 
-    def _tokens(self, processor: Any, tokens: Tensor, scores: Tensor) -> Tensor:
-        valid = self._valid.get(id(processor))
+    def banned(self, processors: Any, length: int, logits: Tensor) -> Tensor | None:
+        """The tokens that `processors` ban in every row, int64 `[n]`, if that is all they do to `logits`."""
+        if type(processors) is not logits_process.LogitsProcessorList:
+            return None
+        if not all(type(processor) in _BANS for processor in processors):
+            return None
+        none = torch.empty(0, dtype=torch.int64, device=logits.device)
+        return torch.cat([none, *(self._tokens(processor, length, logits) for processor in processors)])
+
+    def _tokens(self, processor: Any, length: int, scores: Tensor) -> Tensor:
+        tokens = _BANS[type(processor)](processor, length)
+        if tokens is None:
+            return torch.empty(0, dtype=torch.int64, device=scores.device)
+        valid = self._tensors.get(processor)
         if valid is None:
             tokens = tokens.to(scores.device, torch.int64).flatten()  # an empty list has made a float tensor
             # The host ignores ids that are no token, such as the -1 of a model without an end of sentence.
-            valid = self._valid[id(processor)] = tokens[(tokens >= 0) & (tokens < scores.shape[1])]
+            valid = self._tensors[processor] = tokens[(tokens >= 0) & (tokens < scores.shape[1])]
         return valid
+
+    def _ban_ngrams(self, processor: Any, input_ids: Tensor, scores: Tensor) -> None:
+        from fastgen import ops  # loads or even compiles them, so not before a request needs them
+
+        if type(processor) is logits_process.NoRepeatNGramLogitsProcessor:
+            ops.ban_repeated_ngrams_(input_ids, scores, processor.ngram_size)
+            return
+        source = self._tensors.get(processor)
+        if source is None:
+            source = self._tensors[processor] = _source(processor).to(scores.device)
+        beams = scores.shape[0] // source.shape[0]
+        ops.ban_source_ngrams_(source, input_ids, scores, processor.ngram_size, beams=beams)
+
+
+def _source(processor: Any) -> Tensor:
+    """A text for each sentence with exactly the n-grams that the host kept, int64 `[B, N]`: its own text is gone.
+
+    -1, which is no token, stands between them, so that no others arise.
+    """
+    rows = [
+        [token for prefix, nexts in ngrams.items() for last in dict.fromkeys(nexts) for token in (*prefix, last, -1)]
+        for ngrams in processor.generated_ngrams
+    ]
+    longest = max(map(len, rows), default=0)
+    padded = [row + [-1] * (longest - len(row)) for row in rows]
+    return torch.tensor(padded, dtype=torch.int64).view(len(rows), longest)

@@ -45,7 +45,8 @@ _ROW_LOCAL = tuple(
     EpsilonLogitsWarper EtaLogitsWarper NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor
     NoBadWordsLogitsProcessor ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor
     InfNanRemoveLogitsProcessor ExponentialDecayLengthPenalty LogitNormalization
-    SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor""".split()
+    SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
+    EncoderNoRepeatNGramLogitsProcessor""".split()
 )
 # Criteria decided by the last token and the length alone.
 _BY_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria)
@@ -73,12 +74,14 @@ class Request:
 
     @property
     def may_evict(self) -> bool:
-        """Whether sentences may leave the batch as they finish."""
+        """Whether sentences may leave the batch as they finish; ask before any has left."""
         config = self.generation_config
         return (
             not config.do_sample  # one random stream for the whole batch
             and not config.return_dict_in_generate  # scores and logits hold every row of every step
             and all(type(processor) in _ROW_LOCAL for processor in self.logits_processor)
+            # A source for each sentence; a caller's own processor may hold others.
+            and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)
             and self.stops_by_last_token
         )
 
@@ -90,6 +93,11 @@ class Request:
             if isinstance(ignored, Tensor):
                 processor = copy.copy(processor)  # the caller's own stays as it is
                 processor.prompt_ignore_length = ignored.index_select(0, rows.to(ignored.device))
+            elif type(processor) is logits_process.EncoderNoRepeatNGramLogitsProcessor:
+                processor = copy.copy(processor)
+                sentences = (rows[:: self.beams] // self.beams).tolist()
+                processor.generated_ngrams = [processor.generated_ngrams[sentence] for sentence in sentences]
+                processor.batch_size = len(sentences)
             processors.append(processor)
         self.logits_processor = type(self.logits_processor)(processors)
 
