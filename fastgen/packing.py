@@ -26,7 +26,8 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 _MIN_ELEMENTS = 2**16  # below, calling costs as much as multiplying
 _MAX_ROWS = 512  # above, both are as fast as the machine
 _FEW_ROWS = 32  # one timing up to here, another from here on
-_TRIALS = 2  # timings of a shape on either side; the least counts
+# Timings of a shape on either side, the least of which counts: a product needs some calls until it is as fast as later.
+_TRIALS, _TRIAL_SECONDS = 10, 0.02  # as many as fit into these seconds, but two at least
 _MEMORY_SHARE = 4  # all copies together take at most this part of the memory that is free without them
 
 
@@ -146,8 +147,8 @@ class Packing:
             copy = _copy_of(layer, transposed)
             if copy is None:
                 return False
-            theirs = min(_seconds(lambda: stock(layer, rows)) for _ in range(_TRIALS))
-            ours = min(_seconds(lambda: _product(rows, copy, layer.bias)) for _ in range(_TRIALS))  # type: ignore[arg-type]
+            theirs = _least_seconds(lambda: stock(layer, rows))
+            ours = _least_seconds(lambda: _product(rows, copy, layer.bias))  # type: ignore[arg-type]
             with _lock:
                 _verdicts[key] = ours < theirs
                 if not _verdicts[key]:
@@ -155,10 +156,13 @@ class Packing:
         return _verdicts[key]
 
 
-def _seconds(product: Callable[[], Tensor]) -> float:
-    start = time.perf_counter()
-    product()
-    return time.perf_counter() - start
+def _least_seconds(product: Callable[[], Tensor]) -> float:
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) < _TRIALS and sum(seconds) < _TRIAL_SECONDS):
+        start = time.perf_counter()
+        product()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def _copy_of(layer: nn.Module, transposed: bool) -> Tensor | None:
