@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import statistics
 import threading
 import time
 import weakref
@@ -26,8 +27,9 @@ Forward = Callable[[nn.Module, Tensor], Tensor]
 _MIN_ELEMENTS = 2**16  # below, calling costs as much as multiplying
 _MAX_ROWS = 512  # above, both are as fast as the machine
 _FEW_ROWS = 32  # one timing up to here, another from here on
-# Timings of a shape on either side, the least of which counts: a product needs some calls until it is as fast as later.
-_TRIALS, _TRIAL_SECONDS = 10, 0.02  # as many as fit into these seconds, but two at least
+# Timings of a shape on either side: as many as fit into these seconds, three at least; some calls before warm it up.
+_TRIALS, _TRIAL_SECONDS, _WARM_UP = 20, 0.02, 3
+_PASSING_BYTES = 2**26  # of weights that pass by while a shape is timed
 _MEMORY_SHARE = 4  # all copies together take at most this part of the memory that is free without them
 
 
@@ -113,7 +115,7 @@ class Packing:
         number = rows.numel() // rows.shape[-1]
         key = (id(layer), number)
         if key not in self._plans:
-            pays = self._pays(layer, rows, number, stock, transposed)
+            pays = self._pays(layer, rows, number, transposed)
             self._plans[key] = _copy_of(layer, transposed) if pays else None
         copy = self._plans[key]
         if copy is None:
@@ -121,7 +123,7 @@ class Packing:
         self.products += 1
         return _product(rows, copy, layer.bias)  # type: ignore[arg-type]
 
-    def _pays(self, layer: nn.Module, rows: Tensor, number: int, stock: Forward, transposed: bool) -> bool:
+    def _pays(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> bool:
         weight = layer._parameters.get("weight")
         bias = layer._parameters.get("bias")
         plain = (
@@ -147,22 +149,39 @@ class Packing:
             copy = _copy_of(layer, transposed)
             if copy is None:
                 return False
-            theirs = _least_seconds(lambda: stock(layer, rows))
-            ours = _least_seconds(lambda: _product(rows, copy, layer.bias))  # type: ignore[arg-type]
+            try:
+                pays = _is_faster_packed(weight.detach().t() if transposed else weight.detach(), rows, bias)
+            except (RuntimeError, MemoryError):  # no memory for the trial
+                pays = False
             with _lock:
-                _verdicts[key] = ours < theirs
+                _verdicts[key] = pays
                 if not _verdicts[key]:
                     _drop_useless(weight.shape)
         return _verdicts[key]
 
 
-def _least_seconds(product: Callable[[], Tensor]) -> float:
+def _is_faster_packed(weight: Tensor, rows: Tensor, bias: Tensor | None) -> bool:
+    """Time both products of `rows` and `weight` `[out, in]`, in turn over many copies of the weight.
+
+    In a decode step one weight after the other comes from memory; a single one would wait in the nearest cache.
+    """
+    fitting = _PASSING_BYTES // (weight.numel() * weight.element_size())
+    count = max(1, min(fitting, _TRIALS + _WARM_UP))
+    weights = [weight.clone() for _ in range(count)]  # keeps the strides
+    theirs = _median_seconds(lambda i: nn.functional.linear(rows, weights[i % count], bias))
+    weights = [_pack(copy.contiguous()) for copy in weights]
+    return _median_seconds(lambda i: _product(rows, weights[i % count], bias)) < theirs
+
+
+def _median_seconds(product: Callable[[int], Tensor]) -> float:
+    for i in range(_WARM_UP):
+        product(-1 - i)
     seconds: list[float] = []
-    while len(seconds) < 2 or (len(seconds) < _TRIALS and sum(seconds) < _TRIAL_SECONDS):
+    while len(seconds) < 3 or (len(seconds) < _TRIALS and sum(seconds) < _TRIAL_SECONDS):
         start = time.perf_counter()
-        product()
+        product(len(seconds))
         seconds.append(time.perf_counter() - start)
-    return min(seconds)
+    return statistics.median(seconds)
 
 
 def _copy_of(layer: nn.Module, transposed: bool) -> Tensor | None:

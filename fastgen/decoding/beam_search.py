@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 _DEAD = -1.0e9  # the host's mark of a beam that must not be chosen
-# What two ways of rounding may make of two scores, with room to spare: relative to the scores and, as torch's own
-# log-softmax sums in float32, to the vocabulary (off by up to 4e-5 at 250,000).
-_ROUNDING = 16 * torch.finfo(torch.float32).eps
 
 IsStopped = Callable[[Tensor, Callable[[], Tensor]], Tensor]  # see BeamSearch.choose
 
@@ -113,6 +110,8 @@ class BeamSearch:
         `hypotheses()` int64 `[B*K, length + 1]`, result bool `[B, K]`.
         """
         vocabulary = log_probs.shape[-1]
+        if not sample and (found := self._candidates_by_row(log_probs)) is not None:
+            return self._take(*found, is_stopped)
         log_probs = log_probs.view(self.batch, self.beams, vocabulary)
         room = self._buffer(log_probs)
         totals = torch.add(log_probs, self.live.scores[:, :, None], out=room).flatten(1)  # [B, M*V]
@@ -123,27 +122,25 @@ class BeamSearch:
             scores, chosen = torch.topk(totals, k=self.candidates)
         return self._take(scores, chosen % vocabulary, chosen // vocabulary, is_stopped)
 
-    def choose_from_logits(self, logits: Tensor, banned: Tensor, is_stopped: IsStopped) -> Tensor | None:
-        """`choose` from the log-softmax of `logits`, float32 `[B*M, V]`, without computing all of it.
+    def _candidates_by_row(self, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Scores, tokens and parents of the K candidates, `[B, K]` each: the best K of a sentence are among those of
+        its rows, which the native operator finds in one pass.
 
-        `banned`, int64 `[n]`, are tokens that no row may choose. The best K of a sentence are among the best K of each
-        of its rows. Returns None, and chooses nothing, where candidates are so close that rounding decides: the host's
-        own arithmetic, and its order of equal scores, are what counts there.
+        None where there is no such operator, or where `torch.topk` is to say which of equal scores come first.
         """
-        from fastgen import ops  # loads or even compiles them, so not before a request needs them
+        from fastgen import ops  # loads or even compiles them, so not before they are needed
 
-        beams, wanted = self.beams, self.candidates + 1  # one more, to see how close it was
-        if logits.shape[-1] < wanted or not ops.is_native(logits.device):  # in plain torch it would take longer
+        beams, wanted = self.beams, self.candidates + 1  # one more, to see a tie at the end
+        if log_probs.dtype != torch.float32 or log_probs.shape[-1] < wanted or not ops.is_native(log_probs.device):
             return None
-        log_probs, tokens, _ = ops.topk_log_softmax(logits, wanted, banned)  # [B*M, K+1]
-        totals = (log_probs.view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)  # [B, M*(K+1)]
-        scores, place = torch.topk(totals, k=wanted)
-        apart = scores[:, :-1] - scores[:, 1:] > _ROUNDING * (1 + logits.shape[-1] / 8192 - scores[:, 1:])
-        if not bool(apart.all()):  # also where they are not numbers
+        _, tokens, log_sum_exp = ops.topk_log_softmax(log_probs, wanted)  # [B*M, K+1]
+        totals = (log_probs.gather(1, tokens).view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)
+        scores, place = torch.topk(totals, k=wanted)  # [B, K+1]
+        is_clear = (scores[:, :-1] > scores[:, 1:]).all() & ~log_sum_exp.isnan().any()  # NaN ranks otherwise there
+        if not bool(is_clear):
             return None
-        scores, place = scores[:, :-1], place[:, :-1]
-        tokens = tokens.view(-1, beams * wanted).gather(1, place)
-        return self._take(scores, tokens, place // wanted, is_stopped)
+        place = place[:, :-1]
+        return scores[:, :-1], tokens.view(-1, beams * wanted).gather(1, place), place // wanted
 
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""

@@ -31,7 +31,6 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
     all_logits: tuple[Tensor, ...] | None = () if wants_logits else None
     search = _search(request)
     is_stopped, process, may_evict = request.stopper(), Processing(), request.may_evict
-    needs_all = wants_scores or config.do_sample  # every token's log-probability
 
     def stops(tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
         return is_stopped(tokens, hypotheses, length=search.length, scores=all_scores)
@@ -46,20 +45,14 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
     logits = _last(outputs, device).repeat_interleave(beams, dim=0)  # [B*M, V]
     while True:
         rows = model._update_model_kwargs_for_generation(outputs, rows, is_encoder_decoder=decoder.is_encoder_decoder)
-        # In half precision many logits are equal, and among equal ones the host's own top-k decides.
-        is_direct = not needs_all and outputs.logits.dtype == torch.float32
         del outputs
+        log_probs = process(request.logits_processor, search.running(), logits)
         if all_logits is not None:
             all_logits += (logits,)
-        banned = process.banned(request.logits_processor, search.length, logits) if is_direct else None
-        parents = search.choose_from_logits(logits, banned, stops) if banned is not None else None
-        if parents is None:
-            log_probs = process(request.logits_processor, search.running(), logits)
-            if all_scores is not None:
-                all_scores += (log_probs.clone(),)
-            parents = search.choose(log_probs, stops, config.do_sample)
-            del log_probs
-        del logits
+        if all_scores is not None:
+            all_scores += (log_probs.clone(),)
+        parents = search.choose(log_probs, stops, config.do_sample)
+        del logits, log_probs
         decoder.cache.reorder_cache(parents)
         if search.done:
             break

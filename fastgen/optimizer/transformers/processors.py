@@ -86,15 +86,6 @@ class Processing:
                 self._ban_ngrams(processor, input_ids, scores)
         return scores
 
-    def banned(self, processors: Any, length: int, logits: Tensor) -> Tensor | None:
-        """The tokens that `processors` ban in every row, int64 `[n]`, if that is all they do to `logits`."""
-        if type(processors) is not logits_process.LogitsProcessorList:
-            return None
-        if not all(type(processor) in _BANS for processor in processors):
-            return None
-        none = torch.empty(0, dtype=torch.int64, device=logits.device)
-        return torch.cat([none, *(self._tokens(processor, length, logits) for processor in processors)])
-
     def _tokens(self, processor: Any, length: int, scores: Tensor) -> Tensor:
         tokens = _BANS[type(processor)](processor, length)
         if tokens is None:
