@@ -14,6 +14,8 @@ from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
 
+import fastgen
+
 SENTENCES, BATCH, BEAMS, LONGEST = 200, 50, 5, 100
 
 
@@ -85,6 +87,10 @@ def test_hub_models(folder: Path, shared: Path, sentences: list[list[int]]) -> N
     for beams in (5, 2):
         expected = judge.compare(lambda beams=beams: hub.generate(tokens, beam=beams, max_len_b=60))
         assert [len(hypotheses) for hypotheses in expected] == [beams] * 8
+    text = hub.string(tokens[0])
+    with fastgen.disabled():
+        expected_text = hub.translate(text)
+    assert hub.translate(text) == expected_text and fastgen.report.calls()[-1].tier == "compat"
 
 
 def test_the_same_weights_in_transformers(translator: Any, folder: Path, sentences: list[list[int]]) -> None:
