@@ -126,6 +126,16 @@ def batch(
     return {"id": ids, "nsentences": len(lengths), "net_input": inputs, "target": None}
 
 
+def staggered(count: int) -> tuple[dict[str, Any], Tensor]:
+    """Sentences of several lengths, and prefixes that end every second one at a step of its own."""
+    prefix = torch.full((count, 2 + count // 2), PAD)
+    for number in range(0, count, 2):
+        end = 1 + number // 2
+        prefix[number, :end] = torch.arange(4, 4 + end)
+        prefix[number, end] = EOS
+    return batch([3 + number * 5 % 13 for number in range(count)]), prefix
+
+
 def prompts(lengths: Sequence[int] = (6, 6, 6), seed: int = 5) -> dict[str, Any]:
     """Beginnings for a language model, padded on the right."""
     random = torch.Generator().manual_seed(seed)
