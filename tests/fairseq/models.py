@@ -102,7 +102,7 @@ class _NoFields:
     pass
 
 
-def _forget_beams(models: Sequence[Any]) -> None:
+def forget_beams(models: Sequence[Any]) -> None:
     """What stock's generators write into BART is gone: each reference is that of a model fresh from disk."""
     for model in models:
         for module in model.modules():
@@ -159,7 +159,7 @@ def generate(
     names = names if isinstance(names, (list, tuple)) else [names]
     models = [load(name) if isinstance(name, str) else name for name in names]
     if not fastgen.status().enabled:
-        _forget_beams(models)
+        forget_beams(models)
     strategy = options.pop("strategy", None)
     options = {"beam_size": 4, "max_len_b": 14, **options}
     if strategy is not None:
