@@ -1,0 +1,140 @@
+"""Stock fairseq-generate in this process, a tiny random model with data, and the comparison of both sides' lines."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from fairseq.data import Dictionary, indexed_dataset
+from fairseq.models.transformer import TransformerModel, base_architecture
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from fairseq_cli import generate as stock_cli
+
+import fastgen
+from fastgen.cli import generate
+
+TOLERANCE = 1e-4
+_LINE = re.compile(r"(?:[STHDPAI]-\d+|E-\d+_\d+)\t|Generate ")
+
+
+def _result_lines(text: str) -> list[str]:
+    """Without log lines, whose times differ."""
+    return [line for line in text.splitlines() if _LINE.match(line)]
+
+
+@contextlib.contextmanager
+def _sys_argv(flags: list[str]) -> Any:
+    with generate._arguments(flags):
+        yield
+
+
+def run_stock(*flags: object) -> list[str]:
+    """The lines of fairseq-generate, which needs help to load a checkpoint at all."""
+    arguments = [str(flag) for flag in flags]
+    output = io.StringIO()
+    with (
+        fastgen.disabled(),
+        _sys_argv(arguments),
+        torch.serialization.safe_globals([argparse.Namespace]),
+        contextlib.redirect_stdout(output),
+    ):
+        stock_cli.cli_main()
+    return _result_lines(output.getvalue())
+
+
+def run_fastgen(*flags: object) -> list[str]:
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        code = generate.main([str(flag) for flag in flags])
+    assert code == 0, output.getvalue()
+    return _result_lines(output.getvalue())
+
+
+def differences(stock: list[str], ours: list[str]) -> list[str]:
+    """Where the lines differ: text and order to the byte, numbers by more than TOLERANCE."""
+    found = [] if len(stock) == len(ours) else [f"{len(stock)} lines and {len(ours)}"]
+    for number, (a, b) in enumerate(zip(stock, ours, strict=False), 1):
+        if not _same(a, b):
+            found.append(f"line {number}: {a!r} and {b!r}")
+    return found
+
+
+def _same(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    fields, others = a.split("\t"), b.split("\t")
+    if fields[0] != others[0] or len(fields) != len(others):
+        return False
+    if fields[0][0] in "HD":
+        return fields[2:] == others[2:] and abs(float(fields[1]) - float(others[1])) <= TOLERANCE
+    if fields[0][0] == "P":
+        pairs = zip(fields[1].split(), others[1].split(), strict=True)
+        # Both are rounded to four digits, so a difference below the tolerance can be shown as just the tolerance.
+        return all(abs(float(x) - float(y)) < TOLERANCE + 1e-9 for x, y in pairs)
+    return False
+
+
+def write_data(folder: Path, sentences: int, *, seed: int = 0) -> Path:
+    """A data-bin of random subword sentences, English to German."""
+    chance = random.Random(seed)
+    dictionary = Dictionary()
+    for i in range(60):
+        dictionary.add_symbol(f"w{i}@@" if i % 3 == 0 else f"w{i}", n=100 - i)
+    folder.mkdir(parents=True)
+    for language in ("en", "de"):
+        dictionary.save(str(folder / f"dict.{language}.txt"))
+        prefix = folder / f"test.en-de.{language}"
+        builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=len(dictionary))
+        for _ in range(sentences):
+            ids = [chance.randrange(3, len(dictionary)) for _ in range(chance.randint(1, 12))]  # 3: unknown words too
+            builder.add_item(torch.tensor([*ids, dictionary.eos()], dtype=torch.int32))
+        builder.finalize(f"{prefix}.idx")
+    return folder
+
+
+def write_checkpoint(path: Path, data: Path, *, seed: int = 0) -> Path:
+    """A random transformer, 16 wide, sharp enough to end its sentences."""
+    torch.manual_seed(seed)
+    args = argparse.Namespace(
+        arch="transformer",
+        task="translation",
+        criterion="label_smoothed_cross_entropy",
+        data=str(data),
+        source_lang="en",
+        target_lang="de",
+        encoder_embed_dim=16,
+        decoder_embed_dim=16,
+        encoder_ffn_embed_dim=32,
+        decoder_ffn_embed_dim=32,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        max_source_positions=64,
+        max_target_positions=64,
+        left_pad_source=True,
+        left_pad_target=False,
+    )
+    base_architecture(args)
+    task = TranslationTask.setup_task(TranslationConfig(data=str(data), source_lang="en", target_lang="de"))
+    model = TransformerModel.build_model(args, task)
+    with torch.no_grad():
+        model.decoder.output_projection.weight.mul_(4.0)
+    history = {"criterion_name": "x", "optimizer_name": "x", "lr_scheduler_state": {}, "num_updates": 0, "best_loss": 0}
+    state = {"args": args, "model": model.state_dict(), "optimizer_history": [history], "extra_state": {}}
+    torch.save(state, path)
+    return path
+
+
+def environment() -> dict[str, str]:
+    """For a subprocess that imports what this process imports."""
+    import sys
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
