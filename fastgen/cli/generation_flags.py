@@ -10,7 +10,7 @@ from typing import Any
 
 # Set by the command: it needs the sequences, and asks for scores itself.
 _OURS = {"return_dict_in_generate", "output_scores", "transformers_version"}
-_DOCUMENTED = re.compile(r"^\s+([a-z_]+):? ?\(`([^`]+)`", re.MULTILINE)
+_DOCUMENTED = re.compile(r"^\s+([a-z_]+):? ?\(([^,)\n]+)", re.MULTILINE)
 
 
 def _boolean(text: str) -> bool:
@@ -53,7 +53,7 @@ def field_types() -> dict[str, str]:
     """
     from transformers import GenerationConfig
 
-    documented = dict(_DOCUMENTED.findall(GenerationConfig.__doc__ or ""))
+    documented = {name: kind.strip(" `") for name, kind in _DOCUMENTED.findall(GenerationConfig.__doc__ or "")}
     defaults = {name: value for name, value in vars(GenerationConfig()).items() if not name.startswith("_")}
     if later := getattr(GenerationConfig, "_get_default_generation_params", None):  # 5.x fills them in last
         defaults |= {name: value for name, value in later().items() if value is not None}

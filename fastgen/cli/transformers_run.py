@@ -266,9 +266,16 @@ class Generator:
         scores = getattr(output, "sequences_scores", None)
         if scores is None:
             steps = self._model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
-            ours = output.sequences[:, -steps.shape[1] :].ne(self._config.pad_token_id) | steps.isfinite()
-            scores = steps.masked_fill(~(ours & steps.isfinite()), 0.0).sum(-1)
+            # After its end a row is padding, whose probabilities don't count.
+            ends = torch.tensor(_ends(self._config.eos_token_id), device=steps.device)
+            ended = torch.isin(output.sequences[:, -steps.shape[1] :], ends).cumsum(-1)  # [B, T]
+            after = torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=-1) > 0
+            scores = steps.masked_fill(after, 0.0).sum(-1)
         return [float(score) for score in scores.tolist()]
+
+
+def _ends(tokens: int | list[int] | None) -> list[int]:
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
 
 
 def _without_tail(row: list[int], pad: int) -> list[int]:

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("fairseq", reason="fastgen-generate needs fairseq")
 
 import fairseq_kit
+import kill_kit
 import torch
 from fairseq.data import Dictionary, data_utils
 
@@ -284,40 +285,26 @@ def test_out_of_memory_in_the_third_batch_loses_and_repeats_nothing(
 # Resume.
 
 
-def _command(*flags: object) -> list[str]:
-    code = (
-        "import sys, time; from fastgen.cli import fairseq_run as f, generate as g\n"
-        "real = f.Generation._infer\n"
-        "f.Generation._infer = lambda self, sample: (time.sleep(0.05), real(self, sample))[1]\n"
-        "sys.exit(g.main(sys.argv[1:]))"
-    )
-    return [sys.executable, "-c", code, *[str(flag) for flag in flags]]
-
-
 @pytest.mark.parametrize(
     "flags",
     [["--beam", "3", "--remove-bpe"], ["--sampling", "--sampling-topk", "10", "--seed", "3", "--beam=2", "--nbest=2"]],
     ids=["beams", "sampling"],
 )  # fmt: skip
-def test_killed_at_random_points_and_resumed_it_ends_as_if_never_killed(
-    job: list[str], tmp_path: Path, flags: list[str]
+def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
+    job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    whole = fairseq_kit.run_fastgen(*job, *flags, "--batch-size", "2", "--workers", "0")
+    common = [*job, *flags, "--batch-size", "2", "--workers", "0"]
+    whole = fairseq_kit.run_fastgen(*common)
     results = tmp_path / "generate-test.txt"
-    arguments = [*job, *flags, "--batch-size", "2", "--workers", "1", "--results-path", tmp_path, "--resume"]
-    chance = random.Random(9)
-    for _ in range(3):
-        begun = journal_path(results).stat().st_size if journal_path(results).exists() else 1500
-        process = subprocess.Popen(_command(*arguments), env=fairseq_kit.environment(), stderr=subprocess.DEVNULL)
-        while process.poll() is None and not (
-            journal_path(results).exists() and journal_path(results).stat().st_size > begun + 500
-        ):
-            time.sleep(0.01)
-        time.sleep(chance.random() * 0.1)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    assert 0 < len(fairseq_kit._result_lines(results.read_text("utf-8"))) < len(whole)
-    subprocess.run(_command(*arguments), env=fairseq_kit.environment(), check=True, timeout=120, capture_output=True)
+    resumed = [*common, "--results-path", str(tmp_path), "--resume"]
+    real = fairseq_run.Generation._infer
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            fairseq_run.Generation, "_infer", lambda self, sample: (time.sleep(kill_kit.PAUSE), real(self, sample))[1]
+        )
+        kills = kill_kit.kill_at_random(lambda: generate.main(resumed), journal_path(results), kills=10, seed=9)
+    assert kills >= 5
+    assert generate.main(resumed) == 0
     text = results.read_text("utf-8")
     assert fairseq_kit._result_lines(text) == whole  # scores too: the same batches
     assert f"Translated {SENTENCES} sentences" in text

@@ -5,15 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import kill_kit
 import pytest
 import torch
 import transformers
@@ -315,7 +312,7 @@ def test_out_of_memory_in_the_third_batch_loses_and_repeats_nothing(
     source: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: list[str]
 ) -> None:
     monkeypatch.setattr(transformers_run, "AUTO_SENTENCES", 2)
-    monkeypatch.setattr(transformers_run, "AUTO_TOKENS", 32)
+    monkeypatch.setattr(transformers_run, "AUTO_TOKENS", 96)
     real, sizes = transformers_run.Generator._generate, []
 
     def short(self: Any, part: Sequence[records.Record]) -> Any:
@@ -354,39 +351,26 @@ def test_a_record_that_never_fits_is_an_error_record(
 # Resume.
 
 
-def command(*arguments: object) -> list[str]:
-    code = (
-        "import sys, time; from fastgen.cli import generate_transformers as g, transformers_run as t\n"
-        "t.WINDOW = 8\n"
-        "real = t.Generator._run\n"
-        "t.Generator._run = lambda self, part: (time.sleep(0.05), real(self, part))[1]\n"
-        "sys.exit(g.main(sys.argv[1:]))"
-    )
-    return [sys.executable, "-c", code, *[str(argument) for argument in arguments]]
-
-
 @pytest.mark.parametrize("flags", [[], ["--do-sample", "--seed", "3", "--num-beams", "1"]], ids=["beams", "sampling"])
-def test_killed_at_random_points_and_resumed_it_ends_as_if_never_killed(
-    source: Path, tmp_path: Path, flags: list[str]
+def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
+    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
 ) -> None:
-    common = [*FLAGS[:-1], "2", *flags]
+    source = tmp_path / "in.txt"
+    source.write_text("".join(f"{text}\n" for text in 2 * texts), "utf-8")
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command(MODEL, source, whole, *common), check=True, env=environment, timeout=120)
-    chance, kills = random.Random(5), 0
-    for _ in range(3):
-        process = subprocess.Popen(command(MODEL, source, out, *common, "--resume"), env=environment)
-        begun = journal_path(out).stat().st_size if journal_path(out).exists() else 0
-        while process.poll() is None and (
-            not journal_path(out).exists() or journal_path(out).stat().st_size <= max(begun, 3000)
-        ):
-            time.sleep(0.01)
-        time.sleep(chance.random() * 0.15)
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-    assert kills == 3
-    assert 0 < out.stat().st_size < whole.stat().st_size
-    subprocess.run(command(MODEL, source, out, *common, "--resume"), check=True, env=environment, timeout=120)
+    monkeypatch.setattr(transformers_run, "WINDOW", 8)
+    common = [*FLAGS[:-1], "2", *flags]
+    assert run(MODEL, source, whole, *common) == 0
+    real = transformers_run.Generator._run
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            transformers_run.Generator, "_run", lambda self, part: (time.sleep(kill_kit.PAUSE), real(self, part))[1]
+        )
+        kills = kill_kit.kill_at_random(
+            lambda: run(MODEL, source, out, *common, "--resume"), journal_path(out), kills=10, seed=5
+        )
+    assert kills >= 5
+    assert run(MODEL, source, out, *common, "--resume") == 0
     assert out.read_bytes() == whole.read_bytes()
 
 
