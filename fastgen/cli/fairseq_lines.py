@@ -168,7 +168,7 @@ class _Writer:
             lines.append(f"A-{name}\t" + " ".join([f"{source}-{target}" for source, target in hypothesis.alignment]))
         elif form.print_alignment == "soft":
             lines.append(f"A-{name}\t" + " ".join([",".join(weights) for weights in hypothesis.alignment]))
-        if form.print_step:
+        if form.print_step and hypothesis.steps is not None:  # only models that refine have steps; stock crashes
             lines.append(f"I-{name}\t{hypothesis.steps}")
         if form.history:
             for step, tokens in enumerate(hypothesis.history):

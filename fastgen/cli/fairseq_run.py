@@ -223,19 +223,26 @@ class Batches:
             rank, size = self._epoch.shard_id, self._epoch.num_shards
             self._ids = [int(i) for batch in self._epoch.frozen_batches[rank::size] for i in batch]
         self.sentences = len(self._ids) if self.plain else None
+        # fairseq's batches leave out the last sentences when their number is no multiple; equality goes first.
+        self.dropped = 0
+        if self.plain and loaded.cfg.dataset.required_batch_size_multiple > 1:
+            self.dropped = len(self._dataset) - sum(map(len, self._epoch.frozen_batches))
 
-    def start(self, sentences_done: int, batches_done: int) -> Iterator[tuple[int, Any]]:
-        """Numbered samples, after those that an earlier run finished."""
+    def start(self, sentences_done: int, batches_done: int) -> Iterator[Any]:
+        """What an earlier run left: numbered samples, or with automatic sizes the ids that `cut` takes."""
         if self._auto is None:
             samples = self._epoch.next_epoch_itr(shuffle=False)
             return islice(enumerate(samples), batches_done, None)
-        return enumerate(self._chunks(sentences_done), batches_done)
+        return iter([(batches_done, self._ids[sentences_done:])])
 
-    def _chunks(self, position: int) -> Iterator[Any]:
-        while position < len(self._ids):
-            ids = self._take(self._ids, position)
-            yield self.collate(ids)
-            position += len(ids)
+    def cut(self, rest: tuple[int, list[int]]) -> Iterator[tuple[int, Any]]:
+        """Numbered samples, each of the size that is right when it is asked for."""
+        number, ids = rest
+        position = 0
+        while position < len(ids):
+            taken = self._take(ids, position)
+            yield number, self.collate(taken)
+            number, position = number + 1, position + len(taken)
 
     def _take(self, ids: Sequence[int], position: int) -> list[int]:
         """From `position`, as many as the size allows; never none."""
@@ -250,17 +257,6 @@ class Batches:
                 break
             taken.append(i)
         return taken
-
-    def split(self, ids: list[int]) -> list[list[int]]:
-        """`ids` in batches of the present size: it may have shrunk since they were collated."""
-        if self._auto is None:
-            return [ids]
-        parts: list[list[int]] = []
-        position = 0
-        while position < len(ids):
-            parts.append(self._take(ids, position))
-            position += len(parts[-1])
-        return parts
 
     def units(self, ids: Sequence[int]) -> int:
         """The size of a batch as the AutoBatch counts."""
@@ -335,12 +331,8 @@ class Generation:
                 self._auto.failed(self._batches.units(part))
             self._warn(f"out of memory with {len(part)} sentences in a batch: going on with halves")
 
-        if not self._batches.plain:
-            return run(ids)
-        found: list[Any] = []
-        for part in self._batches.split(ids):
-            found += run_with_backoff(part, run, out_of_memory)
-        return found
+        # Only of a plain dataset can parts be collated again.
+        return run_with_backoff(ids, run, out_of_memory) if self._batches.plain else run(ids)
 
     def _infer(self, sample: Any) -> list[Any]:
         loaded = self._loaded

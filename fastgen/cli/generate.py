@@ -132,21 +132,28 @@ class _Handler(logging.StreamHandler):  # generic only since Python 3.11
 
 
 @contextlib.contextmanager
-def _logging_to(stream: TextIO) -> Iterator[logging.StreamHandler[Any]]:
-    """Log lines go where the results go, as in fairseq-generate."""
-    handler = _Handler(stream)
+def _logging_to(results: TextIO) -> Iterator[logging.StreamHandler[Any]]:
+    """Log lines as fairseq-generate has them, and where it has them.
+
+    It means to have them among the results, but where an import has set up logging before (in fairseq 0.12.3.1 one
+    does, unless tensorboardX is installed) they come out on standard error.
+    """
+    root = logging.getLogger()
+    handler = _Handler(sys.stderr if root.handlers else results)
     handler.setFormatter(
         logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
     )
-    root = logging.getLogger()
-    level = root.level
+    before, level = list(root.handlers), root.level
+    for other in before:
+        if type(other) is logging.StreamHandler:  # the import's; it would say everything again, hydra's chatter too
+            root.removeHandler(other)
     root.addHandler(handler)
     root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())
     try:
         yield handler
     finally:
         root.setLevel(level)
-        root.removeHandler(handler)
+        root.handlers[:] = before
 
 
 def _settings(cfg: Any, own: argparse.Namespace) -> dict[str, Any]:
@@ -218,11 +225,13 @@ class _Run:
         self.has_target = bool(records[-1]["has_target"]) if records else True
 
     def run(self) -> int:
-        # What loading says is already in a results file that is resumed.
-        with _logging_to(sys.stderr if self.records else self.output.file) as handler:
+        with _logging_to(self.output.file) as handler:
+            stream = handler.stream
+            if self.records:  # what loading says is already in the results
+                handler.setStream(sys.stderr)
             self.logger.info(self.cfg)
             loaded = self._load()
-            handler.setStream(self.output.file)
+            handler.setStream(stream)
             self._generate(loaded)
             self._summary(loaded)
         return DONE
@@ -245,6 +254,11 @@ class _Run:
         by_tokens = self.own.auto == ["max_tokens"]
         auto = fairseq_run.auto_batch(self.cfg, loaded.device, by_tokens=by_tokens) if self.own.auto else None
         batches = fairseq_run.Batches(loaded, auto, by_tokens)
+        if batches.dropped:
+            self._warn(
+                f"fairseq leaves out {batches.dropped} sentences, too long or no multiple of "
+                f"{self.cfg.dataset.required_batch_size_multiple}: --required-batch-size-multiple 1 keeps the latter"
+            )
         generation = fairseq_run.Generation(loaded, batches, auto, self._warn)
         if self.records:
             generation.before = self.records[-1]["random_state"]
@@ -264,8 +278,7 @@ class _Run:
 
             try:
                 source = batches.start(self.sentences, self.records[-1]["number"] + 1 if self.records else 0)
-                # A batch of automatic size is collated as late as can be: its size depends on the one before.
-                run_stages(source, generate, self._write, depth=1 if auto else 8)
+                run_stages(source, generate, self._write, cut=batches.cut if auto else None)
             finally:
                 progress.close()
 

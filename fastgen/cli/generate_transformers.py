@@ -239,7 +239,7 @@ def _generate(args: argparse.Namespace, form: str, output_form: str, total: int,
             records.read(args.input, form, text_field=args.text_field),
             pool,
             limit,
-            None if auto else size,
+            0 if auto else size,
             auto,
             by_tokens,
             stop_at_error=output_form == records.TEXT,
@@ -265,7 +265,7 @@ def _generate(args: argparse.Namespace, form: str, output_form: str, total: int,
             return pool.submit(tokenizing.Decode(found.rows)), (batch.records, found.scores, generator.per_record)
 
         try:
-            run_stages(source, generate, writer.write, depth=1 if auto else 8)
+            run_stages(source, generate, writer.write, cut=source.cut, depth=2)
         finally:
             progress.close()
 

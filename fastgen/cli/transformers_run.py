@@ -97,33 +97,35 @@ class Batch:
 
 @dataclass
 class Source:
-    """Reads, tokenises in workers, sorts by length in windows, and cuts batches; runs in the reading thread."""
+    """Reads and tokenises windows of records in the reading thread; `cut` makes batches of them in the calling one."""
 
     records: Iterator[Record]
     pool: WorkerPool
     limit: int | None
-    fixed: int | None  # sentences a batch
+    fixed: int  # the size of a batch without `auto`
     auto: AutoBatch | None
-    by_tokens: bool
+    by_tokens: bool  # sizes are padded tokens, not records
     stop_at_error: bool
     finished: set[int] = field(default_factory=set)  # records that an earlier run did
     first: int = 0  # a multiple of WINDOW
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[list[Record]]:
         records = islice(self.records, self.first, None)
         while window := list(islice(records, WINDOW)):
-            error = None
             self._encode(window)
-            if self.stop_at_error:
-                broken = next((i for i, record in enumerate(window) if record.error is not None), len(window))
-                error = window[broken].error if broken < len(window) else None
-                window = window[:broken]
-            failed = [record for record in window if record.error is not None and record.index not in self.finished]
-            if failed:
-                yield Batch(failed, failed[0].index)
-            yield from self._batches([record for record in window if record.error is None])
-            if error is not None:
-                raise InputError(error)
+            yield window
+
+    def cut(self, window: list[Record]) -> Iterator[Batch]:
+        """Batches of records of like length, without those that an earlier run did."""
+        broken = next((record for record in window if record.error is not None), None)
+        if broken is not None and self.stop_at_error:
+            window = window[: window.index(broken)]
+        failed = [record for record in window if record.error is not None and record.index not in self.finished]
+        if failed:
+            yield Batch(failed, failed[0].index)
+        yield from self._batches([record for record in window if record.error is None])
+        if broken is not None and self.stop_at_error:
+            raise InputError(str(broken.error))
 
     def _encode(self, window: list[Record]) -> None:
         usable = [record for record in window if record.error is None]
@@ -150,14 +152,9 @@ class Source:
                 yield Batch(batch, min(record.index for record in batch))
 
     def _take(self, records: Sequence[Record], position: int) -> list[Record]:
-        if self.auto is None:
-            assert self.fixed is not None
-            if not self.by_tokens:
-                return list(records[position : position + self.fixed])
-            longest = len(records[position].tokens)
-            return list(records[position : position + max(1, self.fixed // longest)])
+        size = self.fixed if self.auto is None else self.auto.size
         longest = len(records[position].tokens) if self.by_tokens else 1
-        return list(records[position : position + max(1, self.auto.size // longest)])
+        return list(records[position : position + max(1, size // longest)])
 
     def units(self, records: Sequence[Record]) -> int:
         return len(records) * (max(len(record.tokens) for record in records) if self.by_tokens else 1)
@@ -194,23 +191,11 @@ class Generator:
         if self._config.do_sample:
             # By batch, not by run: a run that is resumed draws the same numbers.
             torch.manual_seed(((self._seed << 32) + batch.number) % 2**63)
-        parts = [batch.records]
-        if self._source.auto is not None and self._source.units(batch.records) > self._source.auto.size:
-            parts = list(self._parts(batch.records))  # the size has shrunk since this batch was cut
-        found: list[tuple[list[list[int]], list[float | None]]] = []
-        for part in parts:
-            found += run_with_backoff(part, self._run, self._out_of_memory)
+        found = run_with_backoff(batch.records, self._run, self._out_of_memory)
         rows = [row for rows, _ in found for row in rows]
         scores = [score for _, scores in found for score in scores]
         pad = self._config.pad_token_id
         return Hypotheses(rows, scores, sum(len(row) - row.count(pad) for row in rows))
-
-    def _parts(self, records: list[Record]) -> Iterator[list[Record]]:
-        position = 0
-        while position < len(records):
-            part = self._source._take(records, position)
-            position += len(part)
-            yield part
 
     def _out_of_memory(self, part: Sequence[Record]) -> None:
         if self._source.auto is not None:

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -73,17 +74,20 @@ class Channel(Generic[T]):
 
 def run_stages(
     source: Iterable[Item],
-    generate: Callable[[Item], tuple[Future[Any], Note] | None],
+    generate: Callable[[Any], tuple[Future[Any], Note] | None],
     write: Callable[[Any, Note], None],
     *,
+    cut: Callable[[Item], Iterable[Any]] | None = None,
     depth: int = DEPTH,
 ) -> None:
     """Pull `source` in one thread, call `generate` here, and `write` each result in order in another thread.
 
+    With `cut`, what `source` yields is cut into batches here and as late as can be: after the batch before was
+    generated, since that one decides about the size of the next.
+
     `generate` returns the future of a WorkerPool and a note that goes straight to `write` with the future's result, or
-    None for an item without output. Whatever stage fails, and on
-    Ctrl-C, all results that were generated before are written first (except if writing itself failed); then the error
-    is raised here. A second Ctrl-C ends the run at once.
+    None for an item without output. Whatever stage fails, and on Ctrl-C, all results that were generated before are
+    written first (except if writing itself failed); then the error is raised. A second Ctrl-C ends the run at once.
     """
     inputs: Channel[Item] = Channel(depth)
     outputs: Channel[tuple[Future[Any], Note]] = Channel(depth)
@@ -116,8 +120,8 @@ def run_stages(
     reader.start()
     writer.start()
     try:
-        for item in inputs:
-            output = generate(item)
+        for batch in inputs if cut is None else chain.from_iterable(map(cut, inputs)):
+            output = generate(batch)
             if output is not None:
                 outputs.put(output)
     except Cancelled:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq import tasks
 from fairseq.data import Dictionary, indexed_dataset
-from fairseq.models.transformer import TransformerModel, base_architecture
-from fairseq.tasks.translation import TranslationConfig, TranslationTask
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_CONFIG_REGISTRY
 from fairseq_cli import generate as stock_cli
+from omegaconf import OmegaConf
 
 import fastgen
 from fastgen.cli import generate
@@ -66,6 +68,11 @@ def differences(stock: list[str], ours: list[str]) -> list[str]:
     return found
 
 
+def by_sentence(lines: list[str]) -> list[str]:
+    """In the order of the sentences' numbers; the summary stays last."""
+    return [*sorted(lines[:-1], key=lambda line: int(re.findall(r"\d+", line)[0])), lines[-1]]
+
+
 def _same(a: str, b: str) -> bool:
     if a == b:
         return True
@@ -99,12 +106,14 @@ def write_data(folder: Path, sentences: int, *, seed: int = 0) -> Path:
     return folder
 
 
-def write_checkpoint(path: Path, data: Path, *, seed: int = 0) -> Path:
-    """A random transformer, 16 wide, sharp enough to end its sentences."""
+def write_checkpoint(
+    path: Path, data: Path, *, seed: int = 0, arch: str = "transformer", task: str = "translation"
+) -> Path:
+    """A random model, 16 wide, sharp enough to end its sentences."""
     torch.manual_seed(seed)
     args = argparse.Namespace(
-        arch="transformer",
-        task="translation",
+        arch=arch,
+        task=task,
         criterion="label_smoothed_cross_entropy",
         data=str(data),
         source_lang="en",
@@ -122,13 +131,19 @@ def write_checkpoint(path: Path, data: Path, *, seed: int = 0) -> Path:
         left_pad_source=True,
         left_pad_target=False,
     )
-    base_architecture(args)
-    task = TranslationTask.setup_task(TranslationConfig(data=str(data), source_lang="en", target_lang="de"))
-    model = TransformerModel.build_model(args, task)
+    ARCH_CONFIG_REGISTRY[arch](args)
+    cfg = convert_namespace_to_omegaconf(args)
+    model = tasks.setup_task(cfg.task).build_model(cfg.model)
     with torch.no_grad():
         model.decoder.output_projection.weight.mul_(4.0)
     history = {"criterion_name": "x", "optimizer_name": "x", "lr_scheduler_state": {}, "num_updates": 0, "best_loss": 0}
-    state = {"args": args, "model": model.state_dict(), "optimizer_history": [history], "extra_state": {}}
+    state = {
+        "args": None,
+        "cfg": OmegaConf.to_container(cfg, resolve=True, enum_to_str=True),
+        "model": model.state_dict(),
+        "optimizer_history": [history],
+        "extra_state": {},
+    }
     torch.save(state, path)
     return path
 

@@ -27,6 +27,23 @@ def test_results_are_written_in_the_order_of_the_input() -> None:
     assert written == [(i, -i) for i in range(20)]
 
 
+def test_batches_are_cut_after_the_batch_before_was_generated() -> None:
+    sizes = [1]
+
+    def cut(numbers: list[int]) -> Iterator[list[int]]:
+        while numbers:
+            batch, numbers = numbers[: sizes[-1]], numbers[sizes[-1] :]
+            yield batch
+
+    def generate(batch: list[int]) -> tuple[Future[list[int]], None]:
+        sizes.append(2 * sizes[-1])
+        return done(batch), None
+
+    written: list[list[int]] = []
+    run_stages([[1, 2, 3, 4], [5, 6, 7, 8, 9]], generate, lambda result, _: written.append(result), cut=cut)
+    assert written == [[1], [2, 3], [4], [5, 6, 7, 8, 9]]
+
+
 def test_items_without_output_are_skipped() -> None:
     written: list[int] = []
     run_stages(range(6), lambda i: (done(i), None) if i % 2 else None, lambda result, _: written.append(result))
