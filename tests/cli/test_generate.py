@@ -65,7 +65,7 @@ MATRIX: dict[str, list[str]] = {
     "chrf": ["--beam", "2", "--scoring", "chrf", "--remove-bpe"],
     "word error rate": ["--beam", "2", "--scoring", "wer"],
     "diverse siblings": ["--beam", "4", "--diversity-rate", "0.5"],
-    "a shard": ["--beam", "2", "--num-shards", "3", "--shard-id", "1"],
+    "a shard": ["--beam", "2", "--distributed-world-size", "3", "--distributed-rank", "1"],
     "batches of 5": ["--beam", "2", "--batch-size", "5"],
     "loaded by a process": ["--beam", "2", "--num-workers", "1"],
     "sampling, loaded by a process": ["--sampling", "--seed", "7", "--beam", "2", "--nbest", "2", "--num-workers", "1"],
