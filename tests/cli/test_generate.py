@@ -270,6 +270,19 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(
     assert fairseq_kit._result_lines(results.read_text("utf-8")) == whole
 
 
+def test_a_real_ctrl_c_exits_130(job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [*job, "--beam", "2", "--batch-size", "2", "--results-path", str(tmp_path), "--workers", "1"]
+    real = fairseq_run.Generation._infer
+    monkeypatch.setattr(
+        fairseq_run.Generation, "_infer", lambda self, sample: (time.sleep(kill_kit.PAUSE), real(self, sample))[1]
+    )
+    results = tmp_path / "generate-test.txt"
+    assert kill_kit.interrupt(lambda: generate.main(flags), journal_path(results)) == 130
+    whole = fairseq_kit.run_fastgen(*flags[:-4], "--workers", "0")
+    kept = fairseq_kit._result_lines(results.read_text("utf-8"))
+    assert 0 < len(kept) < len(whole) and kept == whole[: len(kept)]
+
+
 def _failing_at(call: int, error: BaseException) -> Callable[..., Any]:
     real, calls = fairseq_run.Generation._infer, []
 
