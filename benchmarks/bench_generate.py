@@ -10,13 +10,10 @@ Exit status: 0 if all outputs are identical, 1 if some differ.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import gc
 import json
-import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -26,13 +23,13 @@ from typing import Any
 
 import torch
 import transformers
+from measuring import SIDES, OtherProcesses, cpu_model, ratios, running
 from tqdm import tqdm
 from transformers.utils import logging
 
 import fastgen
 from fastgen import report
 
-SIDES = ("stock", "fastgen")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -238,15 +235,11 @@ def _is_pair(cache: Any) -> bool:
     return isinstance(cache, transformers.EncoderDecoderCache)
 
 
-def _running(side: str) -> contextlib.AbstractContextManager[Any]:
-    return fastgen.disabled() if side == "stock" else contextlib.nullcontext()
-
-
 def _generate(job: Job, side: str, bar: tqdm[Any]) -> list[list[int]]:
     """All outputs of a side, in order."""
     rows: list[list[int]] = []
     bar.set_description(f"{side:>7}")
-    with _running(side):
+    with running(side):
         for batch in job.batches:
             rows += job.model.generate(**batch, **job.options).tolist()
             bar.update()
@@ -276,29 +269,6 @@ def verify(job: Job, bar: tqdm[Any]) -> Verified:
     return Verified(len(stock), different, cache.bytes, ours_bytes, report.counters())
 
 
-class OtherProcesses:
-    """How many cores all other processes kept busy since this was made; None where /proc/stat is missing."""
-
-    def __init__(self) -> None:
-        self._before = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float] | None:
-        """Seconds of CPU time taken by other processes so far, and the time of day."""
-        try:
-            counts = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-        except OSError:
-            return None
-        user, nice, system = (int(count) / os.sysconf("SC_CLK_TCK") for count in counts[1:4])
-        return user + nice + system - time.process_time(), time.perf_counter()
-
-    def cores(self) -> float | None:
-        before, now = self._before, self._now()
-        if before is None or now is None:
-            return None
-        return round(max(0.0, (now[0] - before[0]) / (now[1] - before[1])), 2)
-
-
 @dataclass
 class Round:
     """Seconds of each side: all of it, and without the encoder or the prompt's forward pass."""
@@ -319,7 +289,7 @@ def time_rounds(job: Job, rounds: int, bar: tqdm[Any]) -> list[Round]:
             bar.set_description(f"{side:>7}")
             total = decode = 0.0
             others = OtherProcesses()
-            with _running(side):
+            with running(side):
                 for batch in job.batches:
                     first.reset()
                     started = time.perf_counter()
@@ -331,17 +301,6 @@ def time_rounds(job: Job, rounds: int, bar: tqdm[Any]) -> list[Round]:
             one.total[side], one.decode[side], one.other_processes[side] = total, decode, others.cores()
         results.append(one)
     return results
-
-
-def ratios(sides: list[dict[str, float]]) -> dict[str, float]:
-    """Median, least and largest of the rounds' stock / fastgen, and each side's median seconds."""
-    each = [one["stock"] / one["fastgen"] for one in sides]
-    return {
-        "ratio": statistics.median(each),
-        "min": min(each),
-        "max": max(each),
-        **{side: statistics.median(one[side] for one in sides) for side in SIDES},
-    }
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -370,14 +329,6 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "aimed_at": {"end_to_end": scenario.at_least, "decode_alone": scenario.decode_at_least},
         "rounds": [asdict(one) for one in rounds],
     }
-
-
-def cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 # Showing.

@@ -1,4 +1,4 @@
-"""Beam search of Hugging Face transformers, faster and with the same output: `import fastgen`."""
+"""Beam search of Hugging Face transformers and fairseq, faster and with the same output: `import fastgen`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ __all__ = [
     "disable",
     "disabled",
     "enable",
+    "release",
     "status",
 ]
 
@@ -37,70 +38,83 @@ __all__ = [
 _lock = threading.RLock()
 
 
-class _Host:
-    """One library that fastgen accelerates once it is imported."""
+class _Leaf:
+    """One module of a host that the adapter patches as soon as it is imported."""
 
-    def __init__(self, name: str, leaf: str, adapter: str) -> None:
-        self.name = name
-        self.leaf = leaf  # the module whose import makes the host patchable
-        self.adapter = adapter
+    def __init__(self, host: _Host, name: str) -> None:
+        self.host, self.name = host, name
+        self.mismatch = ""
+        self.patched: ModuleSpec | None = None  # new at every import, reloads included
         self._patches = PatchSet()
-        self._patched: ModuleSpec | None = None  # new at every import, reloads included
-        self._mismatch = ""
         self._warned = False
 
     def follow(self) -> None:
-        """Bring the host in line with the switch, now and when it is imported."""
+        """Bring the module in line with the switch, now and when it is imported."""
         if _switch.on:
-            when_imported(self.leaf, self._arrived)
+            when_imported(self.name, self._arrived)
         with _lock:
             if _switch.on:
                 return
-            cancel(self.leaf, self._arrived)
-            self._patched = None
+            cancel(self.name, self._arrived)
+            self.patched = None
             foreign = self._patches.revert()
         if foreign:
             names = ", ".join(foreign)
             text = f"fastgen leaves {names} as it is: something else has replaced it since."
-            warnings.warn(text, RuntimeWarning, stacklevel=4)
+            warnings.warn(text, RuntimeWarning, stacklevel=5)
 
     def _arrived(self, module: ModuleType) -> None:
         try:
-            adapter = importlib.import_module(self.adapter)
+            adapter = importlib.import_module(self.host.adapter)
         except (ImportError, AttributeError) as error:  # names that this version of the host lacks
             self._leave_alone(error)
             return
         try:
             with _lock:
-                if not _switch.on or (self._patched is not None and self._patched is module.__spec__):
+                if not _switch.on or (self.patched is not None and self.patched is module.__spec__):
                     return
                 self._patches.revert()
-                self._patched = None
+                self.patched = None
                 with self._patches:
                     adapter.install(self._patches, module)
-                self._patched = module.__spec__
-                self._mismatch = ""
+                self.patched = module.__spec__
+                self.mismatch = ""
         except (SeamMismatch, ImportError, AttributeError) as error:
             self._leave_alone(error)
 
     def _leave_alone(self, error: Exception) -> None:
-        self._mismatch = str(error) or type(error).__name__
+        self.mismatch = str(error) or type(error).__name__
         if not self._warned:
             self._warned = True
-            text = f"fastgen leaves {self.name} {self._version()} alone: {self._mismatch}"
+            text = f"fastgen leaves {self.host.name} {self.host.version()} alone: {self.mismatch}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
-    def _version(self) -> str | None:
+
+class _Host:
+    """One library that fastgen accelerates once it is imported."""
+
+    def __init__(self, name: str, adapter: str, leaf: str, repairs: tuple[str, ...] = ()) -> None:
+        self.name, self.adapter = name, adapter
+        self.leaf = _Leaf(self, leaf)  # carries the acceleration
+        self.leaves = (self.leaf, *(_Leaf(self, name) for name in repairs))  # the rest: bugs mended on the way
+
+    def follow(self) -> None:
+        for leaf in self.leaves:
+            leaf.follow()
+
+    def version(self) -> str | None:
         return getattr(sys.modules.get(self.name), "__version__", None)
 
     def status(self) -> HostStatus:
-        if self._patched is not None:
-            return HostStatus(self.name, self._version(), "accelerated")
-        if self.leaf not in sys.modules:
-            return HostStatus(self.name, self._version(), "not imported")
-        if _switch.on and self._mismatch:
-            return HostStatus(self.name, self._version(), "left alone", self._mismatch)
-        return HostStatus(self.name, self._version(), "disabled")
+        version = self.version()
+        detail = "; ".join(leaf.mismatch for leaf in self.leaves if leaf.mismatch) if _switch.on else ""
+        if self.leaf.patched is not None:
+            return HostStatus(self.name, version, "accelerated", detail)
+        if self.leaf.name not in sys.modules:
+            return HostStatus(self.name, version, "not imported")
+        if detail:
+            return HostStatus(self.name, version, "left alone", detail)
+        return HostStatus(self.name, version, "disabled")
 
 
 class _Switch:
@@ -115,7 +129,10 @@ class _Switch:
 
 
 _switch = _Switch()
-_hosts = (_Host("transformers", "transformers.generation.utils", "fastgen.optimizer.transformers"),)
+_hosts = (
+    _Host("transformers", "fastgen.optimizer.transformers", "transformers.generation.utils"),
+    _Host("fairseq", "fastgen.optimizer.fairseq", "fairseq.sequence_generator", repairs=("fairseq.checkpoint_utils",)),
+)
 
 
 def _follow() -> None:
@@ -135,6 +152,7 @@ def disable() -> None:
     with _lock:
         _switch.wanted = False
     _follow()
+    release()
 
 
 @contextlib.contextmanager
@@ -152,7 +170,10 @@ def disabled() -> Iterator[None]:
 
 
 def configure(**options: Any) -> Config:
-    """Change settings: strict (bool), tier ("auto", "fast", "compat", "stock"), history (int)."""
+    """Change settings.
+
+    strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off").
+    """
     return config.configure(**options)
 
 
@@ -161,7 +182,23 @@ def status() -> Status:
     with _lock:
         hosts = tuple(host.status() for host in _hosts)
         on = _switch.on
-    return Status(__version__, on, hosts, report.counters(), report.calls())
+    packing = sys.modules.get("fastgen.packing")  # loaded by the first beam search
+    return Status(
+        __version__,
+        on,
+        hosts,
+        report.counters(),
+        report.calls(),
+        packed_weights=packing.count() if packing else 0,
+        packed_bytes=packing.nbytes() if packing else 0,
+        operators=report.operators(),
+    )
+
+
+def release() -> None:
+    """Free what fastgen keeps between calls: the packed copies of weights."""
+    if packing := sys.modules.get("fastgen.packing"):
+        packing.release()
 
 
 if not config.flag("FASTGEN_DISABLE"):

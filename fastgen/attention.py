@@ -24,7 +24,8 @@ def fold_beams(query: Tensor, batch: int, key_heads: int) -> Tensor:
 def unfold_beams(output: Tensor) -> Tensor:
     """`[B, Hkv, G, M, D]` -> `[B*M, 1, H, D]`, what the hosts expect of an attention function."""
     batch, key_heads, group, beams, size = output.shape
-    return output.permute(0, 3, 1, 2, 4).reshape(batch * beams, 1, key_heads * group, size)
+    # Contiguous even where reshape would make a view: some models take a `view` of it.
+    return output.permute(0, 3, 1, 2, 4).reshape(batch * beams, 1, key_heads * group, size).contiguous()
 
 
 def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 TIERS = ("auto", "fast", "compat", "stock")
+PACKING = ("auto", "always", "off")
+NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
 _FLAGS |= {"1": True, "true": True, "yes": True, "on": True}
 
@@ -17,16 +19,18 @@ class Config:
     """What a call may do. An instance never changes; `configure` installs a new one."""
 
     strict: bool = False  # raise FallbackError where the stock code would take over
-    tier: str = "auto"  # the best tier a request allows, or one of them only
+    tier: str = "auto"  # the best that a request allows, or the best to try
     history: int = 32  # calls that status() remembers
+    packing: str = "auto"  # copies of weights, packed for the CPU: where a timing says so, "always", or "off"
 
     def __post_init__(self) -> None:
         if not isinstance(self.strict, bool):
             raise TypeError(f"strict must be True or False, not {self.strict!r}.")
-        if not isinstance(self.tier, str):
-            raise TypeError(f"tier must be one of {', '.join(TIERS)}, not {self.tier!r}.")
-        if self.tier not in TIERS:
-            raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {self.tier!r}.")
+        for name, choices in (("tier", TIERS), ("packing", PACKING)):
+            value = getattr(self, name)
+            if value not in choices:
+                error = ValueError if isinstance(value, str) else TypeError
+                raise error(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
         if not isinstance(self.history, int) or isinstance(self.history, bool):
             raise TypeError(f"history must be a whole number, not {self.history!r}.")
         if self.history < 0:
@@ -42,11 +46,21 @@ def flag(variable: str) -> bool:
         raise ValueError(f"{variable} must be 0 or 1, not {text!r}.") from None
 
 
+def native() -> str:
+    """FASTGEN_NATIVE: "0", "build", "required", or "" for the automatic choice (see fastgen.ops.native)."""
+    text = os.environ.get("FASTGEN_NATIVE", "")
+    if text.strip().lower() not in NATIVE:
+        raise ValueError(f"FASTGEN_NATIVE must be 0, build or required, or not be set, not {text!r}.")
+    return text.strip().lower()
+
+
 def from_environment() -> Config:
-    """The settings of FASTGEN_STRICT, FASTGEN_TIER and FASTGEN_HISTORY, defaults where unset."""
+    """The settings of FASTGEN_STRICT, _TIER, _PACKING and _HISTORY, defaults where unset."""
+    native()  # not a setting that can be changed later, but a mistake in it should show at once as well
     options: dict[str, Any] = {"strict": flag("FASTGEN_STRICT")}
-    if tier := os.environ.get("FASTGEN_TIER", "").strip():
-        options["tier"] = tier.lower()
+    for name in ("tier", "packing"):
+        if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
+            options[name] = text.lower()
     if history := os.environ.get("FASTGEN_HISTORY", "").strip():
         try:
             options["history"] = int(history)

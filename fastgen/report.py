@@ -6,7 +6,7 @@ import logging
 import textwrap
 import threading
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fastgen import config
 
@@ -51,14 +51,21 @@ class Status:
     hosts: tuple[HostStatus, ...]
     counters: dict[str, int]
     calls: tuple[Call, ...]  # the latest last
+    packed_weights: int = 0  # with a packed copy
+    packed_bytes: int = 0
+    operators: dict[str, str] = field(default_factory=dict)  # how each runs; empty until they are first used
 
     def __str__(self) -> str:
         lines = [f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}"]
         for host in self.hosts:
             lines.append(f"  {' '.join(filter(None, (host.name, host.version)))}: {host.state}")
             lines += _wrapped(host.detail, "    ")
+        used = ", ".join(f"{name} {how}" for name, how in self.operators.items())
+        lines += textwrap.wrap(f"operators: {used or 'not used yet'}", _WIDTH, subsequent_indent="  ")
         total = ", ".join(f"{self.counters.get(tier, 0)} {tier}" for tier in TIERS)
         lines.append(f"beam searches so far: {total}")
+        if self.packed_weights:
+            lines.append(f"packed weights: {self.packed_weights}, {_size(self.packed_bytes)}")
         if self.calls:
             lines += _table(self.calls)
         return "\n".join(lines)
@@ -112,6 +119,7 @@ _lock = threading.Lock()
 _calls: deque[Call] = deque()
 _counters: Counter[str] = Counter()
 _logged: set[tuple[str, str]] = set()
+_operators: dict[str, str] = {}
 
 
 def record(call: Call) -> None:
@@ -147,6 +155,18 @@ def counters() -> dict[str, int]:
     """Calls per tier since the start, also those that `calls` has forgotten."""
     with _lock:
         return {tier: _counters[tier] for tier in TIERS}
+
+
+def set_operators(how: dict[str, str]) -> None:
+    """Remember how each operator runs, such as "native (cpu)"; fastgen.ops says so when it is loaded."""
+    with _lock:
+        _operators.update(how)
+
+
+def operators() -> dict[str, str]:
+    """How each operator runs; empty until they are first used."""
+    with _lock:
+        return dict(_operators)
 
 
 def reset() -> None:

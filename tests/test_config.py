@@ -9,7 +9,7 @@ import pytest
 import fastgen
 from fastgen import config
 
-VARIABLES = ("FASTGEN_STRICT", "FASTGEN_TIER", "FASTGEN_HISTORY")
+VARIABLES = ("FASTGEN_STRICT", "FASTGEN_TIER", "FASTGEN_HISTORY", "FASTGEN_PACKING", "FASTGEN_NATIVE")
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def test_defaults(environment: pytest.MonkeyPatch) -> None:
         ("FASTGEN_STRICT", "", "strict", False),
         ("FASTGEN_TIER", "compat", "tier", "compat"),
         ("FASTGEN_TIER", "FAST", "tier", "fast"),
+        ("FASTGEN_PACKING", "off", "packing", "off"),
         ("FASTGEN_HISTORY", "7", "history", 7),
         ("FASTGEN_HISTORY", "0", "history", 0),
     ],
@@ -46,7 +47,9 @@ def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, 
     ("variable", "text", "message"),
     [
         ("FASTGEN_STRICT", "maybe", "FASTGEN_STRICT must be 0 or 1, not 'maybe'."),
+        ("FASTGEN_NATIVE", "1", "FASTGEN_NATIVE must be 0, build or required, or not be set, not '1'."),
         ("FASTGEN_TIER", "faster", "FASTGEN_TIER must be one of auto, fast, compat, stock, not 'faster'."),
+        ("FASTGEN_PACKING", "no", "FASTGEN_PACKING must be one of auto, always, off, not 'no'."),
         ("FASTGEN_HISTORY", "many", "FASTGEN_HISTORY must be a whole number, not 'many'."),
         ("FASTGEN_HISTORY", "-1", "FASTGEN_HISTORY must be 0 or more, not -1."),
     ],
@@ -72,10 +75,11 @@ def test_configure_changes_what_it_names_only() -> None:
         ({"strict": 1}, TypeError, "strict must be True or False, not 1."),
         ({"tier": "slow"}, ValueError, "tier must be one of auto, fast, compat, stock, not 'slow'."),
         ({"tier": None}, TypeError, "tier must be one of auto, fast, compat, stock, not None."),
+        ({"packing": True}, TypeError, "packing must be one of auto, always, off, not True."),
         ({"history": "3"}, TypeError, "history must be a whole number, not '3'."),
         ({"history": True}, TypeError, "history must be a whole number, not True."),
         ({"history": -1}, ValueError, "history must be 0 or more, not -1."),
-        ({"beams": 4}, TypeError, "there is no option 'beams': the options are strict, tier, history."),
+        ({"beams": 4}, TypeError, "there is no option 'beams': the options are strict, tier, history, packing."),
         (
             {"history": 5, "tier": "slow"},
             ValueError,

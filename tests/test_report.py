@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -83,14 +85,15 @@ def test_the_status_is_data_and_a_readable_table() -> None:
     )
     counters = {"fast": 1, "compat": 1, "stock": 1}
     lines = str(Status("1.2.3", True, hosts, counters, calls)).splitlines()
-    assert lines[:5] == [
+    assert lines[:6] == [
         "fastgen 1.2.3, enabled",
         "  transformers 5.23.0: accelerated",
         "  fairseq: left alone",
         "    SequenceGenerator._generate has other parameters",
+        "operators: not used yet",
         "beam searches so far: 1 fast, 1 compat, 1 stock",
     ]
-    table = lines[5:]
+    table = lines[6:]
     assert table[0].split() == ["tier", "host", "model", "batch", "beams", "steps", "seconds", "cache"]
     rows = [line.split() for line in table[1:] if line.startswith("  ") and line[2] != " "]
     assert rows == [
@@ -111,8 +114,30 @@ def test_the_status_of_this_process() -> None:
     assert status.version == fastgen.__version__
     assert status.calls == (call("compat"),)
     assert status.counters == {"fast": 0, "compat": 1, "stock": 0}
-    assert [host.name for host in status.hosts] == ["transformers"]
+    assert [host.name for host in status.hosts] == ["transformers", "fairseq"]
     with fastgen.disabled():
         assert not fastgen.status().enabled
         assert str(fastgen.status()).startswith(f"fastgen {fastgen.__version__}, disabled")
     assert fastgen.status().enabled
+
+
+def test_packed_weights_are_shown_with_their_memory() -> None:
+    status = Status("1.2.3", True, (), {}, (), packed_weights=14, packed_bytes=3 * 2**20)
+    assert "packed weights: 14, 3.0 MiB" in str(status).splitlines()
+    assert "packed" not in str(Status("1.2.3", True, (), {}, ()))
+
+
+def test_how_the_operators_run() -> None:
+    how = {name: "native (cpu), reference (cuda: there is no CUDA toolkit)" for name in ("first", "second")}
+    lines = str(Status("1.2.3", True, (), {}, (), operators=how)).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert " ".join(line.strip() for line in lines[1:-1]) == (
+        "operators: first native (cpu), reference (cuda: there is no CUDA toolkit), "
+        "second native (cpu), reference (cuda: there is no CUDA toolkit)"
+    )
+
+
+def test_asking_for_the_status_loads_no_operators() -> None:
+    code = "import fastgen, sys; print(fastgen.status()); assert 'torch' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "operators: not used yet" in run.stdout

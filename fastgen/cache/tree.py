@@ -73,9 +73,12 @@ class BeamTree:
         self.layers: list[TreeLayer] = []
         self._masks: dict[tuple[object, ...], Tensor] = {}  # of this step
 
-    def plant(self, prompt_mask: Tensor | None = None) -> None:
-        """Begin decoding: the layers hold the prompt; `prompt_mask` `[B, P]`, nonzero = attend."""
-        prompt_length, device = self.prompt_length, self.layers[0].stored()[0].device
+    def plant(self, prompt_mask: Tensor | None = None, device: torch.device | None = None) -> None:
+        """Begin decoding: the layers hold the prompt; `prompt_mask` `[B, P]`, nonzero = attend.
+
+        `device`: where masks live, needed if there is no layer yet; by default the first layer's.
+        """
+        prompt_length, device = self.prompt_length, device or self.layers[0].stored()[0].device
         shape = (self.batch, self.beams, prompt_length + self.max_steps * self.beams)
         self._ancestry = torch.zeros(shape, dtype=torch.bool, device=device)
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()

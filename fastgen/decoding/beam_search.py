@@ -90,6 +90,7 @@ class BeamSearch:
         )
         self._result = Hypotheses(tokens.clone(), rows.clone(), torch.full_like(scores, _DEAD))
         self._evicted = False
+        self._totals: Tensor | None = None
         self._best = torch.arange(candidates, device=device) < beams  # bool [K]
 
     @property
@@ -113,7 +114,9 @@ class BeamSearch:
         """
         live, beams, batch = self.live, self.beams, self.batch
         vocabulary = log_probs.shape[-1]
-        totals = (log_probs.view(batch, beams, vocabulary) + live.scores[:, :, None]).flatten(1)  # [B, M*V]
+        log_probs = log_probs.view(batch, beams, vocabulary)
+        room = self._buffer(log_probs)
+        totals = torch.add(log_probs, live.scores[:, :, None], out=room).flatten(1)  # [B, M*V]
         if sample:
             chosen = torch.multinomial(totals.softmax(-1), num_samples=self.candidates)
             scores = totals.gather(1, chosen)
@@ -149,6 +152,14 @@ class BeamSearch:
         live.improvable = live.improvable & improvable
         self.done = self._is_done(stopped)
         return local
+
+    def _buffer(self, like: Tensor) -> Tensor | None:
+        """Room for `[B, M, V]`, the same at every step: fresh memory of this size costs page faults on a CPU."""
+        if like.dtype != self.live.scores.dtype:
+            return None  # a processor's doing: the sum's dtype is torch's business
+        if self._totals is None or self._totals.dtype != like.dtype:
+            self._totals = torch.empty_like(like)
+        return self._totals[: like.shape[0]]
 
     def _request_rows(self, parents: Tensor) -> Tensor:
         """Beams `[B, ...]` of live sentences -> rows of the whole request, int32."""
@@ -220,6 +231,8 @@ class BeamSearch:
         place = live.sentence[which]
         self._result.tokens[place] = live.finished_tokens[which]
         self._result.rows[place] = live.finished_rows[which]
+        # A processor may have made them another dtype.
+        self._result.scores = self._result.scores.to(live.finished_scores.dtype)
         self._result.scores[place] = live.finished_scores[which]
 
     def result(self) -> Hypotheses:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import harness
@@ -13,6 +15,7 @@ import zoo
 from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.models.llama import modeling_llama
 
 import fastgen
 
@@ -297,3 +300,105 @@ def test_configuration_errors_name_the_option() -> None:
         fastgen.configure(tier="fastest")
     with pytest.raises(TypeError, match="strictly"):
         fastgen.configure(strictly=True)
+
+
+# ---------------------------------------------------------------------------------------------- changed by the user
+class _OwnAttention(modeling_llama.LlamaAttention):
+    """As remote code may have it: nothing in `forward` shows that it attends by itself."""
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        return self._run(hidden_states, **kwargs)
+
+    def _run(self, states: Any, position_embeddings: Any, attention_mask: Any, past_key_values: Any, **_: Any) -> Any:
+        shape = (*states.shape[:-1], -1, self.head_dim)
+        q, k, v = (p(states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        mask = None if q.shape[2] == 1 else attention_mask
+        causal = mask is None and q.shape[2] > 1
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).reshape(*states.shape[:-1], -1)), None
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_tested_type_with_an_attention_of_its_own(batch: int) -> None:
+    model = copy.deepcopy(zoo.load("llama"))
+    for index, layer in enumerate(model.model.layers):
+        own = _OwnAttention(model.config, index).eval()
+        own.load_state_dict(layer.self_attn.state_dict())
+        layer.self_attn = own
+    inputs = zoo.inputs_for("llama", batch=batch, ragged=False)
+    assert_falls_back(model, {"input_ids": inputs["input_ids"]}, "it cannot run on the tree")
+
+
+def test_attention_replaced_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama", ragged=False)
+    harness.compare(model, inputs, **SEARCH)
+
+    def forward(self: Any, hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        if past_key_values is not None:  # says that it fills the cache by itself
+            assert past_key_values.update
+        return stock(self, hidden_states, past_key_values=past_key_values, **kwargs)
+
+    stock = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+    assert_falls_back(model, inputs, "LlamaAttention computes attention itself")
+
+
+@pytest.mark.parametrize("where", ["instance", "mixin"])
+def test_search_rules_replaced(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's own loop then runs the user's rule, over the tree."""
+    model, inputs, calls = zoo.load("bart"), zoo.inputs_for("bart"), []
+    stock_rule = GenerationMixin._get_top_k_continuations
+
+    def rule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return stock_rule(self, *args, **kwargs)
+
+    owner, value = (model, MethodType(rule, model)) if where == "instance" else (GenerationMixin, rule)
+    monkeypatch.setattr(owner, "_get_top_k_continuations", value)
+    stock = harness.run_stock(model, inputs, **SEARCH)
+    seen = len(calls)
+    output, recorded = harness.run_fastgen(model, inputs, strict=False, **SEARCH)
+    assert recorded[-1].tier == "compat" and "_get_top_k_continuations" in str(recorded[-1].reason)
+    assert torch.equal(stock, output) and len(calls) == 2 * seen > 0
+
+
+def test_a_rope_that_begins_anew() -> None:
+    """Phi3 drops its cache where the long factors of its rope begin."""
+    rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+    config = copy.deepcopy(zoo.load("phi3").config)
+    config.original_max_position_embeddings = 12
+    if zoo.MAJOR >= 5:
+        config.rope_parameters = dict(rope, original_max_position_embeddings=12)
+    else:
+        config.rope_scaling = dict(type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+    torch.manual_seed(0)
+    model = type(zoo.load("phi3"))(config).eval()
+    inputs = {"input_ids": zoo.inputs_for("phi3", ragged=False, length=10)["input_ids"]}
+    assert_falls_back(model, inputs, "from 12 tokens on")
+
+
+def test_dynamically_quantised_layers() -> None:
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("torch was built without fbgemm")
+    model = torch.ao.quantization.quantize_dynamic(copy.deepcopy(zoo.load("bart")), {torch.nn.Linear})
+    assert_falls_back(model, zoo.inputs_for("bart"), "dynamically quantised")
+
+
+def test_a_host_without_a_name_that_we_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found out at the first call: one warning, and the host's own search."""
+    model, inputs = zoo.load("bart"), zoo.inputs_for("bart")
+    stock = harness.run_stock(model, inputs, **SEARCH)
+    monkeypatch.setitem(sys.modules, "fastgen.optimizer.transformers.dispatch", None)
+    monkeypatch.delattr("fastgen.optimizer.transformers.dispatch")
+    try:
+        with pytest.warns(RuntimeWarning, match="leaves transformers alone"):
+            assert torch.equal(model.generate(**inputs, **SEARCH), stock)
+        assert torch.equal(model.generate(**inputs, **SEARCH), stock)
+    finally:
+        monkeypatch.undo()
+        fastgen.disable()
+        fastgen.enable()
+    harness.compare(model, inputs, **SEARCH)

@@ -11,6 +11,9 @@ import pytest
 import torch
 import zoo
 
+import fastgen
+from fastgen import packing
+
 SEARCHES: dict[str, dict[str, Any]] = {
     "plain": dict(num_beams=4, max_new_tokens=16),
     "ranked": dict(num_beams=4, max_new_tokens=14, num_return_sequences=3, length_penalty=2.0, no_repeat_ngram_size=2),
@@ -118,6 +121,18 @@ def test_finished_sentences_leave(family: str) -> None:
 def test_identical_with_one_sentence_and_two_beams(family: str, tier: str) -> None:
     inputs = {name: value[1:2] for name, value in _inputs(family).items()}
     harness.compare(zoo.load(family), inputs, tier=tier, num_beams=2, max_new_tokens=9, output_scores=True)
+
+
+@pytest.mark.skipif(packing.unavailable() is not None, reason="this torch has no packed products")
+@pytest.mark.parametrize("tier", harness.TIERS)
+@pytest.mark.parametrize("family", zoo.ACCELERATED)
+def test_identical_on_packed_weights(family: str, tier: str) -> None:
+    packing.release()
+    fastgen.configure(packing="always")
+    stock = _stock(family, "plain", False)
+    harness.compare(zoo.load(family), _inputs(family), tier=tier, stock=stock, **SEARCHES["plain"], **TOKENS)
+    assert packing.count() > 0
+    packing.release()
 
 
 # ---------------------------------------------------------------------------------------------- Whisper's own way

@@ -370,3 +370,19 @@ def test_past_key_values_returned(name: str, tier: str) -> None:
     for theirs, mine in zip(caches[0].layers, caches[1].layers, strict=True):
         for name in ("keys", "values"):
             torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=1e-5, atol=harness.TOLERANCE)
+
+
+@pytest.mark.parametrize("option", ["suppress_tokens", "begin_suppress_tokens"])
+def test_nothing_to_suppress(option: str) -> None:
+    harness.compare(zoo.load("bart"), zoo.inputs_for("bart"), num_beams=3, max_new_tokens=6, **{option: []})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_processor_of_another_dtype(dtype: torch.dtype) -> None:
+    def convert(input_ids: Any, scores: Any) -> Any:
+        return scores.to(dtype)
+
+    processors = LogitsProcessorList([convert])
+    harness.compare(
+        zoo.load("bart"), zoo.inputs_for("bart"), num_beams=3, max_new_tokens=6, logits_processor=processors
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -48,8 +49,14 @@ def install(patches: PatchSet, module: ModuleType) -> None:
         **model_kwargs: Any,
     ) -> Any:
         # The host is still being imported when this module is: its parts are loaded at the first call.
-        from fastgen.optimizer.transformers import dispatch
-        from fastgen.optimizer.transformers.requests import Request
+        try:
+            from fastgen.optimizer.transformers import dispatch
+            from fastgen.optimizer.transformers.requests import Request
+        except (ImportError, AttributeError) as error:  # names that this version of the host lacks
+            warnings.warn(f"fastgen leaves transformers alone: {error}", RuntimeWarning, stacklevel=3)
+            patches.revert()
+            args = (self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
+            return stock(*args, **model_kwargs)
 
         request = Request(
             self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs

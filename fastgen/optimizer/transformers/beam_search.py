@@ -15,6 +15,7 @@ from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.cache import stock_cache
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
+from fastgen.optimizer.transformers.processors import Processing
 from fastgen.optimizer.transformers.requests import Request
 
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
@@ -29,7 +30,7 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
     all_scores: tuple[Tensor, ...] | None = () if wants_scores else None
     all_logits: tuple[Tensor, ...] | None = () if wants_logits else None
     search = _search(request)
-    is_stopped = request.stopper()
+    is_stopped, process = request.stopper(), Processing()
 
     started = host.started(model, request.input_ids, request.model_kwargs)
     shared = decoder.shared(started)
@@ -42,7 +43,7 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
     while True:
         rows = model._update_model_kwargs_for_generation(outputs, rows, is_encoder_decoder=decoder.is_encoder_decoder)
         del outputs
-        log_probs = request.logits_processor(search.running(), logits.log_softmax(-1))
+        log_probs = process(request.logits_processor, search.running(), logits)
         if all_logits is not None:
             all_logits += (logits,)
         if all_scores is not None:
@@ -134,8 +135,8 @@ def _search(request: Request) -> BeamSearch:
 
 
 def _last(outputs: Any, device: torch.device) -> Tensor:
-    """Logits of the last position, float32 `[rows, V]`; a copy, so that the rest can be freed."""
-    return outputs.logits[:, -1, :].to(copy=True, dtype=torch.float32, device=device)
+    """Logits of the last position, float32 `[rows, V]`."""
+    return outputs.logits[:, -1, :].to(dtype=torch.float32, device=device)
 
 
 def _kept(rows: dict[str, Any], index: Tensor, of: int) -> dict[str, Any]:

@@ -144,6 +144,11 @@ class _Rows(DynamicLayer):
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
 
+    def get_seq_length(self) -> int:
+        # Nothing need be gathered for it, unless somebody has looked and may have appended since.
+        length: int = self._index.shape[1] if vars(self).get("keys") is None else super().get_seq_length()
+        return length
+
     def __getattribute__(self, name: str) -> Any:
         if name in ("keys", "values"):
             gathered = vars(self).get(name)

@@ -22,8 +22,8 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @functools.cache
-def _computes_attention_itself(module_type: Any) -> bool:
-    code = getattr(inspect.unwrap(module_type.forward), "__code__", None)
+def _computes_attention_itself(forward: Any) -> bool:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     if code is None:
         return False
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
@@ -50,7 +50,7 @@ def unfoldable_attention(model: torch.nn.Module) -> str | None:
 
 def _hand_written(model: torch.nn.Module) -> set[Any]:
     types: set[Any] = {type(module) for module in model.modules()}
-    return {owner for owner in types if _computes_attention_itself(owner)}
+    return {owner for owner in types if _computes_attention_itself(owner.forward)}
 
 
 def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:

@@ -33,10 +33,13 @@ _SEARCH_RULES = (
     "_check_early_stop_heuristic",
     "_beam_search_has_unfinished_sequences",
     "_has_unfinished_sequences",
+    "_gather_beams",
+    "_flatten_beam_dim",
+    "_unflatten_beam_dim",
 )
 # Processors that treat every row by itself, whatever its place in the batch: sentences may leave.
 _ROW_LOCAL = tuple(
-    getattr(logits_process, name)
+    getattr(logits_process, name, None)
     for name in """MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor TemperatureLogitsWarper
     RepetitionPenaltyLogitsProcessor TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper TypicalLogitsWarper
     EpsilonLogitsWarper EtaLogitsWarper NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor
@@ -133,6 +136,9 @@ def unsupported_reason(request: Request) -> str | None:
             return f"{option} asks for tensors of the host's own layout"
     if config.low_memory or config.prefill_chunk_size is not None or config.is_assistant:
         return "low_memory, prefill_chunk_size and assisted decoding are left to the host"
+    long_rope_from = getattr(model.config, "original_max_position_embeddings", None)
+    if long_rope_from is not None and config.max_length > long_rope_from:
+        return f"from {long_rope_from} tokens on the model may drop its cache and begin anew"
     if config.cache_implementation not in (None, "dynamic"):
         return f"cache_implementation={config.cache_implementation!r} was asked for"
     if not kwargs.get("use_cache") or kwargs.get("past_key_values") is None:
@@ -167,6 +173,8 @@ def unsupported_model(model: Any) -> str | None:
     if name := unfoldable_attention(model):
         return f"{name} computes attention itself instead of calling an attention function"
     for module in model.modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            return "dynamically quantised layers scale a row by the others of its batch"
         config = getattr(module, "config", None)
         implementation = getattr(config, "_attn_implementation", None)
         if implementation not in _ATTENTION:
@@ -180,8 +188,8 @@ def unsupported_model(model: Any) -> str | None:
 
 
 def changed_rules(model: Any) -> str | None:
-    """Which of the host's search rules the model overrides; None if none."""
+    """Which of the host's search rules is not the host's own, by whatever means; None if all are."""
     for name in _SEARCH_RULES:
-        if getattr(type(model), name) is not getattr(GenerationMixin, name):
+        if getattr(model, name).__module__ != GenerationMixin.__module__:
             return f"the model has its own {name}"
     return None

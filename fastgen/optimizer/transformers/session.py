@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
+from transformers.pytorch_utils import Conv1D
 
+from fastgen import config
 from fastgen._patching import PatchSet
 from fastgen.attention import beam_attention, fold_beams, unfold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.optimizer.transformers import host, modules
+from fastgen.packing import Packing, wrapped
 
 _local = threading.local()
 
@@ -30,14 +33,23 @@ class Session:
 
     def __init__(self, tree: BeamTree, model: torch.nn.Module) -> None:
         self.tree = tree
-        self.patches = modules.hand_written_attention(model)
+        self.packing = Packing(model, config.current().packing)
+        self.patches = {**modules.hand_written_attention(model), **_PACKED}
         self.folds = 0  # calls folded so far: proof that the path ran
         self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
         self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def appended(self, layer: TreeLayer) -> None:
         """Note that a layer has appended to the tree: the next folded call is its self-attention."""
+        self._check()
         self._appended = layer
+
+    def _check(self) -> None:
+        if self._appended is not None:
+            raise RuntimeError(
+                "an attention of this model did not go through its attention function, so fastgen could not fold it; "
+                "call fastgen.disable() for this model"
+            )
 
     def folded(self) -> TreeLayer | None:
         """Count a folded call; the layer whose self-attention it is, None for cross-attention."""
@@ -54,6 +66,7 @@ class Session:
         try:
             with _redirected(self.patches):
                 yield
+            self._check()
         finally:
             stack.pop()
             self._derived.clear()
@@ -86,7 +99,7 @@ class Session:
         kwargs = {name: option for name, option in kwargs.items() if name not in ("position_bias", "is_causal")}
         rows = folded.flatten(1, 2)  # [B, H, M, D]
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
-        return output.flatten(0, 1)[:, None], None
+        return output.flatten(0, 1)[:, None].contiguous(), None
 
     def self_bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         return self.tree.mask(window, dtype)
@@ -142,6 +155,11 @@ def _stack() -> list[Session]:
     stack: list[Session] = _local.stack
     return stack
 
+
+_PACKED: dict[tuple[type, str], modules.Wrapper] = {
+    (torch.nn.Linear, "forward"): lambda stock: wrapped(current, stock),
+    (Conv1D, "forward"): lambda stock: wrapped(current, stock, transposed=True),
+}
 
 # While any thread decodes, `AttentionInterface`'s look-up is ours; it looks at the thread's own session,
 # so configs, other threads and mask building keep the user's implementation.

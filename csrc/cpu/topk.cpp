@@ -1,0 +1,222 @@
+// fastgen::topk_log_softmax on the CPU.
+#include "../arguments.h"
+#include "topk_scan.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define FASTGEN_ISA avx512
+#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,popcnt")))
+#define FASTGEN_LANES 16
+#define FASTGEN_FUSED 1
+#define FASTGEN_REACHED(a, b) static_cast<uint32_t>(_mm512_cmp_ps_mask((__m512)(a), (__m512)(b), _CMP_GE_OQ))
+#include "topk_scan_isa.h"
+#undef FASTGEN_ISA
+#undef FASTGEN_TARGET
+#undef FASTGEN_LANES
+#undef FASTGEN_FUSED
+#undef FASTGEN_REACHED
+
+#define FASTGEN_ISA avx2
+#define FASTGEN_TARGET __attribute__((target("avx2,fma,popcnt")))
+#define FASTGEN_LANES 8
+#define FASTGEN_FUSED 1
+#define FASTGEN_REACHED(a, b) \
+  static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps((__m256)(a), (__m256)(b), _CMP_GE_OQ)))
+#include "topk_scan_isa.h"
+#undef FASTGEN_ISA
+#undef FASTGEN_TARGET
+#undef FASTGEN_LANES
+#undef FASTGEN_FUSED
+#undef FASTGEN_REACHED
+
+#define FASTGEN_REACHED(a, b) static_cast<uint32_t>(_mm_movemask_ps(_mm_cmpge_ps((__m128)(a), (__m128)(b))))
+#else
+#define FASTGEN_REACHED(a, b) fastgen::reached((a), (b))
+
+namespace fastgen {
+template <typename Vector>
+inline uint32_t reached(const Vector& a, const Vector& b) {
+  const auto comparison = a >= b; // a lane is -1 where it holds
+  uint32_t bits = 0;
+  for (uint32_t lane = 0; lane < sizeof(Vector) / sizeof(float); ++lane) {
+    bits |= static_cast<uint32_t>(comparison[lane] != 0) << lane;
+  }
+  return bits;
+}
+} // namespace fastgen
+#endif
+
+#define FASTGEN_ISA baseline // what the compiler may use anyway: SSE2, NEON
+#define FASTGEN_TARGET
+#define FASTGEN_LANES 4
+#define FASTGEN_FUSED 0
+#include "topk_scan_isa.h"
+
+namespace fastgen {
+namespace {
+
+template <typename Logit>
+struct Functions {
+  void (*scan_part)(const Part<Logit>&, Scan&);
+  std::vector<Candidate> (*sorted)(Scan&);
+};
+
+// By torch's own choice, so that ATEN_CPU_CAPABILITY holds here too.
+template <typename Logit>
+Functions<Logit> functions() {
+#if defined(__x86_64__)
+  const std::string capability = at::get_cpu_capability();
+  if (capability.rfind("AVX512", 0) == 0) {
+    return {&avx512::scan_part<Logit>, &avx512::sorted};
+  }
+  if (capability == "AVX2") {
+    return {&avx2::scan_part<Logit>, &avx2::sorted};
+  }
+#endif
+  return {&baseline::scan_part<Logit>, &baseline::sorted};
+}
+
+// The banned tokens of each row that count: ascending, no repetitions, inside the vocabulary.
+class Banned {
+ public:
+  Banned(const std::optional<at::Tensor>& banned, int64_t vocabulary) {
+    if (!banned || banned->numel() == 0) {
+      return;
+    }
+    const at::Tensor dense = banned->contiguous();
+    const int64_t width = dense.size(-1);
+    rows_.resize(dense.dim() == 2 ? dense.size(0) : 1);
+    const int64_t* from = dense.const_data_ptr<int64_t>();
+    for (auto& row : rows_) {
+      std::copy_if(from, from + width, std::back_inserter(row), [vocabulary](int64_t token) {
+        return token >= 0 && token < vocabulary;
+      });
+      from += width;
+      std::sort(row.begin(), row.end());
+      row.erase(std::unique(row.begin(), row.end()), row.end());
+    }
+  }
+
+  template <typename Logit>
+  Part<Logit> part(const Logit* logits, int64_t row, int64_t begin, int64_t end) const {
+    if (rows_.empty()) {
+      return {logits, begin, end, nullptr, nullptr};
+    }
+    const auto& banned = rows_.size() == 1 ? rows_[0] : rows_[row];
+    const int64_t* const first = banned.data();
+    const int64_t* const last = first + banned.size();
+    return {logits, begin, end, std::lower_bound(first, last, begin), std::lower_bound(first, last, end)};
+  }
+
+ private:
+  std::vector<std::vector<int64_t>> rows_; // one for all rows, or one for each
+};
+
+struct Outputs {
+  float* log_probs;
+  int64_t* tokens;
+  float* log_sum_exp;
+};
+
+// `best`, the best first. The places they leave free go to the lowest other tokens: their logits rank as -inf.
+void write(std::vector<Candidate> best, int64_t k, double log_sum_exp, int64_t row, const Outputs& outputs) {
+  outputs.log_sum_exp[row] = static_cast<float>(log_sum_exp);
+  if (static_cast<int64_t>(best.size()) < k) {
+    std::vector<int32_t> taken;
+    for (const Candidate& candidate : best) {
+      taken.push_back(candidate.token);
+    }
+    std::sort(taken.begin(), taken.end());
+    auto next = taken.begin();
+    for (int32_t token = 0; static_cast<int64_t>(best.size()) < k; ++token) {
+      if (next != taken.end() && *next == token) {
+        ++next;
+      } else {
+        best.push_back({kNone, token});
+      }
+    }
+  }
+  for (int64_t i = 0; i < k; ++i) {
+    outputs.log_probs[row * k + i] = static_cast<float>(best[i].logit - log_sum_exp);
+    outputs.tokens[row * k + i] = best[i].token;
+  }
+}
+
+constexpr int64_t kLogitsPerTask = 1 << 15; // below that another thread costs more than it saves
+
+template <typename Logit>
+void scan_rows(const at::Tensor& logits, int64_t k, const Banned& banned, const Outputs& outputs) {
+  const auto [scan_part, sorted] = functions<Logit>();
+  const Logit* const data = logits.const_data_ptr<Logit>();
+  const int64_t rows = logits.size(0), vocabulary = logits.size(1), stride = logits.stride(0);
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const int64_t blocks = (vocabulary + kBlock - 1) / kBlock;
+
+  // Fewer rows than threads: several threads share a row.
+  const int64_t wanted = std::min((threads + rows - 1) / rows, vocabulary / kLogitsPerTask);
+  if (rows >= threads || wanted < 2) {
+    const int64_t grain = std::max<int64_t>(1, kLogitsPerTask / vocabulary);
+    at::parallel_for(0, rows, grain, [&, scan_part = scan_part, sorted = sorted](int64_t begin, int64_t end) {
+      Scan scan(k);
+      for (int64_t row = begin; row < end; ++row) {
+        scan.reset();
+        scan_part(banned.part(data + row * stride, row, 0, vocabulary), scan);
+        write(sorted(scan), k, scan.log_sum_exp(), row, outputs);
+      }
+    });
+    return;
+  }
+  const int64_t size = (blocks + wanted - 1) / wanted * kBlock; // of a part
+  const int64_t parts = (vocabulary + size - 1) / size;
+  std::vector<Scan> scans(rows * parts, Scan(k));
+  at::parallel_for(0, rows * parts, 1, [&, scan_part = scan_part](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t row = i / parts, begin = i % parts * size;
+      scans[i].reset();
+      scan_part(banned.part(data + row * stride, row, begin, std::min(begin + size, vocabulary)), scans[i]);
+    }
+  });
+  for (int64_t row = 0; row < rows; ++row) {
+    Scan& whole = scans[row * parts];
+    for (int64_t i = 1; i < parts; ++i) {
+      whole.merge(scans[row * parts + i]);
+    }
+    write(sorted(whole), k, whole.log_sum_exp(), row, outputs);
+  }
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> topk_log_softmax(
+    const at::Tensor& logits, int64_t k, const std::optional<at::Tensor>& banned) {
+  check_topk(logits, k, banned);
+  const int64_t rows = logits.size(0);
+  at::Tensor log_probs = at::empty({rows, k}, logits.options().dtype(at::kFloat));
+  at::Tensor tokens = at::empty({rows, k}, logits.options().dtype(at::kLong));
+  at::Tensor log_sum_exp = at::empty({rows}, logits.options().dtype(at::kFloat));
+  if (rows == 0) {
+    return {log_probs, tokens, log_sum_exp};
+  }
+  const at::Tensor dense = with_dense_rows(logits);
+  const Banned of_rows(banned, logits.size(1));
+  const Outputs outputs{
+      log_probs.mutable_data_ptr<float>(), tokens.mutable_data_ptr<int64_t>(), log_sum_exp.mutable_data_ptr<float>()};
+  FASTGEN_DISPATCH_SCORES(
+      dense.scalar_type(), "topk_log_softmax", [&] { scan_rows<scalar_t>(dense, k, of_rows, outputs); });
+  return {log_probs, tokens, log_sum_exp};
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
+  m.impl("topk_log_softmax", &topk_log_softmax);
+}
+
+} // namespace fastgen

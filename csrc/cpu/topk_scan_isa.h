@@ -1,0 +1,301 @@
+// The loops of topk_scan.h for one instruction set; included once for each, so without a guard.
+//
+// The includer defines FASTGEN_ISA (a namespace), FASTGEN_TARGET (a function attribute that allows the
+// instructions), FASTGEN_LANES (floats in a register), FASTGEN_FUSED (whether products are added unrounded) and
+// FASTGEN_REACHED(a, b) (bit i: a[i] >= b[i]).
+// Every function carries the attribute itself, so the file needs no flags of its own and nothing compiled
+// for a newer processor can be linked into code for an older one.
+//
+// Vectors are those of the compiler (GCC's vector extensions, also in Clang), of the target's own width.
+
+namespace fastgen {
+namespace FASTGEN_ISA {
+
+typedef float Floats __attribute__((vector_size(4 * FASTGEN_LANES)));
+typedef uint32_t Bits __attribute__((vector_size(4 * FASTGEN_LANES)));
+constexpr int64_t kLanes = FASTGEN_LANES;
+constexpr int64_t kStrips = kBlock / kStrip;
+
+FASTGEN_TARGET inline Floats load(const float* from) {
+  Floats x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return x;
+}
+
+FASTGEN_TARGET inline Floats splat(float value) {
+  return value - Floats{};
+}
+
+FASTGEN_TARGET inline Floats larger(Floats a, Floats b) { // b where a is NaN
+  return a > b ? a : b;
+}
+
+FASTGEN_TARGET inline float largest(Floats x) {
+  float result = x[0];
+  for (int64_t lane = 1; lane < kLanes; ++lane) {
+    result = x[lane] > result ? x[lane] : result;
+  }
+  return result;
+}
+
+// e^x for x <= 0 within 3 ulp; e^-86 below -86, too little to count beside the e^0 of the maximum; NaN for NaN.
+FASTGEN_TARGET inline Floats exponential(Floats x) {
+  const Floats lowest = splat(-86.0f);
+  x = lowest > x ? lowest : x;
+  // x = n ln 2 + r with |r| <= ln 2 / 2: adding 1.5 * 2^23 rounds to the integer n and leaves it in the low bits.
+  const Floats shifted = x * 1.44269504f + 12582912.0f;
+  const Floats n = shifted - 12582912.0f;
+#if FASTGEN_FUSED
+  const Floats r = x - n * 0.693147182f; // the product is not rounded
+#else
+  const Floats r = x - n * 0.693145752f - n * 1.42860677e-6f; // ln 2 in two parts: the first times n is exact
+#endif
+  // The polynomial of degree 5 with the least relative error (1.05e-7) on that interval.
+  Floats p = r * 0.00831250101f + 0.0418903306f;
+  p = p * r + 0.166671157f;
+  p = p * r + 0.499992311f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const Bits power = ((Bits)shifted << 23) + 0x3f800000u; // the bits of 2^n
+  return p * (Floats)power;
+}
+
+// The maxima of each strip's lanes; returns the block's. `count`: floats, a multiple of kStrip.
+FASTGEN_TARGET inline float maxima_of_lanes(const float* x, int64_t count, Floats* maxima) {
+  Floats all = splat(kNone);
+  for (int64_t strip = 0; strip * kStrip < count; ++strip) {
+    const float* const from = x + strip * kStrip;
+    Floats a = splat(kNone), b = a;
+    for (int64_t i = 0; i < kStrip; i += 2 * kLanes) {
+      a = larger(load(from + i), a);
+      b = larger(load(from + i + kLanes), b);
+    }
+    maxima[strip] = larger(a, b);
+    all = larger(maxima[strip], all);
+  }
+  return largest(all);
+}
+
+// Sum of e^(x - maximum). Meanwhile asks for the memory at `next`, `step` bytes for each strip: the arithmetic
+// here hides the time that the next block needs to come.
+FASTGEN_TARGET inline double sum_of_exponentials(
+    const float* x, int64_t count, float maximum, const char* next, int64_t step) {
+  Floats a = splat(0.0f), b = a, c = a, d = a;
+  for (int64_t strip = 0; strip < count; strip += kStrip) {
+    for (int64_t line = 0; line < step; line += 64) {
+      __builtin_prefetch(next + line);
+    }
+    next += step;
+    const float* const from = x + strip;
+    for (int64_t i = 0; i < kStrip; i += 4 * kLanes) {
+      a += exponential(load(from + i) - maximum);
+      b += exponential(load(from + i + kLanes) - maximum);
+      c += exponential(load(from + i + 2 * kLanes) - maximum);
+      d += exponential(load(from + i + 3 * kLanes) - maximum);
+    }
+  }
+  const Floats total = (a + b) + (c + d);
+  double sum = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    sum += total[lane];
+  }
+  return sum;
+}
+
+// How many of the `count` values are better than the one at `i`: larger, or equal and before it. `count` is a multiple
+// of kLanes. Counting takes no branch, so for few values it is faster than sorting.
+FASTGEN_TARGET inline int64_t rank(const float* values, int64_t count, int64_t i) {
+  const Floats mine = splat(values[i]);
+  constexpr uint32_t every = (1u << kLanes) - 1;
+  const int64_t own = i / kLanes * kLanes;
+  int64_t better = 0;
+  for (int64_t j = 0; j < own; j += kLanes) {
+    better += __builtin_popcount(FASTGEN_REACHED(load(values + j), mine));
+  }
+  const uint32_t before = (1u << (i - own)) - 1;
+  const Floats there = load(values + own);
+  better += __builtin_popcount((FASTGEN_REACHED(there, mine) & before) | (~FASTGEN_REACHED(mine, there) & every));
+  for (int64_t j = own + kLanes; j < count; j += kLanes) {
+    better += __builtin_popcount(~FASTGEN_REACHED(mine, load(values + j)) & every);
+  }
+  return better;
+}
+
+// The candidates' logits, filled up with -inf to a multiple of kLanes; returns that.
+FASTGEN_TARGET inline int64_t filled(Scan& scan) {
+  const int64_t count = (scan.size() + kLanes - 1) / kLanes * kLanes;
+  std::fill(scan.logits() + scan.size(), scan.logits() + count, kNone);
+  return count;
+}
+
+FASTGEN_TARGET inline void keep_best(Scan& scan) {
+  const int64_t k = scan.k();
+  if (scan.size() <= k) {
+    return;
+  }
+  if (scan.size() > kRanked) {
+    scan.select();
+    return;
+  }
+  const int64_t count = filled(scan);
+  int64_t ranks[kRanked];
+  for (int64_t i = 0; i < scan.size(); ++i) {
+    ranks[i] = rank(scan.logits(), count, i);
+  }
+  float worst = kNone;
+  for (int64_t i = 0, kept = 0; i < scan.size(); ++i) {
+    const float logit = scan.logits()[i];
+    worst = ranks[i] == k - 1 ? logit : worst;
+    scan.logits()[kept] = logit;
+    scan.tokens()[kept] = scan.tokens()[i];
+    kept += ranks[i] < k;
+  }
+  scan.kept(worst);
+}
+
+// The k best candidates, or all if they are fewer, the best first.
+FASTGEN_TARGET inline std::vector<Candidate> sorted(Scan& scan) {
+  keep_best(scan);
+  std::vector<Candidate> best = scan.candidates();
+  if (scan.size() > kRanked) {
+    std::sort(best.begin(), best.end(), is_better);
+    return best;
+  }
+  const int64_t count = filled(scan);
+  for (int64_t i = 0; i < scan.size(); ++i) {
+    best[rank(scan.logits(), count, i)] = {scan.logits()[i], scan.tokens()[i]};
+  }
+  return best;
+}
+
+// The lower bound R of the k-th best logit: the lanes' maxima belong to disjoint groups of logits, so the k-th
+// largest of any k or more of them is reached by k logits at least (LightSeq, section 2.2). -inf if there are fewer.
+FASTGEN_TARGET inline float bound(const Floats* maxima, int64_t strips, int64_t k) {
+  int64_t vectors = 1; // about four groups for each of the k: more would be slow to select from, fewer a loose bound
+  while (vectors < strips && vectors * kLanes < 4 * k) {
+    vectors *= 2;
+  }
+  vectors = std::min(vectors, strips);
+  if (vectors * kLanes < k) {
+    return kNone;
+  }
+  Floats folded[kStrips];
+  __builtin_memcpy(folded, maxima, vectors * sizeof(Floats));
+  for (int64_t strip = vectors; strip < strips; ++strip) {
+    Floats& into = folded[strip % vectors];
+    into = larger(maxima[strip], into);
+  }
+  const int64_t count = vectors * kLanes;
+  float values[kStrips * kLanes];
+  __builtin_memcpy(values, folded, vectors * sizeof(Floats));
+  if (count > kRanked) {
+    std::nth_element(values, values + (k - 1), values + count, std::greater<float>());
+    return values[k - 1];
+  }
+  for (int64_t i = 0;; ++i) {
+    if (rank(values, count, i) == k - 1) {
+      return values[i];
+    }
+  }
+}
+
+// Look through the strips that hold a candidate. The hits are first gathered as bits: a branch for each vector would
+// often be mispredicted.
+FASTGEN_TARGET inline void collect(const float* x, int64_t strips, const Floats* maxima, int64_t first, Scan& scan) {
+  const Floats bound_of_block = splat(scan.at_least());
+  uint32_t promising = 0;
+  for (int64_t strip = 0; strip < strips; ++strip) {
+    promising |= static_cast<uint32_t>(FASTGEN_REACHED(maxima[strip], bound_of_block) != 0) << strip;
+  }
+  for (; promising != 0; promising &= promising - 1) {
+    if (scan.is_full()) {
+      keep_best(scan);
+    }
+    const Floats at_least = splat(scan.at_least());
+    const int64_t begin = __builtin_ctz(promising) * kStrip;
+    for (int64_t half = begin; half < begin + kStrip; half += 64) {
+      uint64_t hits = 0;
+      for (int64_t i = 0; i < 64; i += kLanes) {
+        hits |= static_cast<uint64_t>(FASTGEN_REACHED(load(x + half + i), at_least)) << i;
+      }
+      for (; hits != 0; hits &= hits - 1) {
+        const int64_t place = half + __builtin_ctzll(hits);
+        scan.add(x[place], static_cast<int32_t>(first + place));
+      }
+    }
+  }
+}
+
+FASTGEN_TARGET inline bool contains_nan(const float* x, int64_t count) {
+  bool found = false;
+  for (int64_t i = 0; i < count; ++i) {
+    found |= x[i] != x[i];
+  }
+  return found;
+}
+
+FASTGEN_TARGET inline const float* as_floats(const float* from, int64_t, float*) {
+  return from;
+}
+
+template <typename Half>
+FASTGEN_TARGET inline const float* as_floats(const Half* from, int64_t count, float* into) {
+  for (int64_t i = 0; i < count; ++i) {
+    into[i] = static_cast<float>(from[i]);
+  }
+  return into;
+}
+
+template <typename Logit>
+FASTGEN_TARGET void scan_part(const Part<Logit>& part, Scan& scan) {
+  alignas(64) float values[kBlock];
+  alignas(64) float allowed[kBlock];
+  Floats maxima[kStrips];
+  const int64_t* banned = part.banned;
+  for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
+    const Logit* const from = part.row + begin;
+    const int64_t count = std::min(kBlock, part.end - begin);
+    const int64_t strips = (count + kStrip - 1) / kStrip;
+    const float* x = as_floats(from, count, values);
+    if (count < strips * kStrip) {
+      if (x != values) {
+        std::copy(x, x + count, values);
+        x = values;
+      }
+      std::fill(values + count, values + strips * kStrip, kNone);
+    }
+    const float maximum = maxima_of_lanes(x, strips * kStrip, maxima);
+
+    // Banned tokens count in the sum, not among the candidates.
+    const float* candidates = x;
+    if (banned != part.banned_end && *banned < begin + count) {
+      std::copy(x, x + strips * kStrip, allowed);
+      for (; banned != part.banned_end && *banned < begin + count; ++banned) {
+        allowed[*banned - begin] = kNone;
+      }
+      candidates = allowed;
+      maxima_of_lanes(candidates, strips * kStrip, maxima);
+    }
+    if (scan.size() == 0) {
+      scan.raise(bound(maxima, strips, scan.k()));
+    }
+    collect(candidates, strips, maxima, begin, scan);
+    if (4 * scan.size() >= 5 * scan.k()) {
+      keep_best(scan); // a tighter bound spares later strips
+    }
+
+    if (std::isfinite(std::max(maximum, scan.maximum()))) {
+      scan.raise_maximum(maximum);
+      const char* const next = reinterpret_cast<const char*>(from + kBlock); // only prefetched, maybe past the end
+      scan.add_sum(sum_of_exponentials(x, strips * kStrip, scan.maximum(), next, kStrip * sizeof(Logit)));
+    } else { // x - maximum is NaN for logits that are not
+      scan.raise_maximum(maximum);
+      if (contains_nan(x, count)) {
+        scan.saw_nan();
+      }
+    }
+  }
+}
+
+} // namespace FASTGEN_ISA
+} // namespace fastgen

@@ -1,0 +1,100 @@
+"""Operators of the decode loop, for anybody to call: n-gram bans in place, and exact top-k of the log-softmax.
+
+They work on every device in plain torch, and natively where a library could be found or built (`fastgen.ops.native`;
+`fastgen.status()` says which). They can be traced by `torch.compile(fullgraph=True)` and captured in CUDA graphs, and
+are also `torch.ops.fastgen.*`. Importing this module loads the library, and compiles it the first time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import _schemas, native
+
+__all__ = ["ban_repeated_ngrams_", "ban_source_ngrams_", "is_native", "topk_log_softmax"]
+
+
+def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length: int | None = None) -> None:
+    """Ban every token that would complete an n-gram a second time in its row: its score becomes -inf, in place.
+
+    The ban of Paulus et al. 2017 (https://arxiv.org/abs/1705.04304, section 2.5), after algorithm 1 of FastSeq (Yan et
+    al. 2021, https://arxiv.org/abs/2106.04718); equal to transformers' `NoRepeatNGramLogitsProcessor` on
+    `tokens[:, :length]`.
+
+    Args:
+        tokens: int64 or int32 `[rows, L]`, what was generated so far; may be a buffer that is longer than `length`.
+        scores: float32, float16 or bfloat16 `[rows, V]`, logits or log-probabilities; any strides.
+        ngram_size: n, 1 or more; 1 bans every token of the row.
+        length: how many tokens of each row count, 0 to L; all of them by default. Below n, nothing is banned.
+
+    Tokens outside 0 to V - 1 ban nothing.
+
+    Raises:
+        ValueError: for shapes, devices or numbers other than these.
+        TypeError: for other dtypes.
+    """
+    torch.ops.fastgen.ban_repeated_ngrams_(tokens, scores, ngram_size, tokens.shape[-1] if length is None else length)
+
+
+def ban_source_ngrams_(
+    source: Tensor, tokens: Tensor, scores: Tensor, ngram_size: int, length: int | None = None, beams: int = 1
+) -> None:
+    """Ban every token that would complete an n-gram of the source: its score becomes -inf, in place.
+
+    Equal to transformers' `EncoderNoRepeatNGramLogitsProcessor` on `tokens[:, :length]`: padding in the source counts
+    as any token.
+
+    Args:
+        source: int64 or int32 `[rows / beams, N]`; row `i` belongs to the rows `i * beams` to `(i + 1) * beams - 1`.
+        tokens: int64 or int32 `[rows, L]`, what was generated so far; may be a buffer that is longer than `length`.
+        scores: float32, float16 or bfloat16 `[rows, V]`, logits or log-probabilities; any strides.
+        ngram_size: n, 1 or more; 1 bans every token of the source.
+        length: how many tokens of each row count, 0 to L; all of them by default. Below n - 1, nothing is banned.
+        beams: rows that share a source.
+
+    Tokens outside 0 to V - 1 ban nothing.
+
+    Raises:
+        ValueError: for shapes, devices or numbers other than these.
+        TypeError: for other dtypes.
+    """
+    length = tokens.shape[-1] if length is None else length
+    torch.ops.fastgen.ban_source_ngrams_(source, tokens, scores, ngram_size, length, beams)
+
+
+def topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The k best tokens of each row, their log-probabilities, and the row's log-sum-exp.
+
+    Natively one pass over the logits and no temporary of their size, after the hierarchical search of LightSeq (Wang
+    et al. 2021, https://arxiv.org/abs/2010.13887, section 2.2): a lower bound of the k-th best logit from the maxima
+    of disjoint groups, and a selection among the logits that reach it. The result is exact.
+
+    Args:
+        logits: float32, float16 or bfloat16 `[rows, V]`, V < 2^31. Rows may have any stride; if the tokens inside a
+            row have one other than 1, they are copied.
+        k: 1 to V.
+        banned: int64 `[width]` (the same tokens in all rows) or `[rows, width]`: tokens that must not be chosen, in
+            any order. Negative entries and those beyond V - 1 are ignored. Banned tokens count in the log-sum-exp.
+
+    Returns:
+        log_probs: float32 `[rows, k]`, `logit - log_sum_exp`, best first.
+        tokens: int64 `[rows, k]`. Equal logits are ordered by token, the lowest first. A banned token, and a NaN,
+            rank as -inf and have that log-probability: such tokens come last, if fewer than k others are left.
+        log_sum_exp: float32 `[rows]`, of all logits of the row. A NaN among them makes it NaN, and the row's
+            log-probabilities with it; a row of -inf alone has -inf and NaN log-probabilities, as in `log_softmax`.
+
+    Raises:
+        ValueError: for shapes, devices or numbers other than these.
+        TypeError: for other dtypes.
+    """
+    log_probs, tokens, log_sum_exp = torch.ops.fastgen.topk_log_softmax(logits, k, banned)
+    return log_probs, tokens, log_sum_exp
+
+
+def is_native(device: torch.device) -> bool:
+    """Whether the operators run natively on `device`, and not in plain torch."""
+    return native.is_loaded(device.type)
+
+
+native.load(tuple(_schemas.SCHEMAS))

@@ -1,0 +1,53 @@
+"""The operators as torch sees them: schemas, the reference for every device, and shapes for tracing.
+
+The reference is registered under CompositeExplicitAutograd; a native kernel registers under its own device's key,
+which comes first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.ops import reference
+from fastgen.ops.checks import check_ngrams, check_source, check_topk
+
+# The length is symbolic: it grows at every step, and a compiled step must not be compiled again each time.
+SCHEMAS = {
+    "ban_repeated_ngrams_": "(Tensor tokens, Tensor(a!) scores, int ngram_size, SymInt length) -> ()",
+    "ban_source_ngrams_": (
+        "(Tensor source, Tensor tokens, Tensor(a!) scores, int ngram_size, SymInt length, int beams) -> ()"
+    ),
+    "topk_log_softmax": (
+        "(Tensor logits, int k, Tensor? banned=None) -> (Tensor log_probs, Tensor tokens, Tensor log_sum_exp)"
+    ),
+}
+
+_library = torch.library.Library("fastgen", "DEF")
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fastgen::ban_repeated_ngrams_", lib=_library)
+def _ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length: int) -> None:
+    check_ngrams(tokens, scores, ngram_size, length)
+
+
+@torch.library.register_fake("fastgen::ban_source_ngrams_", lib=_library)
+def _ban_source_ngrams_(
+    source: Tensor, tokens: Tensor, scores: Tensor, ngram_size: int, length: int, beams: int
+) -> None:
+    check_ngrams(tokens, scores, ngram_size, length)
+    check_source(source, tokens, beams)
+
+
+@torch.library.register_fake("fastgen::topk_log_softmax", lib=_library)
+def _topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    check_topk(logits, k, banned)
+    rows = logits.shape[0]
+    return (
+        logits.new_empty(rows, k, dtype=torch.float32),
+        logits.new_empty(rows, k, dtype=torch.int64),
+        logits.new_empty(rows, dtype=torch.float32),
+    )

@@ -1,0 +1,237 @@
+"""Compiles csrc/ into libraries that torch loads: at the first use, or ahead of time by setup.py.
+
+It calls the compilers directly, so it needs no build system. `setup.py` loads this file by its path, because importing
+the package would load the operators: nothing else of fastgen may be imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+LIBRARIES = ("cpu", "cuda")
+_PACKAGE = Path(__file__).resolve().parents[1]
+_TORCH = Path(torch.__file__).resolve().parent
+AHEAD_OF_TIME = _PACKAGE / "_native"
+
+
+class Unavailable(Exception):
+    """Why nothing can be compiled here; not an error."""
+
+
+class BuildFailed(Exception):
+    """A compiler gave up. The message names the log."""
+
+    def __init__(self, what: str, log: Path) -> None:
+        super().__init__(f"{what} (log: {log})")
+        self.log = log
+
+
+def source_folder() -> Path:
+    """csrc/: copied into an installed package, beside it in a checkout."""
+    for folder in (_PACKAGE / "_csrc", _PACKAGE.parent / "csrc"):
+        if folder.is_dir():
+            return folder
+    raise Unavailable("the C++ sources are not there")
+
+
+def _sources(library: str) -> list[Path]:
+    folder = source_folder()
+    return sorted([*folder.glob(f"{library}/*"), *folder.glob("*.h")])
+
+
+def source_key(library: str) -> str:
+    """Changes with what a library must fit, whoever built it: sources, version of torch, architecture."""
+    digest = hashlib.sha256(f"{torch.__version__} {platform.system()} {platform.machine()}".encode())
+    for source in _sources(library):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one library is compiled: a command for each source, and one that links their objects."""
+
+    library: str
+    compiler: str  # its name, for the user
+    compile: tuple[tuple[Path, tuple[str, ...]], ...]  # the source, and the command up to its input and output
+    link: tuple[str, ...]
+    tail: tuple[str, ...]  # libraries go behind the objects
+    key: str
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.library}-{self.key}.so"
+
+
+def recipe(library: str) -> Recipe:
+    """How to compile `library` ("cpu" or "cuda") here.
+
+    Raises:
+        Unavailable: if a compiler or its requirements are missing.
+    """
+    cxx = _find_compiler()
+    user = shlex.split(os.environ.get("CXXFLAGS", ""))
+    cpp = [*cxx, "-c", "-Wall", "-fPIC", "-fvisibility=hidden", *_flags(), *user]  # torch finds what is registered
+    link = [*cxx, "-shared", *user]
+    tail = [f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+    if platform.system() == "Darwin":
+        tail += ["-undefined", "dynamic_lookup"]
+    else:
+        cpp.append("-fopenmp")  # at::parallel_for is a header
+        tail += _openmp()
+    commands = {".cpp": cpp}
+    versions = _version(cxx)
+    if library == "cuda":
+        home = _cuda_home()
+        commands[".cu"] = cuda_command(home, cxx[0], cuda_architectures())
+        tail += ["-lc10_cuda", "-ltorch_cuda", f"-L{home / 'lib64'}", "-lcudart"]
+        versions += _version([str(home / "bin/nvcc")]) + os.environ.get("NVCC_APPEND_FLAGS", "")  # nvcc reads them
+    compiled = tuple(
+        (source, tuple(commands[source.suffix])) for source in _sources(library) if source.suffix in commands
+    )
+    digest = hashlib.sha256(source_key(library).encode())
+    digest.update(repr((versions, [command for _, command in compiled], link, tail)).encode())
+    return Recipe(library, Path(cxx[0]).name, compiled, tuple(link), tuple(tail), digest.hexdigest()[:16])
+
+
+def cuda_command(home: Path, host_compiler: str, architectures: list[str]) -> list[str]:
+    """What compiles a CUDA source, up to its input and output."""
+    host = ["-ccbin", host_compiler, "-Xcompiler=-fPIC,-fvisibility=hidden"]
+    return [str(home / "bin/nvcc"), "-c", *host, *_flags(), *_gencode(architectures)]
+
+
+def _flags() -> list[str]:
+    # The include folder not from torch.utils.cpp_extension, which needs setuptools and is slow to import.
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    return ["-std=c++20", "-O3", "-DNDEBUG", abi, "-isystem", str(_TORCH / "include")]
+
+
+def build(how: Recipe, target: Path) -> None:
+    """Compile into the file `target`, which appears complete or not at all.
+
+    Raises:
+        BuildFailed: with the compilers' output in `target` with the suffix .log.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    log = target.with_suffix(".log")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as name:
+        folder = Path(name)
+        objects = [folder / f"{source.stem}-{source.suffix[1:]}.o" for source, _ in how.compile]
+        commands = [
+            [*command, str(source), "-o", str(into)]
+            for (source, command), into in zip(how.compile, objects, strict=True)
+        ]
+        library = folder / target.name
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            reports = list(pool.map(_run, commands))
+        if all(code == 0 for code, _ in reports):
+            reports.append(_run([*how.link, *map(str, objects), *how.tail, "-o", str(library)]))
+        if any(code for code, _ in reports):
+            log.write_text("\n".join(text for _, text in reports), "utf-8")
+            raise BuildFailed(f"compiling the {how.library} operators with {how.compiler} failed", log)
+        os.replace(library, target)
+        log.unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    return done.returncode, f"$ {shlex.join(command)}\n{done.stdout}"
+
+
+def cache_folder() -> Path:
+    """$FASTGEN_CACHE, $XDG_CACHE_HOME/fastgen or ~/.cache/fastgen."""
+    if own := os.environ.get("FASTGEN_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fastgen"
+
+
+@contextlib.contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Only one thread of one process at a time works on `target`."""
+    import fcntl  # no Windows: there, _find_compiler has refused before
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, whatever becomes of the process
+        yield
+
+
+# What is there to build with.
+
+
+def _find_compiler() -> list[str]:
+    if os.name != "posix":
+        raise Unavailable(f"native operators are not built on {platform.system()}")
+    if own := shlex.split(os.environ.get("CXX", "")):
+        if shutil.which(own[0]) is None:
+            raise Unavailable(f"there is no C++ compiler {own[0]}, which CXX names")
+        return own
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise Unavailable("there is no C++ compiler")
+
+
+def _version(command: list[str]) -> str:
+    return subprocess.run([*command, "--version"], stdout=subprocess.PIPE, text=True, errors="replace").stdout
+
+
+def _openmp() -> list[str]:
+    """torch's own OpenMP, by its file: its wheels bring one of another name, and the threads of a second one would
+    not obey torch.set_num_threads."""
+    own = sorted((_TORCH / "lib").glob("libgomp*.so*"))
+    return [str(own[0])] if own else ["-fopenmp"]
+
+
+def _cuda_home() -> Path:
+    version = torch.version.cuda
+    if version is None:
+        raise Unavailable("this torch has no CUDA")
+    found = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc")
+    if not found and nvcc:
+        found = str(Path(nvcc).resolve().parents[1])
+    home = Path(found or "/usr/local/cuda")
+    if not (home / "bin/nvcc").is_file():
+        raise Unavailable("there is no CUDA toolkit (set CUDA_HOME)")
+    toolkit = _version([str(home / "bin/nvcc")]).partition("release ")[2].partition(",")[0]
+    if toolkit.partition(".")[0] != version.partition(".")[0]:
+        raise Unavailable(f"the CUDA toolkit is {toolkit}, torch's CUDA {version}")
+    return home
+
+
+def cuda_architectures() -> list[str]:
+    """TORCH_CUDA_ARCH_LIST, or what this machine's devices have: ["8.0", "9.0+PTX"]."""
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
+        return listed
+    found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    if not found:
+        raise Unavailable("there is no CUDA device to build for (set TORCH_CUDA_ARCH_LIST)")
+    return [f"{major}.{minor}" for major, minor in sorted(found)]
+
+
+def _gencode(architectures: list[str]) -> list[str]:
+    flags = []
+    for name in architectures:
+        number, _, ptx = name.partition("+")
+        digits = number.replace(".", "")
+        if not digits.rstrip("af").isdigit() or ptx not in ("", "PTX"):
+            raise Unavailable(f"TORCH_CUDA_ARCH_LIST must name architectures like 9.0 or 9.0+PTX, not {name!r}")
+        flags.append(f"-gencode=arch=compute_{digits},code=sm_{digits}")
+        if ptx:
+            flags.append(f"-gencode=arch=compute_{digits},code=compute_{digits}")
+    return flags

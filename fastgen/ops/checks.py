@@ -1,0 +1,59 @@
+"""What every implementation of the operators asks of its arguments; csrc/arguments.h says the same in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TOKENS = (torch.int64, torch.int32)
+_SCORES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_ngrams(tokens: Tensor, scores: Tensor, ngram_size: int, length: int) -> None:
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must be [rows, length], not of shape {list(tokens.shape)}.")
+    if scores.dim() != 2 or scores.shape[0] != tokens.shape[0]:
+        raise ValueError(f"scores must be [{tokens.shape[0]}, vocabulary], not of shape {list(scores.shape)}.")
+    if tokens.dtype not in _TOKENS:
+        raise TypeError(f"tokens must be int64 or int32, not {tokens.dtype}.")
+    if scores.dtype not in _SCORES:
+        raise TypeError(f"scores must be float32, float16 or bfloat16, not {scores.dtype}.")
+    if tokens.device != scores.device:
+        raise ValueError(f"tokens are on {tokens.device} and scores on {scores.device}.")
+    if ngram_size < 1:
+        raise ValueError(f"ngram_size must be 1 or more, not {ngram_size}.")
+    if length < 0 or length > tokens.shape[1]:
+        raise ValueError(f"length must be 0 to {tokens.shape[1]}, not {length}.")
+
+
+def check_source(source: Tensor, tokens: Tensor, beams: int) -> None:
+    if beams < 1:
+        raise ValueError(f"beams must be 1 or more, not {beams}.")
+    if source.dim() != 2 or source.shape[0] * beams != tokens.shape[0]:
+        raise ValueError(
+            f"source must be [rows / beams, length], not of shape {list(source.shape)} "
+            f"for {tokens.shape[0]} rows of {beams} beams."
+        )
+    if source.dtype not in _TOKENS:
+        raise TypeError(f"source must be int64 or int32, not {source.dtype}.")
+    if source.device != tokens.device:
+        raise ValueError(f"source is on {source.device} and tokens on {tokens.device}.")
+
+
+def check_topk(logits: Tensor, k: int, banned: Tensor | None) -> None:
+    if logits.dim() != 2:
+        raise ValueError(f"logits must be [rows, vocabulary], not of shape {list(logits.shape)}.")
+    if logits.dtype not in _SCORES:
+        raise TypeError(f"logits must be float32, float16 or bfloat16, not {logits.dtype}.")
+    if logits.shape[1] >= 2**31:
+        raise ValueError(f"the vocabulary is too large: {logits.shape[1]}.")
+    if k < 1 or k > logits.shape[1]:
+        raise ValueError(f"k must be 1 to {logits.shape[1]}, not {k}.")
+    if banned is None:
+        return
+    if banned.dim() != 1 and (banned.dim() != 2 or banned.shape[0] != logits.shape[0]):
+        raise ValueError(f"banned must be [width] or [{logits.shape[0]}, width], not of shape {list(banned.shape)}.")
+    if banned.dtype != torch.int64:
+        raise TypeError(f"banned must be int64, not {banned.dtype}.")
+    if banned.device != logits.device:
+        raise ValueError(f"banned is on {banned.device} and logits on {logits.device}.")

@@ -1,0 +1,100 @@
+"""Finds, or builds, and loads the native libraries, by the environment variable FASTGEN_NATIVE.
+
+| FASTGEN_NATIVE | |
+| --- | --- |
+| unset | the library built ahead of time, else the cached one, else compile it; else, silently, the reference |
+| 0 | the reference only |
+| build | compile the sources afresh |
+| required | as if unset, but an error where no native library can be had |
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import torch
+
+from fastgen import config, report
+from fastgen.ops import builder
+
+_lock = threading.Lock()
+_loaded: dict[str, str] | None = None  # library -> "" if it is loaded, else why not
+
+
+def load(operators: tuple[str, ...]) -> None:
+    """Load the libraries that this machine can use, once, and report what each of `operators` is now.
+
+    Raises:
+        RuntimeError: under FASTGEN_NATIVE=required, if one can't be had.
+    """
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            wanted = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+            mode = config.native()
+            _loaded = {library: "FASTGEN_NATIVE=0" if mode == "0" else _load(library, mode) for library in wanted}
+        native = [library for library, why_not in _loaded.items() if not why_not]
+        missing = [f"{library}: {why_not}" for library, why_not in _loaded.items() if why_not]
+        parts = [f"native ({', '.join(native)})"] if native else []
+        parts += [f"reference ({'; '.join(missing)})"] if missing else []
+        report.set_operators({operator: ", ".join(parts) for operator in operators})
+
+
+def is_loaded(library: str) -> bool:
+    """Whether "cpu" or "cuda" runs natively."""
+    return _loaded is not None and _loaded.get(library) == ""
+
+
+def _load(library: str, mode: str) -> str:
+    """Why there is no native `library`; "" once it is loaded."""
+    try:
+        torch.ops.load_library(str(_find(library, mode)))
+        return ""
+    except builder.Unavailable as error:
+        if mode == "required":
+            raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
+        if mode == "build":
+            warnings.warn(f"FASTGEN_NATIVE=build, but {error}.", RuntimeWarning, stacklevel=2)
+        return str(error)
+    except (builder.BuildFailed, OSError) as error:  # OSError: no place to write to, or the loader refuses the file
+        if mode == "required":
+            raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
+        text = f"fastgen runs its {library} operators in plain torch, which is slower: {error}. "
+        text += "FASTGEN_NATIVE=build tries again, FASTGEN_NATIVE=0 says no more."
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return str(error).partition(" (log:")[0]
+
+
+def _find(library: str, mode: str) -> Path:
+    if mode != "build":
+        ready = builder.AHEAD_OF_TIME / f"{library}-{builder.source_key(library)}.so"
+        if ready.is_file() and (library != "cuda" or _fits_devices(ready)):
+            return ready
+    how = builder.recipe(library)
+    target = builder.cache_folder() / how.file_name
+    if target.is_file() and mode != "build":
+        return target
+    failed = target.with_suffix(".log")
+    with builder.locked(target):
+        if mode != "build":
+            if target.is_file():  # another process has built it meanwhile
+                return target
+            if failed.is_file():
+                raise builder.BuildFailed("an earlier build failed", failed)
+        print(
+            f"fastgen: compiling its {library} operators with {how.compiler}, once, into {target.parent}",
+            file=sys.stderr,
+            flush=True,
+        )
+        builder.build(how, target)
+    return target
+
+
+def _fits_devices(library: Path) -> bool:
+    """Whether a library built ahead of time holds code for every device here; a file beside it says what it holds."""
+    built = library.with_suffix(".arch").read_text("utf-8").split()
+    here = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    return {f"{major}.{minor}" for major, minor in here} <= {name.partition("+")[0] for name in built}

@@ -1,0 +1,65 @@
+"""The operators in plain torch: the reference, and what runs where there is no native library.
+
+Vectorised and without host synchronisation, so they can be captured and compiled as well; unlike the native ones
+they allocate temporaries of the size of the scores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.checks import check_ngrams, check_source, check_topk
+
+_LOW_WORD = 2**32 - 1
+
+
+def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length: int) -> None:
+    check_ngrams(tokens, scores, ngram_size, length)
+    if length >= ngram_size:
+        _ban(tokens[:, :length], tokens[:, length + 1 - ngram_size : length], scores)
+
+
+def ban_source_ngrams_(
+    source: Tensor, tokens: Tensor, scores: Tensor, ngram_size: int, length: int, beams: int
+) -> None:
+    check_ngrams(tokens, scores, ngram_size, length)
+    check_source(source, tokens, beams)
+    if length >= ngram_size - 1 and source.shape[1] >= ngram_size:
+        _ban(source.repeat_interleave(beams, dim=0), tokens[:, length + 1 - ngram_size : length], scores)
+
+
+def _ban(text: Tensor, prefix: Tensor, scores: Tensor) -> None:
+    """Ban what follows `prefix` `[rows, n-1]` wherever it occurs in `text` `[rows, N]`."""
+    vocabulary = scores.shape[1]
+    windows = text.unfold(1, prefix.shape[1] + 1, 1)  # [rows, places, n]
+    token = windows[..., -1].long()
+    is_banned = (windows[..., :-1] == prefix[:, None]).all(-1) & (token >= 0) & (token < vocabulary)
+    mask = scores.new_zeros(scores.shape[0], vocabulary + 1, dtype=torch.bool)  # the last column takes the others
+    mask.scatter_(1, torch.where(is_banned, token, vocabulary), True)
+    scores.masked_fill_(mask[:, :vocabulary], float("-inf"))
+
+
+def topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    check_topk(logits, k, banned)
+    rows, vocabulary = logits.shape
+    logits = logits.float()
+    maximum = logits.amax(-1, keepdim=True)
+    maximum = torch.where(maximum.isfinite(), maximum, 0.0)  # inf - inf would be NaN
+    log_sum = (logits - maximum).exp().sum(-1, keepdim=True).log()  # [rows, 1]
+
+    allowed = torch.where(logits.isnan(), float("-inf"), logits)
+    if banned is not None:
+        mask = torch.zeros(rows, vocabulary + 1, dtype=torch.bool, device=logits.device)
+        is_token = (banned >= 0) & (banned < vocabulary)
+        mask.scatter_(1, torch.where(is_token, banned, vocabulary).expand(rows, -1), True)
+        allowed = allowed.masked_fill(mask[:, :vocabulary], float("-inf"))
+    # torch.topk leaves the order of equal values open, so let it rank integers that are all different: the
+    # logit's bits, which sort like the logit once those of negative ones are inverted, then the token, lowest first.
+    bits = (allowed + 0.0).view(torch.int32)  # -0.0 equals 0.0
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    from_the_end = vocabulary - 1 - torch.arange(vocabulary, device=logits.device)
+    keys = torch.topk((bits << 32) | from_the_end, k).values
+    tokens = vocabulary - 1 - (keys & _LOW_WORD)
+    log_probs = (allowed.gather(1, tokens) - maximum) - log_sum
+    return log_probs, tokens, (log_sum + maximum)[:, 0]

@@ -1,0 +1,181 @@
+"""What the host's search sees as its models: the same ones, over the tree."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import config
+from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
+from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
+from fastgen.optimizer.fairseq.session import Session
+from fastgen.report import FallbackError
+
+_PROMPT_LOGITS = 2**24  # computed at a time: all positions of long prompts would take gigabytes
+
+
+class TreeEnsemble:
+    """Stands in for the generator's `model` during one call.
+
+    The encoder's output keeps one row per sentence, decoder steps run over the tree, and reordering edits
+    the ancestry. Whatever else the host asks is answered by its own ensemble.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.inner = request.generator.model
+        self.reason: str | None = None  # why the tree turned out not to fit; then the host's own cache is used
+        source = request.source
+        assert source is not None
+        self.session = Session(request.batch, request.beams, request.max_steps, request.generator.pad, source.device)
+        models = [_replaced(model, decoder=over_the_tree(model.decoder, self.session)) for model in self.inner.models]
+        self._over_the_tree = _replaced(self.inner, models=models, single_model=models[0])
+        self._prompt: Prompt | None = None
+        if not self.inner.has_encoder() and request.generator.lm_model is None:
+            self._prompt = self._read_prompt(request, models)
+        self.session.plant()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    @staticmethod
+    def _read_prompt(request: Request, models: list[Any]) -> Prompt | None:
+        prefix = request.shared_prefix()
+        if not prefix:
+            return None
+        assert request.prefix_tokens is not None
+        forced = request.prefix_tokens[:, :prefix]
+        start = torch.full_like(forced[:, :1], request.start)
+        return Prompt(models, torch.cat([start, forced], dim=1))
+
+    def forward_encoder(self, net_input: dict[str, Any]) -> Any:
+        outputs = self.inner.forward_encoder(net_input)
+        if self.inner.has_encoder():
+            self.reason = _misfit(outputs, self.session.tree.batch)
+        if self.reason and config.current().strict:
+            raise FallbackError(self.reason)
+        return outputs
+
+    def reorder_encoder_out(self, encoder_outs: Any, new_order: Tensor) -> Any:
+        if self.reason:
+            return self.inner.reorder_encoder_out(encoder_outs, new_order)
+        return encoder_outs if self.inner.has_encoder() else []
+
+    def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:
+        if self.reason:
+            self.inner.reorder_incremental_state(incremental_states, new_order)
+            return
+        stay = self.session.reorder(new_order)
+        if stay is not None and self._prompt is not None:
+            self._prompt.keep(stay)
+
+    def forward_decoder(
+        self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.reason:
+            return self.inner.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
+        position = tokens.shape[1] - 1
+        if self._prompt is not None:
+            if position < self._prompt.length:
+                scores = self._prompt.log_probs(position, temperature)  # [B, V]
+                return scores.repeat_interleave(self.session.tree.beams, dim=0), None
+            self._prompt = None
+        self.session.advance(tokens[:, -1])
+        return self._over_the_tree.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
+
+
+class TreeLanguageModel:
+    """Stands in for the language model that is fused in: it reads one token a step instead of all of them again."""
+
+    def __init__(self, inner: Any, ensemble: TreeEnsemble) -> None:
+        self.inner, self._ensemble = inner, ensemble
+        self._decoder = over_the_tree(inner.decoder, ensemble.session)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, tokens: Tensor) -> Any:
+        if self._ensemble.reason:
+            return self.inner(tokens)
+        return self._decoder(tokens, incremental_state={})
+
+
+class Prompt:
+    """The forced beginning of decoder-only models: read in one pass, once per sentence."""
+
+    def __init__(self, models: list[Any], tokens: Tensor) -> None:
+        """`models`: over the tree; `tokens`: int64 `[B, P]`, with no padding."""
+        self.length = tokens.shape[1]
+        self._models = models
+        self._features = [model.decoder.extract_features(tokens, None)[0] for model in models]  # each [B, P, C]
+        vocabulary = max(len(model.decoder.dictionary) for model in models)
+        self._positions = max(1, _PROMPT_LOGITS // (tokens.shape[0] * vocabulary))
+        self._first, self._chunk = 0, tokens.new_empty(0, 0, 0)  # log-probabilities [B, positions, V] from `first` on
+
+    def keep(self, sentences: Tensor) -> None:
+        """Drop all sentences but these, int64 `[B']`."""
+        self._features = [features.index_select(0, sentences) for features in self._features]
+        self._chunk = self._chunk.index_select(0, sentences)
+
+    def log_probs(self, position: int, temperature: float) -> Tensor:
+        """Of the token after `position`, averaged over the models as the host does, `[B, V]`."""
+        if position >= self._first + self._chunk.shape[1]:
+            self._first = position
+            self._chunk = self._compute(slice(position, position + self._positions), temperature)
+        return self._chunk[:, position - self._first]
+
+    def _compute(self, positions: slice, temperature: float) -> Tensor:
+        each = []
+        for model, features in zip(self._models, self._features, strict=True):
+            logits = model.decoder.output_layer(features[:, positions]).div_(temperature)
+            each.append(model.get_normalized_probs((logits, None), log_probs=True, sample=None))
+        if len(each) == 1:
+            return each[0]
+        return torch.logsumexp(torch.stack(each), dim=0) - math.log(len(each))
+
+
+def over_the_tree(decoder: Any, session: Session) -> Any:
+    """The decoder with attention over the session's tree; the decoder itself stays as it is."""
+    biases: dict[int, Tensor | None] = {}
+    layers = []
+    for layer in decoder.layers:
+        attention: dict[str, Any] = {"self_attn": TreeSelfAttention(layer.self_attn, session)}
+        if layer.encoder_attn is not None:
+            attention["encoder_attn"] = TreeCrossAttention(layer.encoder_attn, session, biases)
+        layers.append(_replaced(layer, **attention))
+    return _replaced(decoder, layers=layers)
+
+
+def _replaced(module: Any, **attributes: Any) -> Any:
+    """A view of a module in which these attributes are others.
+
+    They lie beside the submodules, which the view shares with the module, and are found before them.
+    """
+    view = copy.copy(module)
+    view.__dict__.update(attributes)
+    return view
+
+
+def _misfit(encoder_outs: Any, batch: int) -> str | None:
+    """Why these encoder outputs can't be attended to over the tree; None if they can."""
+    for output in encoder_outs:
+        if not isinstance(output, dict) or not {"encoder_out", "encoder_padding_mask"} <= output.keys():
+            return "its encoder returns something else than fairseq's Transformer encoder"
+        states, masks = output["encoder_out"], output["encoder_padding_mask"]
+        if len(states) != 1 or states[0].ndim != 3 or states[0].shape[1] != batch:
+            return "its encoder does not return one row per sentence"
+        if len(masks) > 1 or any(mask is not None and mask.shape != states[0].shape[1::-1] for mask in masks):
+            return "its encoder's padding mask is not one row per sentence"
+    return None
+
+
+def decode_over_the_tree(request: Request, generator: Any) -> TreeEnsemble:
+    """Give `generator`, a view of the request's own, models that run over the tree."""
+    ensemble = TreeEnsemble(request)
+    generator.__dict__["model"] = ensemble
+    if foldable_language_model(request):
+        generator.__dict__["lm_model"] = TreeLanguageModel(request.generator.lm_model, ensemble)
+    return ensemble

@@ -1,0 +1,89 @@
+"""Which tier runs a request, and the record of it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import config, report
+from fastgen.decoding.ngrams import ban_repeated_ngrams
+from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
+from fastgen.optimizer.fairseq.requests import Request, is_diverse, unsupported_reason
+
+_NO_FAST_TIER = "fairseq has no fast tier: its own loop runs over the tree"
+
+
+def run(request: Request, stock: Callable[..., Any]) -> Any:
+    """Run the host's search, `stock`, over the tree or as it is, and return its hypotheses."""
+    settings = config.current()
+    start = time.perf_counter()
+    if settings.tier == "stock":
+        result = stock(request.generator, request.sample, request.prefix_tokens, request.constraints, request.bos_token)
+        _record(request, "stock", "tier='stock' is configured", start)
+        return result
+    reason = unsupported_reason(request)
+    if settings.strict and (reason or settings.tier == "fast"):
+        raise report.FallbackError(reason or _NO_FAST_TIER)
+
+    view, sample = _mended(request)
+    ensemble = None if reason else decode_over_the_tree(request, view)
+    result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
+    if ensemble is None or ensemble.reason:
+        _record(request, "stock", ensemble.reason if ensemble else reason, start)
+        return result
+    session = ensemble.session
+    session.measure()
+    reason = _NO_FAST_TIER if settings.tier == "fast" else None
+    _record(request, "compat", reason, start, session.tree.steps, session.cache_bytes)
+    return result
+
+
+def _mended(request: Request) -> tuple[Any, dict[str, Any]]:
+    """A view of the generator that this call may change, and its sample, without the host's bugs."""
+    view, sample = copy.copy(request.generator), request.sample
+    if request.generator.repeat_ngram_blocker is not None:
+        view.__dict__["repeat_ngram_blocker"] = _NgramBlocker(request)
+    if is_diverse(request):
+        # This search keeps a row per sentence and looks it up by the numbers that sentences have in their
+        # dataset. Without those numbers the host counts within the batch.
+        sample = {name: value for name, value in sample.items() if name != "id"}
+    return view, sample
+
+
+class _NgramBlocker:
+    """Bans what `no_repeat_ngram_size` says.
+
+    Without its CUDA extension the host compares with the end of the buffer that tokens are written to, which
+    is padding until the last step, and bans nothing. A token that the prefix forces is never banned.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._size = int(request.generator.repeat_ngram_blocker.no_repeat_ngram_size)
+        self._pad = int(request.generator.pad)
+        self._forced_steps = 0 if request.prefix_tokens is None else request.prefix_tokens.shape[1]
+
+    def __call__(self, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor:
+        if step >= self._forced_steps:
+            return ban_repeated_ngrams(lprobs, tokens[:, : step + 1], self._size, self._pad)
+        best, token = lprobs.max(dim=1, keepdim=True)
+        forced = torch.isfinite(lprobs).sum(dim=1, keepdim=True) == 1
+        ban_repeated_ngrams(lprobs, tokens[:, : step + 1], self._size, self._pad)
+        return lprobs.scatter_(1, token, torch.where(forced, best, lprobs.gather(1, token)))
+
+
+def _record(
+    request: Request,
+    tier: str,
+    reason: str | None,
+    start: float,
+    steps: int | None = None,
+    cache_bytes: int | None = None,
+) -> None:
+    seconds = time.perf_counter() - start
+    name = request.model_name
+    report.record(report.Call("fairseq", name, tier, reason, request.batch, request.beams, steps, seconds, cache_bytes))

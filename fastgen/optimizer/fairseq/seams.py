@@ -1,0 +1,65 @@
+"""The functions that stand in for fairseq's own.
+
+Users compile generators with TorchScript, which reads the source of what it finds on the class. So `_generate`
+is plain enough to compile, hides what TorchScript can't see behind `is_scripting()`, and ends in the stock
+function. No `from __future__ import annotations` here: TorchScript needs annotations that are types.
+"""
+
+import types
+from collections.abc import Callable
+from typing import Any, Dict, Optional  # noqa: UP035
+
+import torch
+from torch import Tensor
+
+STOCK_GENERATE = "_fastgen_stock_generate"
+stock: dict[str, Callable[..., Any]] = {}  # stays when fastgen is disabled: calls under way end as they began
+
+
+def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A copy of `function` called `name`: TorchScript names a compiled method after its `__name__`."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = dict(function.__annotations__)
+    copy.__dict__.update(function.__dict__)
+    copy.__module__, copy.__doc__ = function.__module__, function.__doc__
+    return copy
+
+
+def _generate(  # type: ignore[no-untyped-def]
+    self,
+    sample: Dict[str, Dict[str, Tensor]],  # noqa: UP006
+    prefix_tokens: Optional[Tensor] = None,  # noqa: UP045
+    constraints: Optional[Tensor] = None,  # noqa: UP045
+    bos_token: Optional[int] = None,  # noqa: UP045
+):
+    """fairseq's search, over the beam tree where the request allows it."""
+    if not torch.jit.is_scripting():
+        # The host is still being imported when this module is: its parts are loaded at the first call.
+        from fastgen.optimizer.fairseq import dispatch
+        from fastgen.optimizer.fairseq.requests import Request
+
+        return dispatch.run(Request(self, sample, prefix_tokens, constraints, bos_token), stock["_generate"])
+    return self._fastgen_stock_generate(sample, prefix_tokens, constraints, bos_token)
+
+
+def set_decoder_beam_size(self: Any, beam_size: int) -> None:
+    """What a new generator tells its models: its beam size, but for BART.
+
+    BART writes it into its layers and stops reordering its encoder's output, and both outlive the generator:
+    the next search with other beams, or a plain forward pass, goes wrong. Its layers need neither.
+    """
+    from fairseq.models.bart import BARTModel
+
+    for model in self.models:
+        set_beam_size = getattr(type(model), "set_beam_size", None)
+        if set_beam_size is BARTModel.set_beam_size:
+            for layer in model.decoder.layers:
+                if getattr(layer.encoder_attn, "beam_size", 1) != 1:
+                    layer.encoder_attn.set_beam_size(1)
+            vars(model.encoder).pop("reorder_encoder_out", None)
+        elif set_beam_size is not None and beam_size > 1:
+            model.set_beam_size(beam_size)

@@ -1,0 +1,264 @@
+"""Linear layers on packed weights: with few rows, the decode step on a CPU is its matrix products.
+
+oneDNN multiplies by a weight in its own blocked layout; torch's `linear` lays it out anew, or hands it to a
+library that is slow on some processors. So a decode keeps a packed copy of each weight, wherever a timing
+of the shape says that it pays. The arithmetic is float32 in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+
+_MIN_ELEMENTS = 2**16  # below, calling costs as much as multiplying
+_MAX_ROWS = 512  # above, both are as fast as the machine
+_FEW_ROWS = 32  # one timing up to here, another from here on
+_TRIALS = 2  # timings of a shape on either side; the least counts
+_MEMORY_SHARE = 4  # all copies together take at most this part of the memory that is free without them
+
+
+@dataclass
+class _Packed:
+    """A packed copy, and what tells whether its weight is still the same."""
+
+    weight: weakref.ref[Tensor]
+    address: int
+    version: int
+    checksum: int
+    copy: Tensor  # oneDNN's own layout
+    nbytes: int
+
+    def is_current(self, weight: Tensor | None) -> bool:
+        return (
+            weight is not None
+            and self.weight() is weight
+            and self.address == weight.data_ptr()
+            and self.version == weight._version
+            # Edits through `weight.data`, as adapters merge themselves, leave no other trace.
+            and self.checksum == _checksum(weight)
+        )
+
+
+_lock = threading.RLock()
+_copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
+_verdicts: dict[tuple[int, int, int, int], bool] = {}  # (out, in, rows up to, threads) -> whether packing pays
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why nothing can be packed here, or None. The operators are private to torch: try them."""
+    try:
+        weight, rows = torch.randn(48, 32), torch.randn(3, 1, 32)
+        error = (_product(rows, _pack(weight), None) - nn.functional.linear(rows, weight)).abs().max()
+        return None if float(error) < 1e-4 else f"torch's packed product is wrong by {float(error):.1e}"
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
+        return f"this torch has no packed products ({str(error).splitlines()[0]})"
+
+
+def nbytes() -> int:
+    """The memory that packed copies take now."""
+    with _lock:
+        return sum(packed.nbytes for packed in _copies.values())
+
+
+def count() -> int:
+    """How many weights have a packed copy now."""
+    with _lock:
+        return len(_copies)
+
+
+def release() -> None:
+    """Drop all packed copies; what was learnt about shapes stays."""
+    with _lock:
+        _copies.clear()
+
+
+class Packing:
+    """The products of one decode over `model`: an object for one thread, the copies are everyone's.
+
+    `mode`: "auto" packs where a timing says so, "always" packs everything, "off" nothing.
+    """
+
+    def __init__(self, model: nn.Module, mode: str) -> None:
+        self.products = 0  # on packed weights
+        self._mode = mode
+        self._plans: dict[tuple[int, int], Tensor | None] = {}  # (id of a layer, rows) -> packed copy
+        self._off = mode == "off" or unavailable() is not None
+        if not self._off:
+            _drop_outdated(model)
+
+    def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
+        """`stock(layer, rows)` or the same product on the packed weight.
+
+        Args:
+            layer: has `weight`, `[out, in]` or, if `transposed`, `[in, out]`, and perhaps `bias` `[out]`.
+            rows: `[..., in]`.
+        """
+        if self._off or rows.dim() < 2 or torch.compiler.is_compiling():
+            return stock(layer, rows)
+        number = rows.numel() // rows.shape[-1]
+        key = (id(layer), number)
+        if key not in self._plans:
+            pays = self._pays(layer, rows, number, stock, transposed)
+            self._plans[key] = _copy_of(layer, transposed) if pays else None
+        copy = self._plans[key]
+        if copy is None:
+            return stock(layer, rows)
+        self.products += 1
+        return _product(rows, copy, layer.bias)  # type: ignore[arg-type]
+
+    def _pays(self, layer: nn.Module, rows: Tensor, number: int, stock: Forward, transposed: bool) -> bool:
+        weight = layer._parameters.get("weight")
+        bias = layer._parameters.get("bias")
+        plain = (
+            type(weight) is nn.Parameter  # quantised and distributed weights are subclasses
+            and weight.dtype == rows.dtype == torch.float32
+            and weight.device.type == rows.device.type == "cpu"
+            and weight.is_contiguous()
+            and not weight.is_inference()  # has no version to tell changes by
+            and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+        )
+        if not plain or number > _MAX_ROWS or self._mode == "always":
+            return plain and number <= _MAX_ROWS
+        assert weight is not None
+        # A timing decides, so two runs may round differently: not where the user has forbidden that.
+        if weight.numel() < _MIN_ELEMENTS or torch.are_deterministic_algorithms_enabled():
+            return False
+        shape = weight.shape[::-1] if transposed else weight.shape
+        few = _FEW_ROWS if number <= _FEW_ROWS else _MAX_ROWS
+        key = (shape[0], shape[1], few, torch.get_num_threads())
+        if key not in _verdicts:
+            copy = _copy_of(layer, transposed)
+            if copy is None:
+                return False
+            theirs = min(_seconds(lambda: stock(layer, rows)) for _ in range(_TRIALS))
+            ours = min(_seconds(lambda: _product(rows, copy, layer.bias)) for _ in range(_TRIALS))  # type: ignore[arg-type]
+            with _lock:
+                _verdicts[key] = ours < theirs
+                if not _verdicts[key]:
+                    _drop_useless(weight.shape)
+        return _verdicts[key]
+
+
+def _seconds(product: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    product()
+    return time.perf_counter() - start
+
+
+def _copy_of(layer: nn.Module, transposed: bool) -> Tensor | None:
+    """The layer's packed weight, made now if there is none; None if memory is short."""
+    with _lock:
+        packed = _copies.get(layer)
+        if packed is None:
+            weight: Tensor = layer.weight  # type: ignore[assignment]
+            size = weight.numel() * weight.element_size()
+            free, taken = _free_memory(), nbytes()
+            if free is not None and (taken + size) * _MEMORY_SHARE > taken + free:
+                return None
+            try:
+                copy = _pack(weight.detach().t().contiguous() if transposed else weight.detach())
+            except (RuntimeError, MemoryError):  # no memory after all: a copy is only ever an extra
+                return None
+            checksum = _checksum(weight)
+            packed = _Packed(weakref.ref(weight), weight.data_ptr(), weight._version, checksum, copy, size)
+            _copies[layer] = packed
+        return packed.copy
+
+
+def _drop_outdated(model: nn.Module) -> None:
+    with _lock:
+        for module in model.modules():
+            packed = _copies.get(module)
+            if packed is not None and not packed.is_current(module._parameters.get("weight")):
+                del _copies[module]
+
+
+def _drop_useless(shape: torch.Size) -> None:
+    """Drop the copies of weights of `shape` unless they pay for another number of rows."""
+    sizes = {tuple(shape), tuple(shape[::-1])}
+    if any(verdict is True and key[:2] in sizes for key, verdict in _verdicts.items()):
+        return
+    for module, packed in list(_copies.items()):
+        if (weight := packed.weight()) is not None and weight.shape == shape:
+            del _copies[module]
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight)
+
+
+def _product(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+
+
+def _checksum(weight: Tensor) -> int:
+    """A sum of the bits of each row, weighted by the row's place: all but edits that cancel out change it."""
+    bits = weight.detach().flatten(1)
+    wide = bits.shape[1] % 2 == 0 and bits.data_ptr() % 8 == 0  # two numbers at a time where they are aligned
+    sums = bits.view(torch.int64 if wide else torch.int32).sum(1)
+    return int((sums * torch.arange(1, 2 * len(sums), 2)).sum())
+
+
+def _control_groups() -> list[tuple[Path, str, str]]:
+    """Where this process's memory limits stand: its control group and those around it, of either version."""
+    root = Path("/sys/fs/cgroup")
+    groups = [(root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            place = Path(path.lstrip("/"))
+            for part in (place, *place.parents):
+                if not kinds:
+                    groups.append((root / part, "memory.max", "memory.current"))
+                elif kinds == "memory":
+                    groups.append((root / "memory" / part, "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    return groups
+
+
+_CONTAINER = _control_groups()
+
+
+def _free_memory() -> int | None:
+    """Bytes that can still be taken, by the machine and by the container; None where nobody says."""
+    free: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(int(line.split()[1]) * 1024)
+    for group, limit, current in _CONTAINER:
+        with contextlib.suppress(OSError, ValueError):
+            free.append(int((group / limit).read_text()) - int((group / current).read_text()))
+    if not free:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            free.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(free, default=None)
+
+
+def wrapped(current: Callable[[], Any], stock: Forward, transposed: bool = False) -> Forward:
+    """A layer's `forward` that multiplies on packed weights while `current()` has a `packing`."""
+
+    @functools.wraps(stock)
+    def forward(self: nn.Module, input: Tensor) -> Tensor:
+        session = current()
+        if session is None:
+            return stock(self, input)
+        output: Tensor = session.packing(self, input, stock, transposed)
+        return output
+
+    return forward

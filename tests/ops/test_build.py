@@ -1,0 +1,245 @@
+"""Finding and compiling the native libraries, each time in a fresh process with a cache of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastgen.ops import builder, native
+
+ROOT = Path(__file__).resolve().parents[2]
+USE = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from fastgen import ops
+    import fastgen, torch
+    assert ops.topk_log_softmax(torch.tensor([[1.0, 3.0, 2.0]]), 2)[1].tolist() == [[1, 2]]
+assert ops.is_native(torch.device("cpu")) == ("native" in fastgen.status().operators["topk_log_softmax"])
+print(next(line for line in str(fastgen.status()).replace("\\n  ", " ").splitlines() if line.startswith("operators")))
+for warning in caught:
+    if "fastgen" in str(warning.message).lower():
+        print(f"{warning.category.__name__}: {warning.message}")
+"""
+REAL = shutil.which("c++") or shutil.which("g++")
+needs_compiler = pytest.mark.skipif(REAL is None, reason="there is no C++ compiler")
+
+
+def use(cache: Path, root: Path = ROOT, code: str = USE, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Use an operator in a fresh process, which must not find the libraries of others."""
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("FASTGEN")}
+    settings |= {"FASTGEN_CACHE": str(cache), "PYTHONPATH": str(root), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=settings, cwd=cache, capture_output=True, text=True)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package and its sources, to break; without libraries built ahead of time."""
+    unneeded = shutil.ignore_patterns("demo_model", "__pycache__", "_native")
+    shutil.copytree(ROOT / "fastgen", tmp_path / "copy/fastgen", ignore=unneeded)
+    shutil.copytree(builder.source_folder(), tmp_path / "copy/csrc")
+    return tmp_path / "copy"
+
+
+def compiler(folder: Path, body: str) -> str:
+    """A C++ compiler of our own: it notes each call in the file `calls`, then does `body`."""
+    script = folder / "cxx"
+    text = f'#!/bin/sh\ncase "$*" in *--version*) echo test 1.0; exit;; esac\necho "$@" >> {folder}/calls\n{body}\n'
+    script.write_text(text)
+    script.chmod(0o755)
+    return str(script)
+
+
+TOUCH = 'sleep 0.2; for last; do :; done; echo built > "$last"'  # -o is the last option
+
+
+def test_without_a_compiler_the_reference_serves_silently(copy: Path, tmp_path: Path) -> None:
+    run = use(tmp_path, copy, PATH=str(tmp_path), CXX="")
+    assert run.returncode == 0, run.stderr
+    reason = "reference (cpu: there is no C++ compiler)"
+    names = ("ban_repeated_ngrams_", "ban_source_ngrams_", "topk_log_softmax")
+    assert run.stdout.splitlines() == ["operators: " + ", ".join(f"{name} {reason}" for name in names)]
+    assert run.stderr == ""
+
+
+def test_required_without_a_compiler(copy: Path, tmp_path: Path) -> None:
+    run = use(tmp_path, copy, PATH=str(tmp_path), CXX="", FASTGEN_NATIVE="required")
+    assert run.returncode != 0
+    assert run.stderr.splitlines()[-1] == "RuntimeError: FASTGEN_NATIVE=required, but there is no C++ compiler."
+
+
+def test_build_without_a_compiler(copy: Path, tmp_path: Path) -> None:
+    run = use(tmp_path, copy, FASTGEN_NATIVE="build", CXX="no-such-compiler")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[1:] == [
+        "RuntimeWarning: FASTGEN_NATIVE=build, but there is no C++ compiler no-such-compiler, which CXX names."
+    ]
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    run = use(tmp_path, FASTGEN_NATIVE="0", CXX=compiler(tmp_path, "exit 1"))
+    assert run.stdout.count("reference (cpu: FASTGEN_NATIVE=0)") == 3, run.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_wrong_setting(tmp_path: Path) -> None:
+    run = use(tmp_path, code="import fastgen", FASTGEN_NATIVE="yes")
+    message = "ValueError: FASTGEN_NATIVE must be 0, build or required, or not be set, not 'yes'."
+    assert run.stderr.splitlines()[-1] == message
+
+
+@needs_compiler
+def test_broken_sources(copy: Path, tmp_path: Path) -> None:
+    (copy / "csrc/arguments.h").write_text('#include "missing_on_purpose.h"\n')
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    run = use(cache, copy)
+    assert run.returncode == 0, run.stderr
+    (log,) = cache.glob("cpu-*.log")
+    assert "missing_on_purpose.h" in log.read_text()
+    (warning,) = run.stdout.splitlines()[1:]
+    assert warning.startswith("RuntimeWarning: fastgen runs its cpu operators in plain torch, which is slower: ")
+    assert f"(log: {log})" in warning
+    assert "reference (cpu: compiling the cpu operators with" in run.stdout
+    assert not list(cache.glob("*.so"))
+
+    # The next process says so again, without compiling in vain; `build` tries.
+    again = use(cache, copy)
+    assert "an earlier build failed" in again.stdout and f"(log: {log})" in again.stdout
+    assert "compiling" not in again.stderr and "compiling" in run.stderr
+    assert "compiling" in use(cache, copy, FASTGEN_NATIVE="build").stderr
+    required = use(cache, copy, FASTGEN_NATIVE="required")
+    assert required.returncode != 0
+    assert f"RuntimeError: FASTGEN_NATIVE=required, but an earlier build failed (log: {log})." in required.stderr
+
+
+def test_a_cache_that_cannot_be_written(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = use(tmp_path, copy, FASTGEN_CACHE=str(tmp_path / "file/cache"), CXX=compiler(tmp_path, TOUCH))
+    assert run.returncode == 0, run.stderr
+    assert "RuntimeWarning: fastgen runs its cpu operators in plain torch" in run.stdout
+
+
+def test_a_library_that_does_not_load(copy: Path, tmp_path: Path) -> None:
+    run = use(tmp_path, copy, CXX=compiler(tmp_path, TOUCH))
+    assert run.returncode == 0, run.stderr
+    assert "RuntimeWarning: fastgen runs its cpu operators in plain torch" in run.stdout
+
+
+def test_processes_build_once(copy: Path, tmp_path: Path) -> None:
+    """The others wait, and find what the first has built."""
+    cxx = compiler(tmp_path, TOUCH)
+    runs: list[subprocess.CompletedProcess[str]] = []
+    threads = [threading.Thread(target=lambda: runs.append(use(tmp_path, copy, CXX=cxx))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [run.returncode for run in runs] == [0, 0, 0], runs
+    assert sum("compiling" in run.stderr for run in runs) == 1
+    sources = len(list((copy / "csrc/cpu").glob("*.cpp")))
+    assert len((tmp_path / "calls").read_text().splitlines()) == sources + 1  # and one that links
+    assert not list(tmp_path.glob("building-*"))
+
+
+def test_threads_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", compiler(tmp_path, TOUCH))
+    monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(native._find("cpu", ""))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and len(set(found)) == 1
+    assert found[0].read_text() == "built\n"
+    assert (tmp_path / "calls").read_text().count("-shared") == 1
+
+
+def test_the_cache_depends_on_what_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", compiler(tmp_path, TOUCH))
+    first = builder.recipe("cpu").file_name
+    assert builder.recipe("cpu").file_name == first
+    monkeypatch.setenv("CXXFLAGS", "-O1")
+    assert builder.recipe("cpu").file_name != first
+    monkeypatch.delenv("CXXFLAGS")
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    assert builder.recipe("cpu").file_name != first
+
+
+def test_a_library_built_ahead_of_time_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
+    ready = tmp_path / f"cpu-{builder.source_key('cpu')}.so"
+    ready.write_text("")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native._find("cpu", "") == native._find("cpu", "required") == ready
+    with pytest.raises(builder.Unavailable):
+        native._find("cpu", "build")
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for name in ("FASTGEN_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert builder.cache_folder() == Path("/home/somebody/.cache/fastgen")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
+    assert builder.cache_folder() == Path("/var/cache/fastgen")
+    monkeypatch.setenv("FASTGEN_CACHE", "~/here")
+    assert builder.cache_folder() == Path("/home/somebody/here")
+
+
+def test_cuda_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0a 12.0+PTX")
+    assert builder._gencode(builder.cuda_architectures()) == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(builder.Unavailable, match="must name architectures like"):
+        builder._gencode(builder.cuda_architectures())
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_real_build_from_the_sources(tmp_path: Path) -> None:
+    started = time.time()
+    run = use(tmp_path, FASTGEN_NATIVE="build", CXXFLAGS="-O0")
+    assert run.stdout.count("native (cpu)") == 3, run.stdout + run.stderr
+    assert len(run.stderr.splitlines()) == 1 and "fastgen: compiling its cpu operators with" in run.stderr
+    (library,) = tmp_path.glob("cpu-*.so")
+    assert library.stat().st_mtime >= started - 1
+    cached = use(tmp_path, CXXFLAGS="-O0", FASTGEN_NATIVE="required")
+    assert cached.stdout == run.stdout and cached.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", sorted(path.name for path in builder.source_folder().glob("cuda/*.cu")))
+def test_the_cuda_sources_compile(source: str, tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None or REAL is None:
+        pytest.skip("there is no nvcc, or no C++ compiler")
+    command = builder.cuda_command(Path(nvcc).resolve().parents[1], REAL, ["9.0"])
+    if not (builder._TORCH / "include/c10/cuda/impl/cuda_cmake_macros.h").exists():  # a torch without CUDA
+        stub = tmp_path / "stub/c10/cuda/impl/cuda_cmake_macros.h"
+        stub.parent.mkdir(parents=True)
+        stub.write_text("#pragma once\n#define C10_CUDA_BUILD_SHARED_LIBS\n")
+        command += ["-I", str(tmp_path / "stub")]
+    path = builder.source_folder() / "cuda" / source
+    run = subprocess.run(
+        [*command, "-Werror=all-warnings", str(path), "-o", str(tmp_path / "object.o")],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert run.returncode == 0, run.stdout

@@ -1,0 +1,219 @@
+"""topk_log_softmax against brute force."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastgen.ops import reference
+
+CAPABILITY = "FASTGEN_TEST_CAPABILITY"
+EXAMPLES = 300 if CAPABILITY in os.environ else 1000
+CASES = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+cases = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**31),
+        "rows": st.integers(1, 4),
+        "vocabulary": st.one_of(st.integers(1, 300), st.sampled_from([127, 128, 129, 1000, 4095, 4096, 4097, 9000])),
+        "k": st.one_of(st.integers(1, 20), st.integers(1, 300), st.integers(1, 9000)),
+        "values": st.sampled_from(["normal", "equal", "few", "sorted", "reversed", "wide", "special", "infinite"]),
+        "dtype": st.sampled_from(oracle.DTYPES),
+        "banned": st.sampled_from([None, "shared", "rows", "most", "best"]),
+        "layout": st.sampled_from(["dense", "rows apart", "columns apart"]),
+    }
+)
+
+
+def logits_of(values: str, rows: int, vocabulary: int, generator: torch.Generator) -> Tensor:
+    normal = torch.randn(rows, vocabulary, generator=generator) * 4
+    if values == "equal":
+        return torch.full_like(normal, 1.5)
+    if values == "few":
+        return normal.round() * 0.25
+    if values == "sorted":
+        return normal.sort(dim=1).values
+    if values == "reversed":
+        return normal.sort(dim=1, descending=True).values
+    if values == "wide":  # beyond where exponentials vanish
+        return normal * 200
+    place = torch.rand(rows, vocabulary, generator=generator)
+    if values == "special":  # mostly -inf
+        return normal.masked_fill(place < 0.8, -math.inf).masked_fill(place > 0.999, math.nan)
+    if values == "infinite":
+        return normal.masked_fill(place < 0.3, -math.inf).masked_fill(place > 0.99, math.inf)
+    return normal
+
+
+def bans_of(kind: str | None, logits: Tensor, k: int, generator: torch.Generator) -> Tensor | None:
+    rows, vocabulary = logits.shape
+    if kind is None:
+        return None
+    if kind == "best":
+        return logits.float().topk(min(k, vocabulary)).indices
+    shape = (rows, 30) if kind == "rows" else (30,) if kind == "shared" else (3 * vocabulary,)
+    return torch.randint(-5, vocabulary + 5, shape, generator=generator)  # some count for nothing
+
+
+def laid_out(logits: Tensor, layout: str) -> Tensor:
+    if layout == "columns apart":
+        return logits.t().contiguous().t()
+    if layout == "rows apart":
+        return torch.cat([logits, torch.full_like(logits[:, :3], 99.0)], dim=1)[:, : logits.shape[1]]
+    return logits
+
+
+@CASES
+@given(case=cases)
+def test_topk(operators: Any, case: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(case["seed"])
+    k = min(case["k"], case["vocabulary"])
+    logits = logits_of(case["values"], case["rows"], case["vocabulary"], generator).to(case["dtype"])
+    banned = bans_of(case["banned"], logits, k, generator)
+    outputs = operators.topk_log_softmax(laid_out(logits, case["layout"]), k, banned)
+    oracle.assert_topk(outputs, logits, k, banned)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "k"),
+    [(1, 2, 1), (1, 2, 2), (3, 256_000, 8), (2, 50_257, 16), (1, 250_000, 130), (1, 70_000, 70_000), (512, 300, 4)],
+)
+@pytest.mark.parametrize("values", ["normal", "few"])
+def test_sizes(operators: Any, values: str, rows: int, vocabulary: int, k: int) -> None:
+    logits = logits_of(values, rows, vocabulary, torch.Generator().manual_seed(k))
+    oracle.assert_topk(operators.topk_log_softmax(logits, k), logits, k)
+
+
+@pytest.mark.parametrize("banned", [None, "shared", "rows", "best"])
+@pytest.mark.parametrize("values", ["normal", "few", "sorted", "special", "infinite"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_rows_are_shared_by_threads(native: Any, threads: Any, rows: int, values: str, banned: str | None) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    logits = logits_of(values, rows, 140_001, generator)
+    bans = bans_of(banned, logits, 9, generator)
+    expected = reference.topk_log_softmax(logits, 9, bans)
+    for number in (2, 3, 5):
+        threads(number)
+        log_probs, tokens, log_sum_exp = native.topk_log_softmax(logits, 9, bans)
+        assert torch.equal(tokens, expected[1])
+        torch.testing.assert_close(log_probs, expected[0], equal_nan=True)
+        torch.testing.assert_close(log_sum_exp, expected[2], equal_nan=True)
+
+
+def test_rows_of_negative_infinity_and_of_nan(operators: Any) -> None:
+    nan, inf = math.nan, math.inf
+    logits = torch.tensor(
+        [[-inf, -inf, -inf], [nan, 2.0, -inf], [nan, nan, nan], [-inf, 3.0, -inf], [inf, 1.0, inf], [-0.0, 0.0, -0.0]]
+    )
+    log_probs, tokens, log_sum_exp = operators.topk_log_softmax(logits, 2)
+    assert tokens.tolist() == [[0, 1], [1, 0], [0, 1], [1, 0], [0, 2], [0, 1]]
+    assert log_sum_exp.tolist()[::3] == [-inf, 3.0] and log_sum_exp[4] == inf
+    assert log_sum_exp[1:3].isnan().all()
+    assert log_probs[:3].isnan().all()
+    assert log_probs[3].tolist() == [0.0, -inf]
+    assert log_probs[4].isnan().all()  # inf - inf, as in log_softmax
+    assert log_probs[5].tolist() == pytest.approx([-math.log(3)] * 2)
+
+
+def test_banned_tokens_count_in_the_sum_only(operators: Any) -> None:
+    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
+    log_probs, tokens, log_sum_exp = operators.topk_log_softmax(logits, 3, torch.tensor([-1, 1, 3, 1, 77]))
+    assert tokens.tolist() == [[2, 0, 1]]
+    expected = logits.log_softmax(-1)[0]
+    torch.testing.assert_close(log_sum_exp, logits.logsumexp(-1))
+    torch.testing.assert_close(log_probs[0], torch.stack([expected[2], expected[0], torch.tensor(-math.inf)]))
+
+
+def test_the_exponential_is_accurate(native: Any) -> None:
+    """log(e^0 + e^x) - 0 shows e^x where it is not lost beside 1; the bulk's sum shows all of its range."""
+    x = torch.linspace(-86.5, 0, 100_000)
+    for first in range(0, len(x) - 4000, 4000):  # each slice beside a maximum of its own
+        row = x[None, first : first + 4000]
+        exact = row.double().logsumexp(-1)
+        error = (native.topk_log_softmax(row, 1)[2].double() - exact).abs()
+        assert float(error / exact.abs().clamp(min=1)) < 2e-7
+
+
+def test_nothing_to_do(operators: Any) -> None:
+    log_probs, tokens, log_sum_exp = operators.topk_log_softmax(torch.zeros(0, 5), 3)
+    assert log_probs.shape == tokens.shape == (0, 3) and log_sum_exp.shape == (0,)
+    empty = torch.zeros(0, dtype=torch.int64)
+    oracle.assert_topk(operators.topk_log_softmax(torch.ones(2, 5), 3, empty), torch.ones(2, 5), 3)
+
+
+LOGITS = torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("logits", "k", "banned", "error", "message"),
+    [
+        (LOGITS[0], 1, None, ValueError, r"logits must be \[rows, vocabulary\], not of shape \[4\]\."),
+        (LOGITS.double(), 1, None, TypeError, r"logits must be float32, float16 or bfloat16, not .*\."),
+        (LOGITS, 0, None, ValueError, r"k must be 1 to 4, not 0\."),
+        (LOGITS, 5, None, ValueError, r"k must be 1 to 4, not 5\."),
+        (LOGITS[:, :0], 1, None, ValueError, r"k must be 1 to 0, not 1\."),
+        (LOGITS, 1, torch.zeros(3, 2).long(), ValueError, r"banned must be \[width\] or \[2, width\], not of"),
+        (LOGITS, 1, torch.zeros(3), TypeError, r"banned must be int64, not .*float.*\."),
+    ],
+)
+def test_bad_arguments(
+    operators: Any, logits: Tensor, k: int, banned: Tensor | None, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        operators.topk_log_softmax(logits, k, banned)
+
+
+@pytest.mark.skipif(CAPABILITY not in os.environ, reason="runs inside test_other_instruction_sets")
+def test_the_capability_is_the_one_asked_for() -> None:
+    assert torch.backends.cpu.get_cpu_capability() == os.environ[CAPABILITY].upper()
+
+
+@pytest.mark.skipif(CAPABILITY in os.environ, reason="would start itself")
+@pytest.mark.parametrize("capability", ["avx2", "default"])
+def test_other_instruction_sets(native: Any, capability: str) -> None:
+    """The same tests once more with what torch would use on an older processor."""
+    here = torch.backends.cpu.get_cpu_capability()
+    if here not in ("AVX512", "AVX2") or here == capability.upper():
+        pytest.skip(f"this processor's capability is {here}")
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", "native or capability", str(Path(__file__))]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, CAPABILITY: capability, "FASTGEN_NATIVE": "required"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
+
+
+@pytest.mark.gpu
+@settings(max_examples=300)
+@given(case=cases)
+def test_topk_on_cuda(case: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(case["seed"])
+    k = min(case["k"], case["vocabulary"])
+    logits = logits_of(case["values"], case["rows"], case["vocabulary"], generator).to(case["dtype"])
+    banned = bans_of(case["banned"], logits, k, generator)
+    bans = None if banned is None else banned.cuda()
+    outputs = torch.ops.fastgen.topk_log_softmax(laid_out(logits.cuda(), case["layout"]), k, bans)
+    oracle.assert_topk(tuple(output.cpu() for output in outputs), logits, k, banned)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [32_000, 50_257, 256_000, 1_000_000])
+@pytest.mark.parametrize("k", [1, 16, 128, 129])
+def test_sizes_on_cuda(vocabulary: int, k: int) -> None:
+    for values in ("normal", "few", "equal"):
+        logits = logits_of(values, 7, vocabulary, torch.Generator().manual_seed(k))
+        expected = reference.topk_log_softmax(logits, k)
+        actual = torch.ops.fastgen.topk_log_softmax(logits.cuda(), k)
+        assert torch.equal(actual[1].cpu(), expected[1])
+        torch.testing.assert_close(actual[0].cpu(), expected[0])
+        torch.testing.assert_close(actual[2].cpu(), expected[2])

@@ -1,0 +1,234 @@
+"""Packed weights: the same products, and never those of a weight that has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from fastgen import packing
+from fastgen.packing import Packing
+
+pytestmark = pytest.mark.skipif(
+    packing.unavailable() is not None, reason=f"no packed products here: {packing.unavailable()}"
+)
+SHAPES = [(1, 1), (7, 3), (64, 48), (33, 257), (1000, 130)]
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    packing.release()
+    packing._verdicts.clear()
+    yield
+    packing.release()
+    packing._verdicts.clear()
+
+
+def stock(layer: Any, rows: Any) -> Any:
+    return torch.nn.functional.linear(rows, layer.weight, layer.bias)
+
+
+@torch.no_grad()
+def multiply(layer: Any, rows: Any, mode: str = "always") -> tuple[Any, int]:
+    """The product, and how many products ran on packed weights."""
+    decode = Packing(layer, mode)
+    return decode(layer, rows, stock), decode.products
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [(1,), (5, 1), (2, 3, 4)])
+@torch.no_grad()
+def test_product(shape: tuple[int, int], rows: tuple[int, ...], bias: bool) -> None:
+    """As far from float64 as stock at most twice, on rows of any layout."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(shape[1], shape[0], bias=bias)
+    for x in (torch.randn(*rows, shape[1]), torch.randn(shape[1], *rows).permute(*range(1, len(rows) + 1), 0)):
+        output, packed = multiply(layer, x)
+        exact = stock(copy.deepcopy(layer).double(), x.double())
+        theirs = (stock(layer, x) - exact).abs().max()
+        assert packed == 1 and output.shape == exact.shape
+        assert (output - exact).abs().max() <= 2 * theirs + 1e-6
+    assert packing.count() == 1
+
+
+@torch.no_grad()
+def test_transposed() -> None:
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.randn(48, 64))
+    layer.bias = torch.nn.Parameter(torch.randn(64))
+    rows = torch.randn(3, 48)
+    output = Packing(layer, "always")(layer, rows, stock, transposed=True)
+    torch.testing.assert_close(output, torch.addmm(layer.bias, rows, layer.weight))
+
+
+def _step(layer: Any) -> None:
+    with torch.enable_grad():
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        layer(torch.ones(1, 48)).sum().backward()
+        optimizer.step()
+
+
+def _load(layer: Any) -> None:
+    layer.load_state_dict({name: tensor + 1 for name, tensor in layer.state_dict().items()})
+
+
+def _data(layer: Any) -> None:
+    layer.weight.data += 1e-3 * torch.randn(64, 1) @ torch.randn(1, 48)  # as adapters merge themselves
+
+
+def _one_element(layer: Any) -> None:
+    layer.weight.data[17, 5] += 1.0
+
+
+def _reordered(layer: Any) -> None:
+    layer.weight.data.copy_(layer.weight.data.flip(0))
+
+
+def _in_place(layer: Any) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(2)
+
+
+def _replace(layer: Any) -> None:
+    layer.weight = torch.nn.Parameter(torch.randn(64, 48))
+
+
+def _swap_data(layer: Any) -> None:
+    layer.weight.data = torch.randn(64, 48)
+
+
+def _double_and_back(layer: Any) -> None:
+    layer.to(torch.float64)
+    layer.weight.data.add_(1)
+    layer.to(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "change", [_step, _load, _data, _one_element, _reordered, _in_place, _replace, _swap_data, _double_and_back]
+)
+def test_a_changed_weight_is_packed_anew(change: Any) -> None:
+    torch.manual_seed(0)
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
+    before, _ = multiply(layer, rows)
+    change(layer)
+    output, packed = multiply(layer, rows)
+    with torch.no_grad():
+        torch.testing.assert_close(output, stock(layer, rows))
+    assert packed == 1 and not torch.equal(before, output)
+
+
+def test_an_unchanged_weight_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
+    multiply(layer, rows)
+    monkeypatch.setattr(packing, "_pack", None)
+    assert multiply(layer, rows)[1] == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "kind", ["double", "bfloat16", "grad", "subclass", "many rows", "no weight", "autocast", "inference"]
+)
+def test_left_to_stock(kind: str) -> None:
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
+    if kind in ("double", "bfloat16"):
+        layer, rows = layer.to(getattr(torch, kind)), rows.to(getattr(torch, kind))
+    if kind == "subclass":
+        layer.weight = type("Quantised", (torch.nn.Parameter,), {})(layer.weight.data)
+    if kind == "many rows":
+        rows = torch.randn(packing._MAX_ROWS + 1, 48)
+    if kind == "no weight":  # a parametrised weight is computed at each access
+        torch.nn.utils.parametrizations.weight_norm(layer)
+    if kind == "inference":
+        with torch.inference_mode():
+            layer = torch.nn.Linear(48, 64)
+    decode = Packing(layer, "always")
+    with torch.set_grad_enabled(kind == "grad"), torch.autocast("cpu", enabled=kind == "autocast"):
+        decode(layer, rows, stock)
+    assert decode.products == 0 and packing.count() == 0
+
+
+def test_modes() -> None:
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
+    assert multiply(layer, rows, "off")[1] == 0
+    assert multiply(layer, rows, "auto")[1] == 0  # too small to pay
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_the_quicker_one_is_kept(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every product of the trial is right, and each shape is decided once for all its layers."""
+    clock = [0.0]
+    product = packing._product
+
+    def slow(rows: Any, packed: Any, bias: Any) -> Any:
+        clock[0] += 1.0 if pays else 3.0
+        return product(rows, packed, bias)
+
+    def timed_stock(layer: Any, rows: Any) -> Any:
+        clock[0] += 2.0
+        return stock(layer, rows)
+
+    monkeypatch.setattr(packing, "_product", slow)
+    monkeypatch.setattr(packing.time, "perf_counter", lambda: clock[0])
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(2)))
+    rows = torch.randn(4, 256)
+    decode = Packing(model, "auto")
+    with torch.no_grad():
+        for _ in range(10):
+            for layer in model:
+                torch.testing.assert_close(decode(layer, rows, timed_stock), stock(layer, rows))
+    assert packing.count() == (2 if pays else 0)
+    assert decode.products == (20 if pays else 0)
+    assert list(packing._verdicts.values()) == [pays]
+
+
+def test_deterministic_algorithms_leave_the_clock_out() -> None:
+    layer, rows = torch.nn.Linear(256, 256), torch.randn(4, 256)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert multiply(layer, rows, "auto")[1] == 0 and not packing._verdicts
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(weight: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    assert packing.unavailable() is None
+    monkeypatch.setattr(packing, "_pack", fail)
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
+    output, packed = multiply(layer, rows)
+    assert packed == 0 and torch.equal(output, stock(layer, rows))
+
+
+def test_nothing_is_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_free_memory", lambda: 48 * 64 * 4 * packing._MEMORY_SHARE - 1)
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
+    assert multiply(layer, rows)[1] == 0 and packing.nbytes() == 0
+    free = packing._free_memory
+    monkeypatch.undo()
+    assert free() and (packing._free_memory() or 2**40) > 2**20
+
+
+def test_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_pack", lambda weight: SimpleNamespace().missing)
+    packing.unavailable.cache_clear()
+    try:
+        assert "no packed products" in (packing.unavailable() or "")
+        assert multiply(torch.nn.Linear(48, 64), torch.randn(4, 48))[1] == 0
+    finally:
+        monkeypatch.undo()
+        packing.unavailable.cache_clear()
+
+
+def test_a_copy_goes_with_its_layer() -> None:
+    layer = torch.nn.Linear(48, 64)
+    multiply(layer, torch.randn(4, 48))
+    assert packing.nbytes() == 48 * 64 * 4
+    del layer
+    assert packing.nbytes() == 0
