@@ -67,22 +67,19 @@ class AutoBatch:
     is slower than the batches before; after that it only shrinks.
     """
 
-    def __init__(
-        self,
-        start: int,
-        limit: int | None = None,
-        *,
-        by_speed: bool = False,
-        fits: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, start: int, *, by_speed: bool = False, fits: Callable[[], bool] = lambda: True) -> None:
         if start < 1:
             raise ValueError(f"start must be at least 1, not {start}.")
         self.size = start
-        self._limit = limit
         self._by_speed = by_speed
         self._fits = fits
         self._growing = True
         self._best_speed = 0.0
+
+    @classmethod
+    def on_device(cls, kind: str, start: int) -> AutoBatch:
+        """As suits a device of torch's type `kind`."""
+        return cls(start, by_speed=kind == "cpu", fits=lambda: _double_fits(kind))
 
     def succeeded(self, used: int, speed: float) -> None:
         """A batch of `used` units ran, at `speed` (anything per second)."""
@@ -93,12 +90,10 @@ class AutoBatch:
             self._growing = False
             return
         self._best_speed = max(speed, self._best_speed)
-        if not self._fits() or (self._limit is not None and self.size >= self._limit):
+        if self._fits():
+            self.size *= 2
+        else:
             self._growing = False
-            return
-        self.size *= 2
-        if self._limit is not None:
-            self.size = min(self.size, self._limit)
 
     def failed(self, used: int) -> None:
         """A batch of `used` units ran out of memory."""
@@ -106,7 +101,7 @@ class AutoBatch:
         self._growing = False
 
 
-def memory_for_double(device_type: str) -> bool:
+def _double_fits(device_type: str) -> bool:
     """Whether a batch twice as large should fit, judged by the peak so far; True where that isn't known."""
     torch = sys.modules.get("torch")
     if torch is None or device_type != "cuda":

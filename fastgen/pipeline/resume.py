@@ -6,9 +6,10 @@ is cut back to the journal's last whole line, and the run goes on from there. Th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,18 +25,35 @@ class Journal:
         self._settings = json.loads(json.dumps(settings, default=str))
         self._file: TextIO | None = None
 
-    def start(self) -> None:
-        """A new run."""
-        with writing(self.path):
-            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115
-            self._append({"settings": self._settings})
+    @contextlib.contextmanager
+    def begin(self, *, resume: bool = False) -> Iterator[list[dict[str, Any]]]:
+        """The records of an earlier run, if there was one to resume; to be entered before the results are opened.
 
-    def resume(self) -> list[dict[str, Any]]:
-        """The records of an earlier run with the same settings; the results file is cut back to them."""
+        With `resume`, the results file is cut back to what the records say. At the end the journal is removed, unless
+        an exception ended the run.
+        """
+        records = self._resume() if resume and self.results.exists() and self.path.exists() else []
+        if not records:
+            with writing(self.path):
+                self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115
+                self._append({"settings": self._settings})
+        assert self._file is not None
+        try:
+            yield records
+        except BaseException:
+            with contextlib.suppress(OSError):  # a full disk again: what is on it stands
+                self._file.close()
+            raise
+        with writing(self.path):
+            self._file.close()
+            self.path.unlink()
+
+    def _resume(self) -> list[dict[str, Any]]:
         size = self.results.stat().st_size
         records: list[dict[str, Any]] = []
         kept = 0
-        for line in self.path.read_bytes().split(b"\n")[:-1]:  # the last one is cut off, or empty
+        lines = self.path.read_bytes().split(b"\n")[:-1]  # the last one is cut off, or empty
+        for line in lines:
             try:
                 record = json.loads(line)
             except ValueError:  # a crash of the whole machine can leave anything at the end
@@ -44,12 +62,16 @@ class Journal:
                 break
             records.append(record)
             kept += len(line) + 1
+        if not lines:  # killed before there was anything to note
+            return []
         if not records or "settings" not in records[0]:
             raise InputError(f"Cannot resume: {self.path} is not a journal; start without --resume.")
         if different := _differences(records[0]["settings"], self._settings):
             raise InputError(f"Cannot resume {self.results}: it was begun with another {different}.")
+        if len(records) == 1:
+            return []
         with writing(self.path):
-            os.truncate(self.results, records[-1]["bytes"] if len(records) > 1 else 0)
+            os.truncate(self.results, records[-1]["bytes"])
             os.truncate(self.path, kept)
             self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         return records[1:]
@@ -63,17 +85,6 @@ class Journal:
         assert self._file is not None
         self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
         self._file.flush()
-
-    def close(self, *, finished: bool) -> None:
-        """Remove the journal of a run that finished; keep it for `resume` otherwise."""
-        if self._file is not None:
-            try:
-                self._file.close()
-            except OSError:  # a full disk again: what is on it stands
-                if finished:
-                    raise
-        if finished:
-            self.path.unlink(missing_ok=True)
 
 
 def journal_path(results: Path) -> Path:

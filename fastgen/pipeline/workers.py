@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import pickle
 import queue
 import signal
 import threading
@@ -25,39 +26,42 @@ ATTEMPTS = 3  # a task that kills its worker this often is at fault itself
 Handler = Callable[[Any], Any]
 
 
-def _serve(connection: Connection, build: Callable[..., Handler], arguments: tuple[Any, ...]) -> None:
+def _serve(connection: Connection) -> None:
     """The worker: build the handler once, then answer tasks until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    handler: Handler | None = None
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone
+        setup = connection.recv_bytes()
+        handler: Handler | None = None
+        while True:
             task = connection.recv()
-        except EOFError:
-            return
-        try:
-            if handler is None:
-                handler = build(*arguments)
-            reply = (True, handler(task))
-        except Exception:
-            reply = (False, traceback.format_exc())
-        try:
+            try:
+                if handler is None:
+                    build, arguments = pickle.loads(setup)
+                    handler = build(*arguments)
+                reply = (True, handler(task))
+            except Exception:
+                reply = (False, traceback.format_exc())
             connection.send(reply)
-        except OSError:  # the parent is gone
-            return
 
 
 class _Worker:
     """One process and its pipe."""
 
-    def __init__(self, build: Callable[..., Handler], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, setup: bytes) -> None:
         context = multiprocessing.get_context("spawn")  # never fork: torch and CUDA have threads in the parent
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, build, arguments), daemon=True)
+        # `setup` is not an argument of the process: those travel in a pipe whose other end stays open here, so a
+        # worker that died while it started would leave us writing for ever.
+        self._setup: bytes | None = setup
+        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()  # else the pipe stays open when the worker dies
 
     def call(self, task: Any) -> tuple[bool, Any]:
         """What the handler says; EOFError or OSError if the worker died."""
+        if self._setup is not None:
+            self.connection.send_bytes(self._setup)
+            self._setup = None
         self.connection.send(task)
         return self.connection.recv()
 
@@ -85,7 +89,8 @@ class WorkerPool:
         self._handler: Handler | None = None
         self._inline = threading.Lock()  # a handler need not bear two threads; a tokenizer doesn't
         self.restarts = 0
-        self._workers = [_Worker(build, arguments) for _ in range(count)]
+        self._setup = pickle.dumps((build, arguments)) if count else b""
+        self._workers = [_Worker(self._setup) for _ in range(count)]
         self._threads = [
             threading.Thread(target=self._feed, args=(i,), name=f"fastgen-worker-{i}", daemon=True)
             for i in range(count)
@@ -126,7 +131,7 @@ class WorkerPool:
                         future.set_exception(WorkerError("the pool was closed"))
                         return
                     self._workers[index].stop(kill=True)
-                    self._workers[index] = _Worker(self._build, self._arguments)
+                    self._workers[index] = _Worker(self._setup)
                     self.restarts += 1
                     if attempt == ATTEMPTS - 1:
                         future.set_exception(WorkerError(f"a worker process died {ATTEMPTS} times at the same task"))

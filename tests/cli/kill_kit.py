@@ -39,13 +39,13 @@ def kill_at_random(run: Callable[[], int], journal: Path, kills: int, seed: int)
     return kills
 
 
-def interrupt(run: Callable[[], int], journal: Path) -> int | None:
-    """Start `run`, send SIGINT after its second batch; the exit code."""
+def interrupt(run: Callable[[], int], journal: Path, number: signal.Signals) -> int | None:
+    """Start `run`, send it this signal after its second batch; the exit code."""
     process = multiprocessing.get_context("fork").Process(target=_child, args=(run,))
     process.start()
     while process.is_alive() and _lines(journal) < 3:
         time.sleep(0.001)
-    os.kill(process.pid or 0, signal.SIGINT)
+    os.kill(process.pid or 0, number)
     process.join(timeout=60)
     return process.exitcode
 

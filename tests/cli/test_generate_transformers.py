@@ -17,8 +17,11 @@ import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 
 import fastgen
-from fastgen.cli import demo_task, generate_transformers, generation_flags, records, transformers_run
+from fastgen.cli import demo_task, generate_transformers
 from fastgen.cli.demo import SHIPPED_MODEL
+from fastgen.cli.transformers import batches, generation, records, writer
+from fastgen.cli.transformers import flags as flags_of_generation
+from fastgen.pipeline import batching
 from fastgen.pipeline.resume import journal_path
 
 MODEL = str(SHIPPED_MODEL)
@@ -145,7 +148,7 @@ def test_every_field_of_the_generation_config_is_a_flag() -> None:
     ],
 )
 def test_flags_have_the_types_of_the_fields(flags: list[str], wanted: dict[str, Any]) -> None:
-    given = generation_flags.given(generate_transformers.parser().parse_args(["m", "i", "o", *flags]))
+    given = flags_of_generation.given(generate_transformers.parser().parse_args(["m", "i", "o", *flags]))
     assert given == wanted
     assert [type(value) for value in given.values()] == [type(value) for value in wanted.values()]
 
@@ -201,6 +204,9 @@ def test_truncate_cuts_long_lines(bad_lines: Path, tmp_path: Path) -> None:
         ('{"txt": "12"}', "'text'"),
         ('{"text": 12}', "'text'"),
         ('{"text": " "}', "empty"),
+        ('{"text": "\\ud800"}', "surrogate"),
+        ('{"text": "1", "id": "\\udfff"}', "surrogate"),
+        ("[" * 100_000, "cannot be read"),
     ],
 )
 def test_bad_json_lines(tmp_path: Path, line: str, why: str) -> None:
@@ -218,6 +224,7 @@ def test_bad_json_lines(tmp_path: Path, line: str, why: str) -> None:
         (["{model}", "{tmp}/empty.txt", "{tmp}/out.txt"], "empty.txt is empty"),
         (["{tmp}/no-model", "{tmp}/in.txt", "{tmp}/out.txt"], "no-model"),
         (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--number-of-beams", "3"], "--number-of-beams"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--batch-size", "0"], "'0' is neither"),
         (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--num-beams", "three"], "'three' is not a whole number"),
         (["{model}", "{tmp}/in.txt", "{tmp}/no/out.txt"], "no/out.txt"),
         (["{model}", "{tmp}/in.txt", "{tmp}/in.txt"], "is the input"),
@@ -249,37 +256,30 @@ def test_a_full_disk_is_one_sentence(
 ) -> None:
     """The third write to the output fails; then there is room again, and --resume ends the run."""
     out = tmp_path / "out.txt"
+    monkeypatch.setattr(batches, "WINDOW", 5)
+
+    class Full:
+        """A file with room for two writes."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.file, self.room = open(*arguments, **options), 2  # noqa: SIM115
+
+        def write(self, text: str) -> None:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.file.write(text)
+            self.room -= 1
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
     with monkeypatch.context() as patch:
-        patch.setattr(transformers_run, "WINDOW", 5)
-        real, calls = records.render, []
-
-        class Full:
-            def __init__(self, file: Any) -> None:
-                self.file = file
-
-            def write(self, text: str) -> None:
-                calls.append(text)
-                if len(calls) == 3:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                self.file.write(text)
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.file, name)
-
-        start = generate_transformers._Writer.__init__
-
-        def init(self: Any, *arguments: Any) -> None:
-            start(self, *arguments)
-            self._file = Full(self._file)
-
-        patch.setattr(generate_transformers._Writer, "__init__", init)
-        assert real is records.render
+        patch.setattr(writer, "open", Full, raising=False)
         assert run(MODEL, source, out, *FLAGS) == 1
-        error = capsys.readouterr().err.strip()
-        assert f"Cannot write {out}: No space left on device" in error and len(error.splitlines()) == 1
-        assert out.read_text("utf-8").splitlines() == stock(texts[:10])[0]
-        patch.setattr(generate_transformers._Writer, "__init__", start)
-        assert run(MODEL, source, out, *FLAGS, "--resume") == 0
+    error = capsys.readouterr().err.strip()
+    assert f"Cannot write {out}: No space left on device" in error and len(error.splitlines()) == 1
+    assert out.read_text("utf-8").splitlines() == stock(texts[:10])[0]
+    assert run(MODEL, source, out, *FLAGS, "--resume") == 0
     assert out.read_text("utf-8").splitlines() == stock(texts)[0]
 
 
@@ -287,8 +287,8 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(
     source: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.txt"
-    monkeypatch.setattr(transformers_run, "WINDOW", 5)
-    real, calls = transformers_run.Generator._run, []
+    monkeypatch.setattr(batches, "WINDOW", 5)
+    real, calls = generation.Generator._run, []
 
     def interrupted(self: Any, part: Any) -> Any:
         calls.append(part)
@@ -297,7 +297,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(
         return real(self, part)
 
     with monkeypatch.context() as patch:
-        patch.setattr(transformers_run.Generator, "_run", interrupted)
+        patch.setattr(generation.Generator, "_run", interrupted)
         assert run(MODEL, source, out, *FLAGS) == 130
     assert out.read_text("utf-8").splitlines() == stock(texts[:10])[0]
     assert run(MODEL, source, out, *FLAGS, "--resume") == 0
@@ -311,9 +311,10 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(
 def test_out_of_memory_in_the_third_batch_loses_and_repeats_nothing(
     source: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: list[str]
 ) -> None:
-    monkeypatch.setattr(transformers_run, "AUTO_SENTENCES", 2)
-    monkeypatch.setattr(transformers_run, "AUTO_TOKENS", 96)
-    real, sizes = transformers_run.Generator._generate, []
+    monkeypatch.setattr(batches, "AUTO_SENTENCES", 2)
+    monkeypatch.setattr(batches, "AUTO_TOKENS", 96)
+    monkeypatch.setattr(batching, "_WORTH_KEEPING", 0.0)  # here the clock would decide about sizes
+    real, sizes = generation.Generator._generate, []
 
     def short(self: Any, part: Sequence[records.Record]) -> Any:
         sizes.append(len(part))
@@ -321,7 +322,7 @@ def test_out_of_memory_in_the_third_batch_loses_and_repeats_nothing(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return real(self, part)
 
-    monkeypatch.setattr(transformers_run.Generator, "_generate", short)
+    monkeypatch.setattr(generation.Generator, "_generate", short)
     out = tmp_path / "out.txt"
     assert run(MODEL, source, out, *FLAGS[:-2], *size) == 0
     assert out.read_text("utf-8").splitlines() == stock(texts)[0]
@@ -332,14 +333,14 @@ def test_out_of_memory_in_the_third_batch_loses_and_repeats_nothing(
 def test_a_record_that_never_fits_is_an_error_record(
     source: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = transformers_run.Generator._generate
+    real = generation.Generator._generate
 
     def short(self: Any, part: Sequence[records.Record]) -> Any:
         if any(record.index == 7 for record in part):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return real(self, part)
 
-    monkeypatch.setattr(transformers_run.Generator, "_generate", short)
+    monkeypatch.setattr(generation.Generator, "_generate", short)
     out = tmp_path / "out.jsonl"
     assert run(MODEL, source, out, *FLAGS) == 1
     lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
@@ -358,13 +359,13 @@ def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
     source = tmp_path / "in.txt"
     source.write_text("".join(f"{text}\n" for text in 2 * texts), "utf-8")
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    monkeypatch.setattr(transformers_run, "WINDOW", 8)
+    monkeypatch.setattr(batches, "WINDOW", 8)
     common = [*FLAGS[:-1], "2", *flags]
     assert run(MODEL, source, whole, *common) == 0
-    real = transformers_run.Generator._run
+    real = generation.Generator._run
     with monkeypatch.context() as patch:
         patch.setattr(
-            transformers_run.Generator, "_run", lambda self, part: (time.sleep(kill_kit.PAUSE), real(self, part))[1]
+            generation.Generator, "_run", lambda self, part: (time.sleep(kill_kit.PAUSE), real(self, part))[1]
         )
         kills = kill_kit.kill_at_random(
             lambda: run(MODEL, source, out, *common, "--resume"), journal_path(out), kills=10, seed=5
@@ -390,7 +391,7 @@ def test_resume_with_other_flags_is_refused(
 ) -> None:
     out = tmp_path / "out.txt"
     with monkeypatch.context() as patch:
-        patch.setattr(transformers_run.Generator, "_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(generation.Generator, "_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(MODEL, source, out, *FLAGS) == 130
     assert run(MODEL, source, out, *FLAGS, "--resume", "--num-beams", 2) == 1
     assert "another generation.num_beams" in capsys.readouterr().err

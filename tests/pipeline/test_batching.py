@@ -117,10 +117,6 @@ def test_a_batch_that_was_not_full_says_nothing() -> None:
     assert auto.size == 8
 
 
-def test_limit() -> None:
-    auto = AutoBatch(8, 20)
-    for _ in range(4):
-        auto.succeeded(auto.size, 1.0)
-    assert auto.size == 20
+def test_the_first_size_is_at_least_one() -> None:
     with pytest.raises(ValueError, match="start"):
         AutoBatch(0)

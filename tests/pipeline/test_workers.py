@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -79,3 +80,18 @@ def test_no_process_is_left_after_an_error() -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_workers_that_die_as_they_start_fail_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with more to set up than a pipe holds: nobody may wait for a dead worker to read it."""
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # Python ends before it runs anything
+    seen: list[BaseException | None] = []
+
+    def run() -> None:
+        with WorkerPool(1, eval, "lambda task: len(x)", {"x": "a" * 2**20}) as pool:
+            seen.append(pool.submit(0).exception(timeout=60))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert [str(error) for error in seen] == ["a worker process died 3 times at the same task"]

@@ -76,12 +76,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the scorer needs of one sentence."""
+    """What the scorer needs of one sentence: of tokens and words what is scored, the other is empty."""
 
     target: str
     hypothesis: str
     target_tokens: list[int]
     hypothesis_tokens: list[int]
+    texts: list[str]  # of all hypotheses, before detokenising
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,11 @@ class Format:
     print_alignment: str | None
     print_step: bool
     history: bool
+
+    @property
+    def by_words(self) -> bool:
+        """Whether words are scored: subwords were joined or words replaced, so tokens are not what is scored."""
+        return self.align_dict is not None or self.post_process is not None
 
 
 def build(form: Format) -> Callable[[Batch], Lines]:
@@ -135,15 +141,23 @@ class _Writer:
                 lines.append(f"S-{name}\t{source}")
             if target is not None:
                 lines.append(f"T-{name}\t{target}")
-        for rank, hypothesis in enumerate(batch.hypotheses[i]):
+        texts: list[str] = []
+        best = ""
+        for hypothesis in batch.hypotheses[i]:
             text = form.target.string(hypothesis.tokens, form.post_process, extra_symbols_to_ignore=form.ignored)
             if form.align_dict is not None:
                 text = _replace_unknown(text, source, hypothesis.alignment, form.align_dict, form.unk_word)
             plain = self._decode(text)
             if not form.quiet:
                 self._hypothesis(name, hypothesis, text, plain, lines)
-            if target is not None and rank == 0:
-                scored.append(Scored(target, plain, target_tokens, hypothesis.tokens))
+            if not texts:
+                best = plain
+            texts.append(text)
+        if target is not None and texts:
+            if form.by_words:
+                scored.append(Scored(target, best, [], [], texts))
+            else:
+                scored.append(Scored(target, best, target_tokens, batch.hypotheses[i][0].tokens, []))
 
     def _source(self, batch: Batch, i: int) -> str:
         form = self._form

@@ -79,12 +79,26 @@ def _fill(record: Record, line: str, form: str, text_field: str) -> None:
     except json.JSONDecodeError as error:
         record.refuse(f"not JSON ({error.msg} at position {error.pos + 1})")
         return
+    except (ValueError, RecursionError) as error:  # numbers too long, brackets too deep
+        record.refuse(f"JSON that cannot be read ({error})")
+        return
     if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
         record.refuse(f"not an object with the text in its field {text_field!r}")
         return
     record.name, record.text = fields.get("id"), fields[text_field]
     if not record.text.strip():
         record.refuse(f"the field {text_field!r} is empty")
+    elif not _is_unicode(record.name) or not _is_unicode(record.text):
+        record.refuse("half of a surrogate pair, which is no character")
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether UTF-8 can say it: JSON's escapes can hold what it can't."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def render(record: Record, outputs: list[tuple[str, float | None]], form: str) -> str:
