@@ -12,7 +12,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 EXIT_CODES = (
     f"exit codes: {DONE} done; {INPUT_ERROR} input error (a file, a line, a flag, a full disk: one sentence on "
-    f"standard error says which; what was finished is kept); {INTERRUPTED} interrupted (Ctrl-C)"
+    f"standard error says which; what was finished is kept); {INTERRUPTED} interrupted (Ctrl-C, SIGTERM)"
 )
 
 

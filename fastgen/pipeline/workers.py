@@ -121,26 +121,27 @@ class WorkerPool:
     def _feed(self, index: int) -> None:
         while (entry := self._tasks.get()) is not None:
             task, future = entry
-            if not future.set_running_or_notify_cancel():
-                continue
-            for attempt in range(ATTEMPTS):
+            if future.set_running_or_notify_cancel():
                 try:
-                    done, result = self._workers[index].call(task)
-                except (EOFError, OSError):
-                    if self._closed:
-                        future.set_exception(WorkerError("the pool was closed"))
-                        return
-                    self._workers[index].stop(kill=True)
-                    self._workers[index] = _Worker(self._setup)
-                    self.restarts += 1
-                    if attempt == ATTEMPTS - 1:
-                        future.set_exception(WorkerError(f"a worker process died {ATTEMPTS} times at the same task"))
-                else:
-                    if done:
-                        future.set_result(result)
-                    else:
-                        future.set_exception(WorkerError(_failed(result)))
-                    break
+                    future.set_result(self._run(index, task))
+                except Exception as error:  # raised again where the result is asked for
+                    future.set_exception(error)
+
+    def _run(self, index: int, task: Any) -> Any:
+        for _ in range(ATTEMPTS):
+            try:
+                done, result = self._workers[index].call(task)
+            except (EOFError, OSError):
+                if self._closed:
+                    raise WorkerError("the pool was closed") from None
+                self._workers[index].stop(kill=True)
+                self._workers[index] = _Worker(self._setup)
+                self.restarts += 1
+            else:
+                if not done:
+                    raise WorkerError(_failed(result))
+                return result
+        raise WorkerError(f"a worker process died {ATTEMPTS} times at the same task")
 
     def close(self, *, kill: bool = False) -> None:
         """End the workers: after their last task, or at once."""
