@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import time
@@ -46,27 +47,20 @@ def run(*arguments: object) -> int:
     return generate_transformers.main([str(argument) for argument in arguments])
 
 
-def stock(texts: Sequence[str], **options: Any) -> tuple[list[str], list[float]]:
-    """One input at a time by stock transformers."""
+def stock(texts: Sequence[str], **options: int) -> tuple[list[str], list[float]]:
+    """Texts and scores, one input at a time by stock transformers."""
+    return _stock(tuple(texts), tuple(options.items()))
+
+
+@functools.cache
+def _stock(texts: tuple[str, ...], options: tuple[tuple[str, int], ...]) -> tuple[list[str], list[float]]:
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
+    flags = {"num_beams": 3, "max_new_tokens": 24, "return_dict_in_generate": True, "output_scores": True}
     outputs: list[str] = []
     scores: list[float] = []
     with fastgen.disabled(), torch.inference_mode():
         for text in texts:
-            output = model.generate(
-                **{
-                    name: value
-                    for name, value in tokenizer(text, return_tensors="pt").items()
-                    if name != "token_type_ids"
-                },
-                **{
-                    "num_beams": 3,
-                    "max_new_tokens": 24,
-                    "return_dict_in_generate": True,
-                    "output_scores": True,
-                    **options,
-                },
-            )
+            output = model.generate(tokenizer(text, return_tensors="pt").input_ids, **flags, **dict(options))
             outputs += tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
             scores += output.sequences_scores.tolist()
     return outputs, scores
@@ -185,7 +179,7 @@ def test_with_text_output_a_bad_line_ends_the_run_and_keeps_what_is_done(
 ) -> None:
     out = tmp_path / "out.txt"
     assert run(MODEL, bad_lines, out, *FLAGS) == 1
-    assert out.read_text("utf-8").splitlines() == stock(texts[:1])[0]
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0][:1]
     assert f"{bad_lines}, line 2: not UTF-8" in capsys.readouterr().err
 
 
@@ -226,6 +220,7 @@ def test_bad_json_lines(tmp_path: Path, line: str, why: str) -> None:
         (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--number-of-beams", "3"], "--number-of-beams"),
         (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--batch-size", "0"], "'0' is neither"),
         (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--num-beams", "three"], "'three' is not a whole number"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--device", "abacus"], "Cannot use the device 'abacus'"),
         (["{model}", "{tmp}/in.txt", "{tmp}/no/out.txt"], "no/out.txt"),
         (["{model}", "{tmp}/in.txt", "{tmp}/in.txt"], "is the input"),
         (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--references", "{tmp}/two.txt"], "2 references for 23 inputs"),
@@ -278,7 +273,7 @@ def test_a_full_disk_is_one_sentence(
         assert run(MODEL, source, out, *FLAGS) == 1
     error = capsys.readouterr().err.strip()
     assert f"Cannot write {out}: No space left on device" in error and len(error.splitlines()) == 1
-    assert out.read_text("utf-8").splitlines() == stock(texts[:10])[0]
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0][:10]
     assert run(MODEL, source, out, *FLAGS, "--resume") == 0
     assert out.read_text("utf-8").splitlines() == stock(texts)[0]
 
@@ -299,7 +294,7 @@ def test_ctrl_c_keeps_what_is_done_and_exits_130(
     with monkeypatch.context() as patch:
         patch.setattr(generation.Generator, "_run", interrupted)
         assert run(MODEL, source, out, *FLAGS) == 130
-    assert out.read_text("utf-8").splitlines() == stock(texts[:10])[0]
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0][:10]
     assert run(MODEL, source, out, *FLAGS, "--resume") == 0
     assert out.read_text("utf-8").splitlines() == stock(texts)[0]
 

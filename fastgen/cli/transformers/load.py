@@ -24,6 +24,16 @@ _UNLOADABLE = (
 )
 
 
+def find_device(name: str | None) -> torch.device:
+    """By default CUDA's if there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"Cannot use the device {name!r}: {first_line(error)}.") from error
+    return device
+
+
 def load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)

@@ -7,12 +7,11 @@ import sys
 from concurrent.futures import Future
 from typing import Any
 
-import torch
 from transformers.utils import logging
 
 from fastgen.cli.transformers import batches, flags, metrics, records, tokenizing
 from fastgen.cli.transformers.generation import Generator
-from fastgen.cli.transformers.load import generation_config, load_config, load_model, source_limit
+from fastgen.cli.transformers.load import find_device, generation_config, load_config, load_model, source_limit
 from fastgen.cli.transformers.writer import Writer
 from fastgen.pipeline.batching import AutoBatch
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, writing
@@ -65,7 +64,7 @@ def _is_complete(args: argparse.Namespace, form: str, total: int) -> bool:
 def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(args.device)
     given = flags.given(args)
     config = load_config(args.model)
     languages = (args.source_lang, args.target_lang)
