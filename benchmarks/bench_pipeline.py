@@ -222,7 +222,7 @@ def main() -> None:
     if args.only != "post-processing":
         result["whole"] = whole_pipeline(args)
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"pipeline-{datetime.date.today()}.json"
+    path = RESULTS / f"pipeline{f'-{args.only}' if args.only else ''}-{datetime.date.today()}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"Written to {path}.")
 
