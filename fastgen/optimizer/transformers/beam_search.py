@@ -107,15 +107,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
 
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     proxy.__dict__["forward"] = forward
-    result = stock(
-        proxy,
-        request.input_ids,
-        request.logits_processor,
-        request.stopping_criteria,
-        request.generation_config,
-        request.synced_gpus,
-        **{**request.model_kwargs, "past_key_values": decoder.cache},
-    )
+    result = request.run(stock, proxy, decoder.cache)
     if not isinstance(result, Tensor):
         result.past_key_values = stock_cache(decoder.cache, decoder.tree)
     return result
