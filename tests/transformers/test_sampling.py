@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -160,3 +161,16 @@ def test_an_own_stopping_criterion() -> None:
     model, inputs = zoo.load("bart"), inputs_for("bart")
     options = dict(num_beams=1, max_new_tokens=12, do_sample=True, num_return_sequences=2)
     harness.compare(model, inputs, stopping_criteria=lambda: StoppingCriteriaList([Enough()]), **options)
+
+
+def test_trying_a_model_out_draws_no_random_numbers() -> None:
+    """An unknown class is tried before its first call, and some models draw numbers in each forward pass."""
+
+    class Drawing(type(zoo.load("gpt2"))):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            torch.rand(1)
+            return super().forward(*args, **kwargs)
+
+    model = copy.deepcopy(zoo.load("gpt2"))
+    model.__class__ = Drawing
+    harness.compare(model, inputs_for("gpt2"), num_beams=1, max_new_tokens=8, do_sample=True, num_return_sequences=3)

@@ -45,11 +45,13 @@ def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
     verdicts = _verdicts.setdefault(model, {})
     key = (getattr(model.config, "_attn_implementation", None), model.dtype, request.is_search, request.beams > 1)
     if key not in verdicts:
-        try:
-            expected = _sampled(request, stock)
-        except Exception as error:  # the request's own fault, most likely: it says nothing about the model
-            return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
-        verdicts[key] = _try(request, stock, expected)
+        devices = [request.input_ids.device] if request.input_ids.is_cuda else []
+        with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
+            try:
+                expected = _sampled(request, stock)
+            except Exception as error:  # the request's own fault, most likely: it says nothing about the model
+                return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
+            verdicts[key] = _try(request, stock, expected)
     return verdicts[key]
 
 
