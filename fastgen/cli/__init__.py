@@ -1,1 +1,1 @@
-"""The command lines: fastgen-demo and friends."""
+"""The command lines: fastgen-demo, fastgen-generate, fastgen-generate-transformers."""

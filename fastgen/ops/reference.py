@@ -1,7 +1,7 @@
 """The operators in plain torch: the reference, and what runs where there is no native library.
 
-Vectorised and without host synchronisation, so they can be captured and compiled as well; unlike the native ones
-they allocate temporaries of the size of the scores.
+Vectorised and without host synchronisation, so they can be captured and compiled as well; unlike the native one,
+`topk_log_softmax` allocates temporaries of the size of the logits.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ def ban_source_ngrams_(
 def _ban(text: Tensor, prefix: Tensor, scores: Tensor) -> None:
     """Ban what follows `prefix` `[rows, n-1]` wherever it occurs in `text` `[rows, N]`."""
     vocabulary = scores.shape[1]
+    if not vocabulary:
+        return
     windows = text.unfold(1, prefix.shape[1] + 1, 1)  # [rows, places, n]
     token = windows[..., -1].long()
     is_banned = (windows[..., :-1] == prefix[:, None]).all(-1) & (token >= 0) & (token < vocabulary)
-    mask = scores.new_zeros(scores.shape[0], vocabulary + 1, dtype=torch.bool)  # the last column takes the others
-    mask.scatter_(1, torch.where(is_banned, token, vocabulary), True)
-    scores.masked_fill_(mask[:, :vocabulary], float("-inf"))
+    # Every place writes something, so that no shape depends on what is banned: the places that ban nothing repeat the
+    # row's first ban. A row without any writes one of its scores where it is.
+    first = is_banned.int().argmax(1, keepdim=True)
+    anchor = token.gather(1, first).clamp(0, vocabulary - 1)
+    value = torch.where(is_banned.gather(1, first), float("-inf"), scores.gather(1, anchor))
+    scores.scatter_(1, torch.where(is_banned, token, anchor), value.expand_as(token))
 
 
 def topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

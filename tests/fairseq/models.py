@@ -102,7 +102,7 @@ class _NoFields:
     pass
 
 
-def _forget_beams(models: Sequence[Any]) -> None:
+def forget_beams(models: Sequence[Any]) -> None:
     """What stock's generators write into BART is gone: each reference is that of a model fresh from disk."""
     for model in models:
         for module in model.modules():
@@ -124,6 +124,16 @@ def batch(
     ids = torch.arange(first_id, first_id + len(lengths))
     inputs = {"src_tokens": rows, "src_lengths": rows.ne(PAD).sum(1), "prev_output_tokens": rows[:, :1]}
     return {"id": ids, "nsentences": len(lengths), "net_input": inputs, "target": None}
+
+
+def staggered(count: int) -> tuple[dict[str, Any], Tensor]:
+    """Sentences of several lengths, and prefixes that end every second one at a step of its own."""
+    prefix = torch.full((count, 2 + count // 2), PAD)
+    for number in range(0, count, 2):
+        end = 1 + number // 2
+        prefix[number, :end] = torch.arange(4, 4 + end)
+        prefix[number, end] = EOS
+    return batch([3 + number * 5 % 13 for number in range(count)]), prefix
 
 
 def prompts(lengths: Sequence[int] = (6, 6, 6), seed: int = 5) -> dict[str, Any]:
@@ -149,7 +159,7 @@ def generate(
     names = names if isinstance(names, (list, tuple)) else [names]
     models = [load(name) if isinstance(name, str) else name for name in names]
     if not fastgen.status().enabled:
-        _forget_beams(models)
+        forget_beams(models)
     strategy = options.pop("strategy", None)
     options = {"beam_size": 4, "max_len_b": 14, **options}
     if strategy is not None:

@@ -44,11 +44,7 @@ def test_ragged_prompts(name: str, lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", ["pre-norm", "post-norm", "bart", "align"])
 def test_sentences_leave(name: str) -> None:
     """Sentences end at different steps, some because a prefix says so, and the others go on."""
-    sample = models.batch([3 + number * 5 % 13 for number in range(17)])
-    prefix = torch.full((17, 12), models.PAD)
-    for number in range(0, 17, 2):
-        prefix[number, : 1 + number // 2] = torch.arange(4, 5 + number // 2)
-        prefix[number, 1 + number // 2] = models.EOS
+    sample, prefix = models.staggered(17)
     expected = judge.compare(lambda: models.generate(name, sample, prefix=prefix, beam_size=3, max_len_b=25))
     ends = {max(len(hypothesis["tokens"]) for hypothesis in hypotheses) for hypotheses in expected}
     assert len(ends) > 9, "all sentences end together: nothing ever leaves"

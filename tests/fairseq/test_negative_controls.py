@@ -69,12 +69,12 @@ CONTROLS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
 def test_damage_is_seen(damage: Callable[[Patch], None], name: str) -> None:
-    lengths = [3 + number * 5 % 13 for number in range(12)]
+    sample, prefix = models.staggered(12)
 
     def run() -> judge.Hypotheses:
         if name == "lm":
             return models.prompted(name, max_len_b=20)
-        return models.generate(name, models.batch(lengths), max_len_b=20)
+        return models.generate(name, sample, prefix=prefix, max_len_b=20)
 
     judge.compare(run)
     with pytest.MonkeyPatch.context() as patch:

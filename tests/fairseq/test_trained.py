@@ -11,7 +11,10 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.data import Dictionary
+from fairseq.models.transformer import TransformerModel
 from fairseq.sequence_generator import SequenceGenerator
+
+import fastgen
 
 SENTENCES, BATCH, BEAMS, LONGEST = 200, 50, 5, 100
 
@@ -74,6 +77,20 @@ def test_other_searches(translator: Any, sentences: list[list[int]]) -> None:
     rows = sentences[60:90]
     for options in (dict(beam_size=1), dict(beam_size=8, len_penalty=0.6), dict(min_len=20, unk_penalty=5.0)):
         judge.compare(lambda options=options: translate(translator, rows, **options))
+
+
+def test_hub_models(folder: Path, shared: Path, sentences: list[list[int]]) -> None:
+    """The way of `torch.hub`: load from a folder, generate with several beams in turn."""
+    data = shared / "data" / "ddtp-en-de" / "data-bin"
+    hub = TransformerModel.from_pretrained(str(folder), "checkpoint.pt", data_name_or_path=str(data))
+    tokens = [torch.tensor(row) for row in sentences[100:108]]
+    for beams in (5, 2):
+        expected = judge.compare(lambda beams=beams: hub.generate(tokens, beam=beams, max_len_b=60))
+        assert [len(hypotheses) for hypotheses in expected] == [beams] * 8
+    text = hub.string(tokens[0])
+    with fastgen.disabled():
+        expected_text = hub.translate(text)
+    assert hub.translate(text) == expected_text and fastgen.report.calls()[-1].tier == "compat"
 
 
 def test_the_same_weights_in_transformers(translator: Any, folder: Path, sentences: list[list[int]]) -> None:

@@ -55,7 +55,7 @@ def ngrams(tokens: list[int], size: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", ["post-norm", "bart", "lightconv"])
+@pytest.mark.parametrize("name", ["post-norm", "bart", "adaptive", "lightconv"])
 def test_ngrams_are_banned(name: str, size: int) -> None:
     expected = judge.stock(lambda: blocked(name, size, sliced=True))
     result, calls = judge.ours(lambda: blocked(name, size, sliced=False), strict=False)
@@ -150,6 +150,14 @@ def test_checkpoints_load(checkpoint: str) -> None:
         checkpoint_utils.load_checkpoint_to_cpu(checkpoint)
 
 
+def test_what_users_allow_stays_allowed() -> None:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        before = set(torch.serialization.get_safe_globals())
+        with checkpoints.allowed(), checkpoints.allowed():
+            assert set(torch.serialization.get_safe_globals()) > before
+        assert set(torch.serialization.get_safe_globals()) == before
+
+
 def test_checkpoints_load_in_threads(checkpoint: str) -> None:
     errors: list[BaseException] = []
 
@@ -203,7 +211,7 @@ def test_what_checkpoints_hold(tmp_path: Path) -> None:
     }
     path = tmp_path / "checkpoint.pt"
     torch.save(state, path)
-    with checkpoints._allowed():
+    with checkpoints.allowed():
         back = torch.load(path)
     assert back["cfg"] == config and back["args"] == state["args"]
     assert back["task_state"]["dictionary"].symbols == models.dictionary().symbols

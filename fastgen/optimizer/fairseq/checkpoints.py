@@ -31,9 +31,7 @@ _LISTED = {
     "fairseq.meters": ("AverageMeter", "StopwatchMeter", "TimeMeter"),
     "fairseq.logging.meters": ("AverageMeter", "StopwatchMeter", "SumMeter", "TimeMeter"),
 }
-_lock = threading.Lock()
-_loading: list[Any] = []  # the one open `safe_globals`, and how many loads share it
-_users = 0
+_lock = threading.RLock()
 
 
 def loading(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,29 +39,19 @@ def loading(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def load_checkpoint_to_cpu(*args: Any, **kwargs: Any) -> Any:
-        with _allowed():
+        with allowed():
             return stock(*args, **kwargs)
 
     return load_checkpoint_to_cpu
 
 
 @contextlib.contextmanager
-def _allowed() -> Iterator[None]:
-    """The list is one for the process: of loads that overlap, the first opens it and the last closes it."""
-    global _users
+def allowed() -> Iterator[None]:
+    """One load at a time: the list is the process's, and so is what fairseq changes in omegaconf while it loads."""
     with _lock:
-        if not _users:
-            context = torch.serialization.safe_globals(_classes())
-            context.__enter__()
-            _loading.append(context)
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if not _users:
-                _loading.pop().__exit__(None, None, None)
+        theirs = torch.serialization.get_safe_globals()  # stays on the list afterwards
+        with torch.serialization.safe_globals([each for each in _classes() if each not in theirs]):
+            yield
 
 
 def _classes() -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -13,6 +12,8 @@ from fastgen import config
 from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
+from fastgen.optimizer.fairseq.views import packed, replaced
+from fastgen.packing import Packing
 from fastgen.report import FallbackError
 
 _PROMPT_LOGITS = 2**24  # computed at a time: all positions of long prompts would take gigabytes
@@ -31,8 +32,8 @@ class TreeEnsemble:
         source = request.source
         assert source is not None
         self.session = Session(request.batch, request.beams, request.max_steps, request.generator.pad, source.device)
-        models = [_replaced(model, decoder=over_the_tree(model.decoder, self.session)) for model in self.inner.models]
-        self._over_the_tree = _replaced(self.inner, models=models, single_model=models[0])
+        models = [replaced(model, decoder=over_the_tree(model.decoder, self.session)) for model in self.inner.models]
+        self._over_the_tree = replaced(self.inner, models=models, single_model=models[0])
         self._prompt: Prompt | None = None
         if not self.inner.has_encoder() and request.generator.lm_model is None:
             self._prompt = self._read_prompt(request, models)
@@ -138,25 +139,16 @@ class Prompt:
 
 
 def over_the_tree(decoder: Any, session: Session) -> Any:
-    """The decoder with attention over the session's tree; the decoder itself stays as it is."""
+    """The decoder with attention over the session's tree, on packed weights; the decoder itself stays as it is."""
+    packing = Packing(decoder, config.current().packing)
     biases: dict[int, Tensor | None] = {}
     layers = []
     for layer in decoder.layers:
-        attention: dict[str, Any] = {"self_attn": TreeSelfAttention(layer.self_attn, session)}
+        attention: dict[str, Any] = {"self_attn": TreeSelfAttention(packed(layer.self_attn, packing), session)}
         if layer.encoder_attn is not None:
-            attention["encoder_attn"] = TreeCrossAttention(layer.encoder_attn, session, biases)
-        layers.append(_replaced(layer, **attention))
-    return _replaced(decoder, layers=layers)
-
-
-def _replaced(module: Any, **attributes: Any) -> Any:
-    """A view of a module in which these attributes are others.
-
-    They lie beside the submodules, which the view shares with the module, and are found before them.
-    """
-    view = copy.copy(module)
-    view.__dict__.update(attributes)
-    return view
+            attention["encoder_attn"] = TreeCrossAttention(packed(layer.encoder_attn, packing), session, biases)
+        layers.append(replaced(packed(layer, packing), **attention))
+    return replaced(packed(decoder, packing), layers=layers)
 
 
 def _misfit(encoder_outs: Any, batch: int) -> str | None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fastgen import config, report
-from fastgen.decoding.ngrams import ban_repeated_ngrams
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.requests import Request, is_diverse, unsupported_reason
 
@@ -63,17 +62,31 @@ class _NgramBlocker:
     """
 
     def __init__(self, request: Request) -> None:
+        from fastgen import ops  # not before somebody asks for a ban: the first import may compile them
+
+        self._ops = ops
         self._size = int(request.generator.repeat_ngram_blocker.no_repeat_ngram_size)
-        self._pad = int(request.generator.pad)
         self._forced_steps = 0 if request.prefix_tokens is None else request.prefix_tokens.shape[1]
 
     def __call__(self, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor:
+        """`tokens`: int64 `[B*M, length]`, of which `step + 1` are written; `lprobs`: `[B*M, V]`, changed in place."""
         if step >= self._forced_steps:
-            return ban_repeated_ngrams(lprobs, tokens[:, : step + 1], self._size, self._pad)
+            self._ban(tokens, lprobs, step)
+            return lprobs
         best, token = lprobs.max(dim=1, keepdim=True)
         forced = torch.isfinite(lprobs).sum(dim=1, keepdim=True) == 1
-        ban_repeated_ngrams(lprobs, tokens[:, : step + 1], self._size, self._pad)
+        self._ban(tokens, lprobs, step)
         return lprobs.scatter_(1, token, torch.where(forced, best, lprobs.gather(1, token)))
+
+    def _ban(self, tokens: Tensor, lprobs: Tensor, step: int) -> None:
+        if self._size == 1:  # the token that starts every hypothesis may begin an n-gram, but is never what is banned
+            tokens, step = tokens[:, 1:], step - 1
+        if lprobs.dtype != torch.float64:
+            self._ops.ban_repeated_ngrams_(tokens, lprobs, self._size, step + 1)
+            return
+        bans = torch.zeros_like(lprobs, dtype=torch.float32)
+        self._ops.ban_repeated_ngrams_(tokens, bans, self._size, step + 1)
+        lprobs += bans
 
 
 def _record(

@@ -1,0 +1,80 @@
+"""How the commands end: one sentence on standard error for what the user can change, and a documented exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import fastgen
+from fastgen.pipeline.errors import INPUT_ERROR, INTERRUPTED, InputError, WorkerError, first_line
+
+
+def exit_code(name: str, command: Callable[[], int]) -> int:
+    """What `command` returns, or the exit code of the error that it raises."""
+    try:
+        with _terminated_as_interrupted():
+            return command()
+    except InputError as error:
+        _say(f"{name}: {error}")
+        return INPUT_ERROR
+    except WorkerError as error:
+        _say(f"{name}: {first_line(error)}.\n{error}")
+        return INPUT_ERROR
+    except fastgen.FallbackError as error:
+        _say(f"{name}: FASTGEN_STRICT is set, and fastgen cannot accelerate this: {error}.")
+        return INPUT_ERROR
+    except KeyboardInterrupt:
+        _say(f"{name}: interrupted; what was finished is kept.")
+        return INTERRUPTED
+    finally:
+        _give_up_broken_output()
+
+
+def refuse_arguments(message: str) -> NoReturn:
+    """argparse's `error`, as a sentence without the long usage."""
+    raise InputError(f"{message[:1].upper()}{message[1:].rstrip('.')}; --help lists the flags.")
+
+
+def whole_number(text: str) -> int:
+    """An argument of argparse that is 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM, as batch systems send it, ends a run like Ctrl-C: what is finished is written first."""
+    if threading.current_thread() is not threading.main_thread():  # only there may signals be set
+        yield
+        return
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr)
+
+
+def _give_up_broken_output() -> None:
+    """Python flushes standard output once more when it ends; if that failed, the exit code would be another."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

@@ -1,0 +1,1 @@
+"""What fastgen-generate does with fairseq."""

@@ -1,0 +1,179 @@
+"""One run of fastgen-generate: load, generate, write, and sum up as fairseq-generate does."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from fastgen.cli.fairseq import lines
+from fastgen.cli.fairseq.batches import Batches
+from fastgen.cli.fairseq.generation import Done, Generation
+from fastgen.cli.fairseq.load import Loaded, can_travel, check, load
+from fastgen.cli.fairseq.output import Output, is_finished, logging_to
+from fastgen.cli.fairseq.scoring import Scoring
+from fastgen.pipeline.errors import DONE, InputError, writing
+from fastgen.pipeline.progress import Progress
+from fastgen.pipeline.resume import Journal, journal_path
+from fastgen.pipeline.stages import run_stages
+from fastgen.pipeline.workers import WorkerPool
+
+STOCK_TOKENS = 12000  # what fairseq-generate takes when neither --batch-size nor --max-tokens is given
+
+# What decides about the results; in these, a run may be resumed with other values of _FREE only.
+_SECTIONS = ("common", "common_eval", "generation", "dataset", "task", "bpe", "tokenizer", "scoring")
+_FREE = {
+    "no_progress_bar", "log_interval", "log_format", "log_file", "num_workers", "data_buffer_size", "cpu",
+    "results_path",
+}  # fmt: skip
+
+_BLEU_OF_WORDS = (
+    "BLEU score is being computed by splitting detokenized string on spaces, this is probably not what you want. "
+    "Use --sacrebleu for standard 13a BLEU tokenization"
+)
+_BLEU_OF_SUBWORDS = (
+    "If you are using BPE on the target side, the BLEU score is computed on BPE tokens, not on proper words.  "
+    "Use --sacrebleu for standard 13a BLEU tokenization"
+)
+
+
+def run(cfg: Any, own: argparse.Namespace) -> int:
+    """To standard output or to --results-path; `own` are fastgen's flags. Returns the exit code."""
+    check(cfg)
+    if cfg.common_eval.results_path is None:
+        _Run(cfg, own, Output(sys.stdout, "standard output"), []).run()
+        return DONE
+    results = Path(cfg.common_eval.results_path) / f"generate-{cfg.dataset.gen_subset}.txt"
+    with writing(results.parent):
+        results.parent.mkdir(parents=True, exist_ok=True)
+    if own.resume and results.exists() and not journal_path(results).exists():
+        if not is_finished(results):
+            raise InputError(f"Cannot resume: there is no {journal_path(results)}; start without --resume.")
+        _warn(f"{results} is complete: nothing to resume.")
+        return DONE
+    journal = Journal(results, _settings(cfg, own))
+    with journal.begin(resume=own.resume) as records, _opened(results, append=bool(records)) as file:
+        _Run(cfg, own, Output(file, str(results), journal), records).run()
+    return DONE
+
+
+@contextlib.contextmanager
+def _opened(results: Path, *, append: bool) -> Iterator[Any]:
+    with writing(results):
+        file = open(results, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        yield file
+    except BaseException:
+        with contextlib.suppress(OSError):  # on a full disk closing fails as well
+            file.close()
+        raise
+    with writing(results):
+        file.close()
+
+
+def _settings(cfg: Any, own: argparse.Namespace) -> dict[str, Any]:
+    """What must be the same for a run to be resumed."""
+    settings: dict[str, Any] = {"auto": own.auto, "distributed_rank": cfg.distributed_training.distributed_rank}
+    for section in _SECTIONS:
+        value = cfg[section]
+        if value is None:  # no subword codec, for one
+            continue
+        plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else vars(value)
+        settings.update({f"{section}.{name}": str(plain[name]) for name in plain if name not in _FREE})
+    return settings
+
+
+class _Run:
+    def __init__(self, cfg: Any, own: argparse.Namespace, output: Output, records: list[dict[str, Any]]) -> None:
+        """`records` are what an earlier run noted of its batches."""
+        self.cfg, self.own, self.output, self.records = cfg, own, output, records
+        self.logger = logging.getLogger("fairseq_cli.generate")
+        self.sentences = sum(record["sentences"] for record in records)
+        self.tokens = sum(record["tokens"] for record in records)
+        self.seconds = sum(record["seconds"] for record in records)
+        self.has_target = bool(records[-1]["has_target"]) if records else True
+
+    def run(self) -> None:
+        dataset = self.cfg.dataset
+        if not self.own.auto and dataset.max_tokens is None and dataset.batch_size is None:
+            dataset.max_tokens = STOCK_TOKENS
+        with logging_to(self.output.file) as handler:
+            stream = handler.stream
+            if self.records:  # what loading says is already in the results
+                handler.setStream(sys.stderr)
+            self.logger.info(self.cfg)
+            loaded = load(self.cfg, self.logger)
+            handler.setStream(stream)
+            self.scoring = Scoring(loaded.scorer, loaded.task.target_dictionary, by_words=loaded.form.by_words)
+            for record in self.records:
+                for entry in record["scored"]:
+                    self.scoring.add(lines.Scored(*entry))
+            self._generate(loaded)
+            self._summary()
+
+    def _generate(self, loaded: Loaded) -> None:
+        batches = Batches(loaded, *self.own.auto)
+        if batches.dropped:
+            _warn(
+                f"fairseq leaves out {batches.dropped} sentences, too long or no multiple of "
+                f"{self.cfg.dataset.required_batch_size_multiple}: --required-batch-size-multiple 1 keeps the latter"
+            )
+        last = self.records[-1] if self.records else None
+        generation = Generation(loaded, batches, _warn, last["random_state"] if last else None)
+        workers = self.own.workers if can_travel(loaded.form) else 0
+        silent = self.cfg.common.no_progress_bar or self.cfg.common.log_format == "none"
+        progress = Progress(batches.sentences, done=self.sentences, enabled=not silent)
+
+        with WorkerPool(workers, lines.build, loaded.form) as pool:
+
+            def generate(numbered: tuple[int, Any]) -> tuple[Future[Any], Done] | None:
+                generated = generation(*numbered)
+                if generated is None:
+                    return None
+                batch, done = generated
+                progress.update(done.sentences, done.tokens)
+                return pool.submit(batch), done
+
+            source = batches.start(self.sentences, last["number"] + 1 if last else 0)
+            try:
+                run_stages(source, generate, self._write, cut=batches.cut if batches.auto else None)
+            finally:
+                progress.close()
+
+    def _write(self, result: lines.Lines, done: Done) -> None:
+        """In the writing thread, batch after batch."""
+        self.output.write(result.text)
+        for scored in result.scored:
+            self.scoring.add(scored)
+        self.sentences += done.sentences
+        self.tokens += done.tokens
+        self.seconds += done.seconds
+        self.has_target = done.has_target
+        self.output.note(**vars(done), scored=[list(vars(scored).values()) for scored in result.scored])
+
+    def _summary(self) -> None:
+        """As fairseq-generate ends, word for word: scripts look for these lines."""
+        cfg, seconds = self.cfg, max(self.seconds, 1e-9)
+        self.logger.info("NOTE: hypothesis and token scores are output in base 2")
+        self.logger.info(
+            f"Translated {self.sentences:,} sentences ({self.tokens:,} tokens) in {self.seconds:.1f}s "
+            f"({self.sentences / seconds:.2f} sentences/s, {self.tokens / seconds:.2f} tokens/s)"
+        )
+        if not self.has_target:
+            return
+        if cfg.bpe and not cfg.generation.sacrebleu:
+            self.logger.warning(_BLEU_OF_WORDS if cfg.common_eval.post_process else _BLEU_OF_SUBWORDS)
+        self.output.write(
+            f"Generate {cfg.dataset.gen_subset} with beam={cfg.generation.beam}: {self.scoring.result()}\n"
+        )
+
+
+def _warn(text: str) -> None:
+    print(f"fastgen-generate: {text}", file=sys.stderr)

@@ -1,0 +1,104 @@
+"""fastgen-generate: fairseq-generate, with reading, generation, post-processing and writing overlapped.
+
+Same flags, same lines in the same order, same summary. Nothing of fairseq is imported before `main`, so that worker
+processes, which import this module again, start quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+
+from fastgen.cli.exits import exit_code, refuse_arguments, whole_number
+from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
+
+NAME = "fastgen-generate"
+WORKERS = 2
+AUTO = "auto"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    return exit_code(NAME, lambda: _main(sys.argv[1:] if argv is None else list(argv)))
+
+
+def _main(arguments: list[str]) -> int:
+    try:
+        import fairseq  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"fairseq is needed: pip install 'fastgen[fairseq]' ({first_line(error)}).") from error
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+
+    from fastgen.cli.fairseq.run import run
+
+    args, own = parse(arguments)
+    return run(convert_namespace_to_omegaconf(args), own)
+
+
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """fairseq's arguments, from its own parser, and fastgen's: `workers`, `resume`, and in `auto` the dest of the
+    flags that say so.
+    """
+    from fairseq import options
+
+    with _command_line(arguments):
+        parser = options.get_generation_parser()
+        # As fairseq-generate's own entry point does, for tasks that read the model's arguments.
+        parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="model architecture")
+        parser.epilog = EXIT_CODES
+        parser.error = refuse_arguments
+        for action in parser._actions:
+            if action.dest in ("batch_size", "max_tokens"):
+                action.type = _count_or_auto
+                action.help = f"{action.help or ''} ('{AUTO}': the largest that fits, found by doubling)".strip()
+        group = parser.add_argument_group("fastgen")
+        group.add_argument(
+            "--workers",
+            dest="fastgen_workers",
+            type=whole_number,
+            default=WORKERS,
+            metavar="N",
+            help="processes for post-processing; 0: none, it runs between batches (default: %(default)s)",
+        )
+        group.add_argument(
+            "--resume",
+            dest="fastgen_resume",
+            action="store_true",
+            help="go on with the killed or interrupted run that wrote to --results-path",
+        )
+        args = options.parse_args_and_arch(parser, arguments)
+    own = argparse.Namespace(
+        workers=args.fastgen_workers,
+        resume=args.fastgen_resume,
+        auto=[name for name in ("batch_size", "max_tokens") if getattr(args, name) == AUTO],
+    )
+    del args.fastgen_workers, args.fastgen_resume
+    if len(own.auto) == 2:
+        raise InputError("Only one of --batch-size and --max-tokens can be auto.")
+    for name in own.auto:
+        setattr(args, name, None)
+        setattr(args, f"{name}_valid", None)
+    if own.resume and not args.results_path:
+        raise InputError("--resume needs --results-path, the folder of the run to go on with.")
+    return args, own
+
+
+def _count_or_auto(text: str) -> int | str:
+    return AUTO if text == AUTO else int(text)
+
+
+@contextlib.contextmanager
+def _command_line(arguments: list[str]) -> Iterator[None]:
+    """fairseq reads --user-dir from sys.argv while it builds its parser."""
+    before = sys.argv
+    sys.argv = [NAME, *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What fastgen-generate-transformers does with transformers."""

@@ -1,0 +1,91 @@
+"""A command-line flag for every field of transformers' GenerationConfig, read from the class itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+# Set by the command: it needs the sequences, and asks for scores itself.
+_OURS = {"return_dict_in_generate", "output_scores", "transformers_version"}
+_DOCUMENTED = re.compile(r"^\s+([a-z_]+):? ?\(([^,)\n]+)", re.MULTILINE)
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("true", "1", "yes"):
+        return True
+    if text.lower() in ("false", "0", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _literal(text: str) -> Any:
+    """JSON (numbers, lists, true, null), or the text itself: for fields of several types."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"bool": _boolean, "int": _whole, "float": _number, "str": str}
+
+
+def field_types() -> dict[str, str]:
+    """Each public field and its type: "bool", "int", "float", "str", or "literal" for anything else.
+
+    From the default value where there is one, else from the class's documentation of the field.
+    """
+    from transformers import GenerationConfig
+
+    documented = {name: kind.strip(" `") for name, kind in _DOCUMENTED.findall(GenerationConfig.__doc__ or "")}
+    defaults = {name: value for name, value in vars(GenerationConfig()).items() if not name.startswith("_")}
+    if later := getattr(GenerationConfig, "_get_default_generation_params", None):  # 5.x fills them in last
+        defaults |= {name: value for name, value in later().items() if value is not None}
+    types: dict[str, str] = {}
+    for name, value in defaults.items():
+        if name in _OURS:
+            continue
+        # `early_stopping` is False by default, and may be "never": what the documentation says goes first.
+        kind = documented.get(name) or type(value).__name__
+        types[name] = kind if kind in _PARSERS else "literal"
+    return types
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags; those not given are absent from the parsed arguments."""
+    group = parser.add_argument_group(
+        "generation", "Every field of transformers' GenerationConfig; the model's own generation config is the default."
+    )
+    for name, kind in field_types().items():
+        parse = _PARSERS.get(kind, _literal)
+        optional: dict[str, Any] = {"nargs": "?", "const": True} if kind == "bool" else {}
+        group.add_argument(
+            "--" + name.replace("_", "-"),
+            dest=f"generation.{name}",
+            type=parse,
+            default=argparse.SUPPRESS,
+            metavar={"bool": "BOOL", "int": "N", "float": "X", "str": "TEXT"}.get(kind, "JSON"),
+            **optional,
+        )
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields that the user set."""
+    prefix = "generation."
+    return {name[len(prefix) :]: value for name, value in vars(args).items() if name.startswith(prefix)}

@@ -1,0 +1,87 @@
+"""The model, its limits, and what it is asked to generate."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+
+from fastgen.pipeline.errors import InputError, first_line
+
+# What transformers raises for names, folders and files that it can't use.
+_UNLOADABLE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    ImportError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+)
+
+
+def find_device(name: str | None) -> torch.device:
+    """By default CUDA's if there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(f"Cannot use the device {name!r}: {first_line(error)}.") from error
+    return device
+
+
+def load_config(name: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except _UNLOADABLE as error:
+        raise InputError(f"Cannot load the model {name!r}: {first_line(error)}.") from error
+
+
+def load_model(name: str, config: Any, dtype: str, device: torch.device) -> Any:
+    """The model as its config says, seq2seq or causal, ready to generate."""
+    from safetensors import SafetensorError
+
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        model = kind.from_pretrained(name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        return model.to(device).eval()
+    except (*_UNLOADABLE, SafetensorError) as error:
+        raise InputError(f"Cannot load the model {name!r}: {first_line(error)}.") from error
+
+
+def source_limit(config: Any, tokenizer: Any, new_tokens: int) -> int | None:
+    """How many tokens of input the model and the tokenizer have room for; None: no limit known."""
+    limits = [] if tokenizer.model_max_length > 10**9 else [int(tokenizer.model_max_length)]
+    if positions := getattr(config, "max_position_embeddings", None):
+        limits.append(positions if config.is_encoder_decoder else positions - new_tokens)
+    limit = min(limits, default=None)
+    if limit is not None and limit < 1:
+        raise InputError(f"--max-new-tokens {new_tokens} leaves no room for an input: the model has {positions}.")
+    return limit
+
+
+def generation_config(model: Any, tokenizer: Any, flags: dict[str, Any], language: int | None) -> GenerationConfig:
+    """The model's own, with the user's flags over it."""
+    try:
+        merged = GenerationConfig.from_dict({**model.generation_config.to_dict(), **flags})
+    except (ValueError, TypeError) as error:
+        raise InputError(f"transformers refuses these flags: {first_line(error)}.") from error
+    if language is not None and "forced_bos_token_id" not in flags:
+        merged.forced_bos_token_id = language
+    if merged.pad_token_id is None:
+        merged.pad_token_id = _pad_token(tokenizer, model)
+    if "max_new_tokens" in flags and "max_length" not in flags:
+        merged.max_length = None  # else both are given, and transformers warns at every batch
+    return merged
+
+
+def _pad_token(tokenizer: Any, model: Any) -> int:
+    """Any token will do where there is none for padding: the mask hides it."""
+    for candidate in (tokenizer.pad_token_id, model.config.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return int(candidate)
+    return 0

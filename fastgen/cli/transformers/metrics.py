@@ -1,0 +1,61 @@
+"""BLEU and chrF (sacrebleu) and ROUGE (rouge-score) of outputs against references."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from fastgen.pipeline.errors import InputError
+
+METRICS = ("bleu", "chrf", "rouge")
+_PACKAGES = {"bleu": "sacrebleu", "chrf": "sacrebleu", "rouge": "rouge_score"}
+_ROUGE = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
+
+
+def check(metrics: list[str]) -> None:
+    """Before the run: the packages are there."""
+    for metric in metrics:
+        if metric not in METRICS:
+            raise InputError(f"Unknown metric {metric!r}: choose from {', '.join(METRICS)}.")
+        try:
+            importlib.import_module(_PACKAGES[metric])
+        except ImportError:
+            name = _PACKAGES[metric].replace("_", "-")
+            raise InputError(f"The metric {metric} needs {name}: pip install 'fastgen[metrics]'.") from None
+
+
+def read_references(path: Path, expected: int) -> list[str]:
+    """One reference a line, as many as there are inputs."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror or error}.") from None
+    except UnicodeDecodeError as error:
+        line = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}, line {line}: not UTF-8.") from None
+    if lines[-1] == "":
+        lines.pop()
+    if len(lines) != expected:
+        raise InputError(f"{path} has {len(lines)} references for {expected} inputs.")
+    return [line.rstrip("\r") for line in lines]
+
+
+def score(outputs: list[str], references: list[str], metrics: list[str]) -> list[str]:
+    """A line for every metric; BLEU and chrF as sacrebleu prints them, ROUGE's mean F1 with stemming."""
+    lines: list[str] = []
+    if "bleu" in metrics:
+        from sacrebleu.metrics import BLEU
+
+        lines.append(str(BLEU().corpus_score(outputs, [references])))
+    if "chrf" in metrics:
+        from sacrebleu.metrics import CHRF
+
+        lines.append(str(CHRF().corpus_score(outputs, [references])))
+    if "rouge" in metrics:
+        from rouge_score.rouge_scorer import RougeScorer
+
+        scorer = RougeScorer(list(_ROUGE), use_stemmer=True)
+        scores = [scorer.score(reference, output) for output, reference in zip(outputs, references, strict=True)]
+        for kind, name in _ROUGE.items():
+            lines.append(f"{name} = {100 * sum(one[kind].fmeasure for one in scores) / len(scores):.2f}")
+    return lines

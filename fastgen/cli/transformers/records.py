@@ -1,0 +1,132 @@
+"""Inputs and outputs of fastgen-generate-transformers: text with one record a line, or JSONL."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastgen.pipeline.errors import InputError
+
+TEXT, JSONL = "text", "jsonl"
+
+
+@dataclass
+class Record:
+    """One line of the input and what became of it."""
+
+    index: int
+    path: Path
+    text: str = ""
+    name: Any = None  # "id" of a JSONL record
+    error: str | None = None
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def line(self) -> int:
+        return self.index + 1
+
+    def refuse(self, why: str) -> None:
+        """Mark as failed, with a sentence that names file and line."""
+        self.error = f"{self.path}, line {self.line}: {why}."
+
+
+def format_of(path: Path) -> str:
+    return JSONL if path.suffix in (".jsonl", ".ndjson") else TEXT
+
+
+def count_lines(path: Path) -> int:
+    """The number of records; InputError if there is none."""
+    lines, last = 0, b"\n"
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                lines += block.count(b"\n")
+                last = block[-1:]
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror or error}.") from None
+    lines += last != b"\n"
+    if not lines:
+        raise InputError(f"{path} is empty: it should hold one record a line.")
+    return lines
+
+
+def read(path: Path, form: str, *, text_field: str = "text") -> Iterator[Record]:
+    """The records; a line that can't be used has its `error` set, a sentence with file and line."""
+    with open(path, "rb") as file:
+        for index, raw in enumerate(file):
+            record = Record(index, path)
+            try:
+                line = raw.rstrip(b"\r\n").decode("utf-8")
+            except UnicodeDecodeError as error:
+                record.refuse(f"not UTF-8 (byte {raw[error.start]:#04x} at position {error.start + 1})")
+            else:
+                _fill(record, line, form, text_field)
+            yield record
+
+
+def _fill(record: Record, line: str, form: str, text_field: str) -> None:
+    if not line.strip():
+        record.refuse("the line is empty")
+        return
+    if form == TEXT:
+        record.text = line
+        return
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError as error:
+        record.refuse(f"not JSON ({error.msg} at position {error.pos + 1})")
+        return
+    except (ValueError, RecursionError) as error:  # numbers too long, brackets too deep
+        record.refuse(f"JSON that cannot be read ({error})")
+        return
+    if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
+        record.refuse(f"not an object with the text in its field {text_field!r}")
+        return
+    record.name, record.text = fields.get("id"), fields[text_field]
+    if not record.text.strip():
+        record.refuse(f"the field {text_field!r} is empty")
+    elif not _is_unicode(record.name) or not _is_unicode(record.text):
+        record.refuse("half of a surrogate pair, which is no character")
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether UTF-8 can say it: JSON's escapes can hold what it can't."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def render(record: Record, outputs: list[tuple[str, float | None]], form: str) -> str:
+    """The lines of one record, with a line end; of a failed one only in JSONL."""
+    if form == TEXT:
+        # A line is a record: line ends inside of a text would shift all that follow.
+        return "".join(" ".join(text.splitlines()) + "\n" for text, _ in outputs)
+    fields: dict[str, Any] = {"line": record.line}
+    if record.name is not None:
+        fields["id"] = record.name
+    if record.error is not None:
+        fields["error"] = record.error
+    else:
+        fields["outputs"] = [
+            {"text": text} if score is None else {"text": text, "score": score} for text, score in outputs
+        ]
+    return json.dumps(fields, ensure_ascii=False) + "\n"
+
+
+def best_outputs(path: Path, form: str, per_record: int) -> list[str | None]:
+    """The first hypothesis of each record of a finished output; None for error records."""
+    best: list[str | None] = []
+    with open(path, encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file):
+            if form == TEXT:
+                if number % per_record == 0:
+                    best.append(line.rstrip("\n"))
+            else:
+                fields = json.loads(line)
+                best.append(None if "error" in fields else fields["outputs"][0]["text"])
+    return best

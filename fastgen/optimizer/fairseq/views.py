@@ -1,0 +1,39 @@
+"""Views of modules: for one call, with some attributes of their own, while the modules stay as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastgen.packing import Packing
+
+
+def replaced(module: Any, **attributes: Any) -> Any:
+    """A view of a module in which these attributes are others.
+
+    They lie beside the submodules, which the view shares with the module, and are found before them.
+    """
+    view = copy.copy(module)
+    view.__dict__.update(attributes)
+    return view
+
+
+def packed(module: Any, packing: Packing) -> Any:
+    """A view of a module whose own linear layers multiply on packed weights; their hooks run as ever."""
+    linear = {name: child for name, child in module.named_children() if _is_plain(child)}
+    return replaced(
+        module, **{name: replaced(child, forward=_forward(child, packing)) for name, child in linear.items()}
+    )
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    # Weight normalisation computes the weight anew before each call, and it is no parameter then.
+    return type(layer) is nn.Linear and "forward" not in vars(layer) and "weight" in layer._parameters
+
+
+def _forward(layer: nn.Linear, packing: Packing) -> Callable[[Tensor], Tensor]:
+    stock: Any = nn.Linear.forward
+    return lambda rows: packing(layer, rows, stock)  # of the layer itself: copies outlive the views

@@ -1,0 +1,111 @@
+"""Batch sizes: the largest that pays, found by doubling, and back-off when memory runs out."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+Unit = TypeVar("Unit")
+Result = TypeVar("Result")
+
+# A doubling that loses more than this much speed is taken back. Only on the CPU, where memory hardly ever ends but
+# caches do; a GPU's speed grows until its memory is full.
+_WORTH_KEEPING = 0.95
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on the CPU or on a GPU."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    # Allocators without an exception class of their own: the CPU's, cuBLAS's and cuDNN's workspaces.
+    return isinstance(error, RuntimeError) and any(
+        phrase in text
+        for phrase in ("out of memory", "not enough memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
+    )
+
+
+def release_memory() -> None:
+    """Give cached blocks back, so that a smaller batch finds room."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_with_backoff(
+    units: Sequence[Unit],
+    run: Callable[[Sequence[Unit]], list[Result]],
+    out_of_memory: Callable[[Sequence[Unit]], None] | None = None,
+) -> list[Result]:
+    """`run(units)`, one result each; when memory runs out, each half by itself, down to single units.
+
+    `out_of_memory` is told every batch that failed. A single unit that doesn't fit raises its error.
+    """
+    try:
+        return run(units)
+    except (MemoryError, RuntimeError) as error:
+        if len(units) < 2 or not is_out_of_memory(error):
+            raise
+    # Outside of the handler: its traceback holds the tensors of the failed batch.
+    release_memory()
+    if out_of_memory is not None:
+        out_of_memory(units)
+    middle = len(units) // 2
+    return run_with_backoff(units[:middle], run, out_of_memory) + run_with_backoff(units[middle:], run, out_of_memory)
+
+
+class AutoBatch:
+    """The size of the next batch, in whatever unit the caller counts (sentences or padded tokens).
+
+    Doubles after each full batch until one runs out of memory, is predicted to (see `fits`), or, with `by_speed`,
+    is slower than the batches before; after that it only shrinks.
+    """
+
+    def __init__(self, start: int, *, by_speed: bool = False, fits: Callable[[], bool] = lambda: True) -> None:
+        if start < 1:
+            raise ValueError(f"start must be at least 1, not {start}.")
+        self.size = start
+        self._by_speed = by_speed
+        self._fits = fits
+        self._growing = True
+        self._best_speed = 0.0
+
+    @classmethod
+    def on_device(cls, kind: str, start: int) -> AutoBatch:
+        """As suits a device of torch's type `kind`."""
+        return cls(start, by_speed=kind == "cpu", fits=lambda: _double_fits(kind))
+
+    def succeeded(self, used: int, speed: float) -> None:
+        """A batch of `used` units ran, at `speed` (anything per second)."""
+        if not self._growing or 2 * used <= self.size:  # the last batch of many says nothing
+            return
+        if self._by_speed and speed < _WORTH_KEEPING * self._best_speed:
+            self.size = max(1, self.size // 2)
+            self._growing = False
+            return
+        self._best_speed = max(speed, self._best_speed)
+        if self._fits():
+            self.size *= 2
+        else:
+            self._growing = False
+
+    def failed(self, used: int) -> None:
+        """A batch of `used` units ran out of memory."""
+        self.size = max(1, min(self.size, used) // 2)
+        self._growing = False
+
+
+def _double_fits(device_type: str) -> bool:
+    """Whether a batch twice as large should fit, judged by the peak so far; True where that isn't known."""
+    torch = sys.modules.get("torch")
+    if torch is None or device_type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info()
+    peak, kept = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+    return 2 * peak < free + kept

@@ -1,0 +1,39 @@
+"""One thread per test process, the helpers beside this file importable, and a tiny fairseq model with data."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the commands need torch")
+
+sys.path.insert(0, str(Path(__file__).parent))  # fairseq_kit, whatever pytest's import mode
+
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fairseq data-bin of random sentences."""
+    import fairseq_kit
+
+    return fairseq_kit.write_data(tmp_path_factory.mktemp("fairseq") / "data-bin", fairseq_kit.SENTENCES)
+
+
+@pytest.fixture(scope="session")
+def model(data: Path) -> Path:
+    """A fairseq checkpoint of a random model."""
+    import fairseq_kit
+
+    return fairseq_kit.write_checkpoint(data.parent / "model.pt", data)
+
+
+@pytest.fixture(scope="session")
+def job(data: Path, model: Path) -> list[str]:
+    """What both commands are given in most tests."""
+    return [str(data), "--path", str(model), "--cpu", "--num-workers", "0", "--max-tokens", "60", "--max-len-b", "12",
+            "--no-progress-bar", "--required-batch-size-multiple", "1"]  # fmt: skip

@@ -1,0 +1,228 @@
+"""fastgen-generate when something goes wrong: bad input, signals, kills, memory, full disks; and going on after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fairseq", reason="fastgen-generate needs fairseq")
+
+import fairseq_kit
+import kill_kit
+import torch
+from fairseq_kit import SENTENCES
+
+from fastgen.cli import generate
+from fastgen.cli.fairseq import batches, run
+from fastgen.cli.fairseq.generation import Generation
+from fastgen.pipeline import WorkerPool, batching
+from fastgen.pipeline.resume import journal_path
+
+# Bad input.
+
+
+def _sentences(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What standard error says, without fairseq's log lines."""
+    return [line for line in capsys.readouterr().err.splitlines() if " | INFO | " not in line]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["{data}"], "--path is needed"),
+        (["{data}", "--path", "{tmp}/none.pt"], "There is no checkpoint file {tmp}/none.pt."),
+        (["{data}", "--path", "{tmp}/not.pt"], "Cannot load the checkpoint {tmp}/not.pt: "),
+        (["{tmp}/no-data", "--path", "{model}"], "There is no data folder {tmp}/no-data."),
+        (["{data}", "--path", "{model}", "--gen-subset", "none"], "Cannot load the subset none of {data}: "),
+        (["{data}", "--path", "{model}", "--beams", "4"], "--beams"),
+        (["{data}", "--path", "{model}", "--beam", "four"], "four"),
+        (["{data}", "--path", "{model}", "--sampling", "--beam", "2"], "--sampling needs --nbest"),
+        (["{data}", "--path", "{model}", "--replace-unk"], "--dataset-impl raw"),
+        (["{data}", "--path", "{model}", "--resume"], "--resume needs --results-path"),
+        (["{data}", "--path", "{model}", "--max-tokens", "auto", "--batch-size", "auto"], "Only one"),
+        (["{data}", "--path", "{model}", "--model-overrides", "x="], "--model-overrides"),
+        (["{data}", "--path", "{model}", "--max-source-positions", "4"], "Size of sample"),
+        (["{data}", "--path", "{model}", "--results-path", "{tmp}/not.pt/x"], "Cannot write"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(
+    data: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    (tmp_path / "not.pt").write_text("this is no checkpoint\n")
+    names = {"data": data, "model": model, "tmp": tmp_path}
+    code = generate.main([*(flag.format(**names) for flag in flags), "--cpu", "--no-progress-bar", "--workers", "0"])
+    assert code == 1
+    (error,) = _sentences(capsys)
+    assert message.format(**names) in error
+
+
+def test_an_undecodable_dictionary_is_named(
+    data: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "data-bin"
+    folder.mkdir()
+    for path in data.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    (folder / "dict.de.txt").write_bytes(b"w1 5\nw\xff2 4\n")
+    assert generate.main([str(folder), "--path", str(model), "--cpu"]) == 1
+    (error,) = _sentences(capsys)
+    assert "dict.de.txt" in error
+
+
+def test_a_full_disk_is_one_sentence(job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    (tmp_path / "generate-test.txt").symlink_to("/dev/full")
+    assert generate.main([*job, "--results-path", str(tmp_path), "--workers", "0"]) == 1
+    (error,) = _sentences(capsys)
+    assert "No space left on device" in error
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_keeps_what_is_done_and_exits_130(
+    job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    flags = [*job, "--beam", "2", "--batch-size", "2"]
+    whole = fairseq_kit.run_fastgen(*flags, "--workers", "0")
+    flags += ["--results-path", str(tmp_path), "--workers", "1"]
+    results = tmp_path / "generate-test.txt"
+    with monkeypatch.context() as patch:
+        _slow_down(patch)
+        assert kill_kit.interrupt(lambda: generate.main(flags), journal_path(results), number) == 130
+    kept = fairseq_kit.result_lines(results.read_text("utf-8"))
+    assert 0 < len(kept) < len(whole) and kept == whole[: len(kept)]
+    assert generate.main([*flags, "--resume"]) == 0
+    assert fairseq_kit.result_lines(results.read_text("utf-8")) == whole
+
+
+def _slow_down(patch: pytest.MonkeyPatch) -> None:
+    """So that there is something to interrupt."""
+    real = Generation.infer
+    patch.setattr(Generation, "infer", lambda self, sample: (time.sleep(kill_kit.PAUSE), real(self, sample))[1])
+
+
+def _failing_at(call: int, error: BaseException) -> Callable[..., Any]:
+    real, calls = Generation.infer, []
+
+    def infer(self: Any, sample: Any) -> Any:
+        calls.append(sample["id"].tolist())
+        if len(calls) == call:
+            raise error
+        return real(self, sample)
+
+    infer.calls = calls  # type: ignore[attr-defined]
+    return infer
+
+
+# Memory.
+
+
+@pytest.mark.parametrize(
+    "size", [["--batch-size", "auto"], ["--max-tokens", "auto"], ["--max-tokens", "60"]], ids=" ".join
+)
+def test_out_of_memory_in_the_third_batch_loses_and_repeats_nothing(
+    job: list[str], monkeypatch: pytest.MonkeyPatch, size: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock = fairseq_kit.run_stock(*job, "--beam", "2")
+    monkeypatch.setattr(batches, "AUTO_SENTENCES", 2)
+    monkeypatch.setattr(batches, "AUTO_TOKENS", 40)
+    monkeypatch.setattr(batching, "_WORTH_KEEPING", 0.0)  # here the clock would decide about sizes
+    infer = _failing_at(3, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    monkeypatch.setattr(Generation, "infer", infer)
+    flags = [flag for flag in job if flag not in ("--max-tokens", "60")]
+    ours = fairseq_kit.run_fastgen(*flags, *size, "--beam", "2", "--workers", "0")
+    if "auto" in size:  # inside a batch fairseq sorts by length: other batches, another order
+        stock, ours = fairseq_kit.by_sentence(stock), fairseq_kit.by_sentence(ours)
+    assert fairseq_kit.differences(stock, ours) == []
+    sizes = [len(ids) for ids in infer.calls]  # type: ignore[attr-defined]
+    assert sizes[3] == sizes[2] // 2
+    assert sum(sizes) - sizes[2] == SENTENCES
+    assert "out of memory" in capsys.readouterr().err
+    if "auto" in size:
+        assert sizes[1] > sizes[0] and max(sizes[3:]) <= sizes[2] // 2 + 1
+
+
+# Resume.
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--beam", "3", "--remove-bpe"], ["--sampling", "--sampling-topk", "10", "--seed", "3", "--beam=2", "--nbest=2"]],
+    ids=["beams", "sampling"],
+)  # fmt: skip
+def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
+    job: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+) -> None:
+    common = [*job, *flags, "--batch-size", "2", "--workers", "0"]
+    whole = fairseq_kit.run_fastgen(*common)
+    results = tmp_path / "generate-test.txt"
+    resumed = [*common, "--results-path", str(tmp_path), "--resume"]
+    with monkeypatch.context() as patch:
+        _slow_down(patch)
+        kills = kill_kit.kill_at_random(lambda: generate.main(resumed), journal_path(results), kills=10, seed=9)
+    assert kills >= 5
+    assert generate.main(resumed) == 0
+    text = results.read_text("utf-8")
+    assert fairseq_kit.result_lines(text) == whole  # scores too: the same batches
+    assert f"Translated {SENTENCES} sentences" in text + capsys.readouterr().err
+    assert not journal_path(results).exists()
+
+
+def test_resume_of_a_complete_run_does_nothing(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*job, "--results-path", str(tmp_path), "--workers", "0"]
+    assert generate.main(flags) == 0
+    before = (tmp_path / "generate-test.txt").read_bytes()
+    assert generate.main([*flags, "--resume"]) == 0
+    assert (tmp_path / "generate-test.txt").read_bytes() == before
+    assert "nothing to resume" in capsys.readouterr().err
+
+
+def test_resume_with_other_flags_is_refused(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*job, "--results-path", str(tmp_path), "--workers", "0"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "infer", _failing_at(2, KeyboardInterrupt()))
+        assert generate.main(flags) == 130
+    assert generate.main([*flags, "--resume", "--beam", "2"]) == 1
+    assert "another generation.beam" in capsys.readouterr().err
+
+
+# Workers.
+
+
+def test_a_worker_killed_in_mid_run_loses_and_repeats_nothing(job: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [*job, "--beam", "2", "--batch-size", "2"]
+    whole = fairseq_kit.run_fastgen(*flags, "--workers", "0")
+    pools: list[WorkerPool] = []
+    real = Generation.infer
+
+    class Watched(WorkerPool):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            pools.append(self)
+
+    calls = []
+
+    def infer(self: Any, sample: Any) -> Any:
+        calls.append(sample)
+        if len(calls) in (4, 9):
+            os.kill(pools[0].pids[len(calls) % 2], signal.SIGKILL)
+        return real(self, sample)
+
+    monkeypatch.setattr(run, "WorkerPool", Watched)
+    monkeypatch.setattr(Generation, "infer", infer)
+    assert fairseq_kit.run_fastgen(*flags, "--workers", "2") == whole
+    assert pools[0].restarts >= 1

@@ -1,0 +1,436 @@
+"""fastgen-generate-transformers: the same texts as stock generate(), formats, failures, resume, memory, metrics."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import kill_kit
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+
+import fastgen
+from fastgen.cli import demo_task, generate_transformers
+from fastgen.cli.demo import SHIPPED_MODEL
+from fastgen.cli.transformers import batches, generation, records, writer
+from fastgen.cli.transformers import flags as flags_of_generation
+from fastgen.pipeline import batching
+from fastgen.pipeline.resume import journal_path
+
+MODEL = str(SHIPPED_MODEL)
+FLAGS = ["--num-beams", "3", "--max-new-tokens", "24", "--workers", "0", "--quiet", "--batch-size", "5"]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Inputs of many lengths."""
+    pairs = [next(demo_task.sentences(seed, held_out=True)) for seed in range(23)]
+    return [" ".join(source.split()[: 3 + 2 * i % 11]) for i, (source, _) in enumerate(pairs)]
+
+
+@pytest.fixture
+def source(tmp_path: Path, texts: list[str]) -> Path:
+    path = tmp_path / "in.txt"
+    path.write_text("".join(f"{text}\n" for text in texts), "utf-8")
+    return path
+
+
+def run(*arguments: object) -> int:
+    return generate_transformers.main([str(argument) for argument in arguments])
+
+
+def stock(texts: Sequence[str], **options: int) -> tuple[list[str], list[float]]:
+    """Texts and scores, one input at a time by stock transformers."""
+    return _stock(tuple(texts), tuple(options.items()))
+
+
+@functools.cache
+def _stock(texts: tuple[str, ...], options: tuple[tuple[str, int], ...]) -> tuple[list[str], list[float]]:
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
+    flags = {"num_beams": 3, "max_new_tokens": 24, "return_dict_in_generate": True, "output_scores": True}
+    outputs: list[str] = []
+    scores: list[float] = []
+    with fastgen.disabled(), torch.inference_mode():
+        for text in texts:
+            output = model.generate(tokenizer(text, return_tensors="pt").input_ids, **flags, **dict(options))
+            outputs += tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
+            scores += output.sequences_scores.tolist()
+    return outputs, scores
+
+
+def test_text_is_stocks_in_the_order_of_the_input(source: Path, texts: list[str], tmp_path: Path) -> None:
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS) == 0
+    assert (tmp_path / "out.txt").read_text("utf-8").splitlines() == stock(texts)[0]
+    calls = fastgen.status().calls
+    assert len(calls) == 5 and all(call.tier == "fast" for call in calls)
+    assert not journal_path(tmp_path / "out.txt").exists()
+
+
+def test_workers_change_nothing(source: Path, tmp_path: Path) -> None:
+    assert run(MODEL, source, tmp_path / "alone.txt", *FLAGS) == 0
+    assert run(MODEL, source, tmp_path / "pool.txt", *FLAGS, "--workers", 2) == 0
+    assert (tmp_path / "pool.txt").read_bytes() == (tmp_path / "alone.txt").read_bytes()
+
+
+def test_jsonl_has_all_hypotheses_and_scores(texts: list[str], tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"id": f"n{i}", "src": text}) + "\n" for i, text in enumerate(texts)))
+    assert run(MODEL, source, out, *FLAGS, "--text-field", "src", "--num-return-sequences", 2) == 0
+    lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [line["id"] for line in lines] == [f"n{i}" for i in range(len(texts))]
+    assert [line["line"] for line in lines] == list(range(1, len(texts) + 1))
+    wanted, scores = stock(texts, num_return_sequences=2)
+    assert [output["text"] for line in lines for output in line["outputs"]] == wanted
+    assert [output["score"] for line in lines for output in line["outputs"]] == pytest.approx(scores, abs=1e-4)
+
+
+def test_several_hypotheses_in_text_are_lines_that_follow(source: Path, texts: list[str], tmp_path: Path) -> None:
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS, "--num-return-sequences", 2) == 0
+    assert (tmp_path / "out.txt").read_text("utf-8").splitlines() == stock(texts, num_return_sequences=2)[0]
+
+
+def test_the_score_without_beams_is_the_sum_of_log_probabilities(tmp_path: Path, texts: list[str]) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("".join(f"{text}\n" for text in texts[:3]), "utf-8")
+    assert run(MODEL, source, out, "--max-new-tokens", 24, "--workers", 0, "--quiet") == 0
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
+    for text, line in zip(texts, out.read_text("utf-8").splitlines(), strict=False):
+        inputs = tokenizer(text, return_tensors="pt").input_ids
+        tokens = model.generate(input_ids=inputs, max_new_tokens=24)
+        with torch.inference_mode():
+            logits = model(input_ids=inputs, decoder_input_ids=tokens[:, :-1]).logits.log_softmax(-1)
+        score = logits.gather(-1, tokens[:, 1:, None]).sum().item()
+        assert json.loads(line)["outputs"][0]["score"] == pytest.approx(score, abs=1e-3)
+
+
+def test_task_prefix_is_put_before_each_input(source: Path, texts: list[str], tmp_path: Path) -> None:
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS, "--task-prefix", texts[0][:4] + " ") == 0
+    wanted, _ = stock([texts[0][:4] + " " + text for text in texts])
+    assert (tmp_path / "out.txt").read_text("utf-8").splitlines() == wanted
+
+
+def test_every_field_of_the_generation_config_is_a_flag() -> None:
+    known = {option for action in generate_transformers.parser()._actions for option in action.option_strings}
+    ours = {"return_dict_in_generate", "output_scores", "transformers_version"}
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - ours
+    assert len(fields) > 50
+    assert {"--" + name.replace("_", "-") for name in fields} <= known
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (["--num-beams", "4"], {"num_beams": 4}),
+        (["--length-penalty", "0.6"], {"length_penalty": 0.6}),
+        (["--length-penalty", "-1"], {"length_penalty": -1.0}),
+        (["--do-sample"], {"do_sample": True}),
+        (["--do-sample", "false"], {"do_sample": False}),
+        (["--early-stopping", "never"], {"early_stopping": "never"}),
+        (["--early-stopping", "true"], {"early_stopping": True}),
+        (["--bad-words-ids", "[[5, 6], [7]]"], {"bad_words_ids": [[5, 6], [7]]}),
+        (["--eos-token-id", "[2, 3]"], {"eos_token_id": [2, 3]}),
+        (["--cache-implementation", "static"], {"cache_implementation": "static"}),
+        ([], {}),
+    ],
+)
+def test_flags_have_the_types_of_the_fields(flags: list[str], wanted: dict[str, Any]) -> None:
+    given = flags_of_generation.given(generate_transformers.parser().parse_args(["m", "i", "o", *flags]))
+    assert given == wanted
+    assert [type(value) for value in given.values()] == [type(value) for value in wanted.values()]
+
+
+# Bad input.
+
+
+@pytest.fixture
+def bad_lines(tmp_path: Path, texts: list[str]) -> Path:
+    path = tmp_path / "bad.txt"
+    lines = [text.encode() for text in texts[:6]]
+    lines[1], lines[3], lines[4] = b"12 \xff 3", b"", b"7 " * 600
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return path
+
+
+def test_bad_lines_become_error_records(bad_lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(MODEL, bad_lines, out, *FLAGS) == 1
+    lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [("outputs" in line, "error" in line) for line in lines] == [
+        (True, False), (False, True), (True, False), (False, True), (False, True), (True, False),
+    ]  # fmt: skip
+    assert f"{bad_lines}, line 2: not UTF-8 (byte 0xff at position 4)." == lines[1]["error"]
+    assert f"{bad_lines}, line 4: the line is empty." == lines[3]["error"]
+    assert f"{bad_lines}, line 5: " in lines[4]["error"] and "tokens" in lines[4]["error"]
+    messages = capsys.readouterr().err
+    assert all(lines[i]["error"] in messages for i in (1, 3, 4))
+    assert "3 of 6 records failed" in messages
+
+
+def test_with_text_output_a_bad_line_ends_the_run_and_keeps_what_is_done(
+    bad_lines: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.txt"
+    assert run(MODEL, bad_lines, out, *FLAGS) == 1
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0][:1]
+    assert f"{bad_lines}, line 2: not UTF-8" in capsys.readouterr().err
+
+
+def test_truncate_cuts_long_lines(bad_lines: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    assert run(MODEL, bad_lines, out, *FLAGS, "--truncate") == 1
+    lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert ["error" in line for line in lines] == [False, True, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "not an object"),
+        ('{"txt": "12"}', "'text'"),
+        ('{"text": 12}', "'text'"),
+        ('{"text": " "}', "empty"),
+        ('{"text": "\\ud800"}', "surrogate"),
+        ('{"text": "1", "id": "\\udfff"}', "surrogate"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+)
+def test_bad_json_lines(tmp_path: Path, line: str, why: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "12"}\n' + line + "\n")
+    good, bad = records.read(path, records.JSONL)
+    assert good.error is None and good.text == "12"
+    assert bad.error is not None and bad.error.startswith(f"{path}, line 2: ") and why in bad.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{model}", "{tmp}/none.txt", "{tmp}/out.txt"], "none.txt: No such file"),
+        (["{model}", "{tmp}/empty.txt", "{tmp}/out.txt"], "empty.txt is empty"),
+        (["{tmp}/no-model", "{tmp}/in.txt", "{tmp}/out.txt"], "no-model"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--number-of-beams", "3"], "--number-of-beams"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--batch-size", "0"], "'0' is neither"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--num-beams", "three"], "'three' is not a whole number"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--device", "abacus"], "Cannot use the device 'abacus'"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/no/out.txt"], "no/out.txt"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/in.txt"], "is the input"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--references", "{tmp}/two.txt"], "2 references for 23 inputs"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--references", "{tmp}/two.txt", "--metrics", "bley"], "'bley'"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--source-lang", "en"], "has no languages"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--target-lang", "xx"], "'xx'"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--num-return-sequences", "9", "--num-beams", "2"], "refuses"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    if "--references" in arguments:
+        pytest.importorskip("sacrebleu")
+        pytest.importorskip("rouge_score")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "two.txt").write_text("a\nb\n")
+    before = source.read_bytes()
+    filled = [argument.format(model=MODEL, tmp=tmp_path) for argument in arguments]
+    assert run(*filled, "--workers", 0, "--quiet") == 1
+    error = capsys.readouterr().err.strip()
+    assert message in error and len(error.splitlines()) == 1
+    assert source.read_bytes() == before
+
+
+def test_a_full_disk_is_one_sentence(
+    source: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third write to the output fails; then there is room again, and --resume ends the run."""
+    out = tmp_path / "out.txt"
+    monkeypatch.setattr(batches, "WINDOW", 5)
+
+    class Full:
+        """A file with room for two writes."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            self.file, self.room = open(*arguments, **options), 2  # noqa: SIM115
+
+        def write(self, text: str) -> None:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.file.write(text)
+            self.room -= 1
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "open", Full, raising=False)
+        assert run(MODEL, source, out, *FLAGS) == 1
+    error = capsys.readouterr().err.strip()
+    assert f"Cannot write {out}: No space left on device" in error and len(error.splitlines()) == 1
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0][:10]
+    assert run(MODEL, source, out, *FLAGS, "--resume") == 0
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0]
+
+
+def test_ctrl_c_keeps_what_is_done_and_exits_130(
+    source: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.txt"
+    monkeypatch.setattr(batches, "WINDOW", 5)
+    real, calls = generation.Generator._run, []
+
+    def interrupted(self: Any, part: Any) -> Any:
+        calls.append(part)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation.Generator, "_run", interrupted)
+        assert run(MODEL, source, out, *FLAGS) == 130
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0][:10]
+    assert run(MODEL, source, out, *FLAGS, "--resume") == 0
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0]
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("size", [["--batch-size", "auto"], ["--batch-size", "8"], ["--max-tokens", "auto"]])
+def test_out_of_memory_in_the_third_batch_loses_and_repeats_nothing(
+    source: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: list[str]
+) -> None:
+    monkeypatch.setattr(batches, "AUTO_SENTENCES", 2)
+    monkeypatch.setattr(batches, "AUTO_TOKENS", 96)
+    monkeypatch.setattr(batching, "_WORTH_KEEPING", 0.0)  # here the clock would decide about sizes
+    real, sizes = generation.Generator._generate, []
+
+    def short(self: Any, part: Sequence[records.Record]) -> Any:
+        sizes.append(len(part))
+        if len(sizes) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, part)
+
+    monkeypatch.setattr(generation.Generator, "_generate", short)
+    out = tmp_path / "out.txt"
+    assert run(MODEL, source, out, *FLAGS[:-2], *size) == 0
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0]
+    assert sizes[3] == sizes[2] // 2
+    assert sum(sizes) - sizes[2] == len(texts)
+
+
+def test_a_record_that_never_fits_is_an_error_record(
+    source: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = generation.Generator._generate
+
+    def short(self: Any, part: Sequence[records.Record]) -> Any:
+        if any(record.index == 7 for record in part):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(self, part)
+
+    monkeypatch.setattr(generation.Generator, "_generate", short)
+    out = tmp_path / "out.jsonl"
+    assert run(MODEL, source, out, *FLAGS) == 1
+    lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+    assert [i for i, line in enumerate(lines) if "error" in line] == [7]
+    wanted = stock(texts)[0]
+    assert [line["outputs"][0]["text"] for i, line in enumerate(lines) if i != 7] == wanted[:7] + wanted[8:]
+
+
+# Resume.
+
+
+@pytest.mark.parametrize("flags", [[], ["--do-sample", "--seed", "3", "--num-beams", "1"]], ids=["beams", "sampling"])
+def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
+    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("".join(f"{text}\n" for text in 2 * texts), "utf-8")
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    monkeypatch.setattr(batches, "WINDOW", 8)
+    common = [*FLAGS[:-1], "2", *flags]
+    assert run(MODEL, source, whole, *common) == 0
+    real = generation.Generator._run
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            generation.Generator, "_run", lambda self, part: (time.sleep(kill_kit.PAUSE), real(self, part))[1]
+        )
+        kills = kill_kit.kill_at_random(
+            lambda: run(MODEL, source, out, *common, "--resume"), journal_path(out), kills=10, seed=5
+        )
+    assert kills >= 5
+    assert run(MODEL, source, out, *common, "--resume") == 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def test_resume_of_a_complete_run_does_nothing(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.txt"
+    assert run(MODEL, source, out, *FLAGS) == 0
+    before = out.read_bytes()
+    assert run(MODEL, source, out, *FLAGS, "--resume") == 0
+    assert out.read_bytes() == before
+    assert "nothing to resume" in capsys.readouterr().err
+
+
+def test_resume_with_other_flags_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.txt"
+    with monkeypatch.context() as patch:
+        patch.setattr(generation.Generator, "_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(MODEL, source, out, *FLAGS) == 130
+    assert run(MODEL, source, out, *FLAGS, "--resume", "--num-beams", 2) == 1
+    assert "another generation.num_beams" in capsys.readouterr().err
+
+
+# Metrics.
+
+
+def test_metrics_are_those_of_the_packages(
+    source: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sacrebleu = pytest.importorskip("sacrebleu")
+    rouge = pytest.importorskip("rouge_score.rouge_scorer")
+    outputs = stock(texts)[0]
+    references = [" ".join([*output.split()[1:], "point"]) for output in outputs]
+    (tmp_path / "refs.txt").write_text("".join(f"{line}\n" for line in references), "utf-8")
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS, "--references", tmp_path / "refs.txt") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == str(sacrebleu.corpus_bleu(outputs, [references]))
+    assert lines[1] == str(sacrebleu.corpus_chrf(outputs, [references]))
+    scorer = rouge.RougeScorer(["rougeL"], use_stemmer=True)
+    mean = sum(scorer.score(r, o)["rougeL"].fmeasure for r, o in zip(references, outputs, strict=True)) / len(outputs)
+    assert lines[4] == f"ROUGE-L = {100 * mean:.2f}"
+
+
+# Decoder-only models, and padding on the left.
+
+
+def test_a_causal_model_goes_on_from_its_prompts(tmp_path: Path, texts: list[str]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=0, eos_token_id=2
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    model.save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in texts), "utf-8")
+    assert run(tmp_path / "gpt2", tmp_path / "in.txt", tmp_path / "out.jsonl", *FLAGS) == 0
+    got = [json.loads(line)["outputs"][0] for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
+    for text, output in zip(texts, got, strict=True):
+        prompt = tokenizer(text, return_tensors="pt").input_ids
+        with fastgen.disabled():
+            row = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), num_beams=3, max_new_tokens=24, pad_token_id=1
+            )[0, prompt.shape[1] :]
+        assert output["text"] == tokenizer.decode(row, skip_special_tokens=True)

@@ -1,0 +1,93 @@
+"""Decoder products on packed weights: the same hypotheses, and the model stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import judge
+import models
+import pytest
+import torch
+from fairseq.modules.quant_noise import quant_noise
+
+import fastgen
+from fastgen import packing
+
+pytestmark = pytest.mark.skipif(
+    packing.unavailable() is not None, reason=f"no packed products here: {packing.unavailable()}"
+)
+
+
+@pytest.fixture(autouse=True)
+def _always() -> Iterator[None]:
+    packing.release()
+    fastgen.configure(packing="always")
+    yield
+    packing.release()
+
+
+@pytest.mark.parametrize("name", ["post-norm", "pre-norm", "shared", "bart", "align", "adaptive"])
+def test_translators(name: str) -> None:
+    """Every linear layer of the decoder is packed: 4 + 4 + 2 a layer, and the projection to the vocabulary."""
+    model = copy.deepcopy(models.load(name))
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for beams in (1, 4):
+        judge.compare(lambda beams=beams: models.generate(model, models.batch(), beam_size=beams))
+    assert packing.count() == 10 * len(model.decoder.layers) + (name != "adaptive")
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_language_models_and_ensembles() -> None:
+    judge.compare(lambda: models.prompted("lm", beam_size=3))
+    packed = packing.count()
+    assert packed == 6 * 3 + 1
+    two = [models.load("post-norm"), models.load("post-norm", seed=1)]
+    judge.compare(lambda: models.generate(two, models.batch(), lm_model=models.load("lm"), lm_weight=0.3))
+    assert packing.count() == packed + 2 * 31
+
+
+def test_weights_that_change() -> None:
+    """Between two calls, in place and by assignment, also of an embedding that the output shares."""
+    model = copy.deepcopy(models.load("shared"))
+    assert model.decoder.output_projection.weight is model.decoder.embed_tokens.weight
+
+    def run() -> Any:
+        return models.generate(model, models.batch())
+
+    first = judge.compare(run)
+    with torch.no_grad():
+        model.decoder.embed_tokens.weight.mul_(0.8)
+    second = judge.compare(run)
+    model.decoder.layers[1].fc1.weight = torch.nn.Parameter(model.decoder.layers[1].fc1.weight.detach() * -1)
+    third = judge.compare(run)
+    for one, other in ((first, second), (second, third)):
+        with pytest.raises(AssertionError):
+            judge.assert_same(one, other)
+
+
+def test_hooks_and_changed_layers() -> None:
+    """Hooks on a linear layer run; layers that are no plain nn.Linear, or have another forward, are left alone."""
+    seen: list[tuple[int, ...]] = []
+    model = copy.deepcopy(models.load("pre-norm"))
+    first, second, third = model.decoder.layers
+    first.fc1.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    first.fc2.register_forward_hook(lambda module, args, output: output * 0.5)
+    quant_noise(second.fc1, 0.1, 8)
+    torch.nn.utils.parametrizations.weight_norm(second.fc2)
+    torch.nn.utils.weight_norm(second.self_attn.q_proj)
+    forward = third.fc1.forward
+    third.fc1.forward = lambda rows: forward(rows) + 0.1
+    expected = judge.compare(lambda: models.generate(model, models.batch()))
+    assert seen
+    assert packing.count() == 31 - 3
+    with pytest.raises(AssertionError):
+        judge.assert_same(expected, judge.stock(lambda: models.generate("pre-norm", models.batch())))
+
+
+def test_off() -> None:
+    fastgen.configure(packing="off")
+    judge.compare(lambda: models.generate("post-norm", models.batch()))
+    assert packing.count() == 0

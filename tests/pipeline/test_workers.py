@@ -1,0 +1,97 @@
+"""The worker pool: results, failures in a task, workers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fastgen.pipeline import WorkerError, WorkerPool
+
+# `eval` builds the handlers: spawned workers can import it, but not necessarily this file.
+DOUBLE = "lambda task: 2 * task"
+# Notes its process id in the file it is given, waits, and answers.
+SLOW = "lambda task: (open(task, 'a').write(f'{__import__(\"os\").getpid()}\\n'), __import__('time').sleep(1), 7)[-1]"
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_every_task_has_its_result(workers: int) -> None:
+    with WorkerPool(workers, eval, DOUBLE) as pool:
+        futures = [pool.submit(task) for task in range(50)]
+        assert [future.result() for future in futures] == [2 * task for task in range(50)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_failing_task_fails_alone(workers: int) -> None:
+    with WorkerPool(workers, eval, "lambda task: 1 / task") as pool:
+        futures = [pool.submit(task) for task in (1, 0, 2)]
+        assert futures[0].result() == 1.0
+        with pytest.raises(WorkerError, match="ZeroDivisionError"):
+            futures[1].result()
+        assert futures[2].result() == 0.5
+
+
+def test_large_tasks_and_results_do_not_block_each_other() -> None:
+    with WorkerPool(2, eval, "lambda task: task + task") as pool:
+        futures = [pool.submit("x" * 2**20) for _ in range(8)]
+        assert all(len(future.result()) == 2**21 for future in futures)
+
+
+def test_the_work_of_a_killed_worker_is_done_by_another(tmp_path: Path) -> None:
+    note = tmp_path / "pids"
+    note.touch()
+    with WorkerPool(1, eval, SLOW) as pool:
+        future = pool.submit(str(note))
+        while not note.read_text().endswith("\n"):
+            time.sleep(0.01)
+        first = int(note.read_text())
+        assert first in pool.pids
+        os.kill(first, signal.SIGKILL)
+        assert future.result(timeout=30) == 7
+        assert pool.restarts == 1
+    pids = note.read_text().split()
+    assert len(pids) == 2 and len(set(pids)) == 2
+
+
+def test_a_task_that_always_kills_its_worker_fails() -> None:
+    with WorkerPool(1, eval, "lambda task: __import__('os')._exit(3) if task else 'fine'") as pool:
+        bad, good = pool.submit(1), pool.submit(0)
+        with pytest.raises(WorkerError, match="died 3 times"):
+            bad.result(timeout=60)
+        assert good.result(timeout=60) == "fine"
+
+
+def test_workers_ignore_the_interrupt_of_the_group() -> None:
+    with WorkerPool(1, eval, DOUBLE) as pool:
+        assert pool.submit(1).result() == 2
+        os.kill(pool.pids[0], signal.SIGINT)
+        assert pool.submit(2).result() == 4
+        assert pool.restarts == 0
+
+
+def test_no_process_is_left_after_an_error() -> None:
+    with pytest.raises(KeyError), WorkerPool(2, eval, DOUBLE) as pool:
+        pids = pool.pids
+        raise KeyError
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_workers_that_die_as_they_start_fail_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with more to set up than a pipe holds: nobody may wait for a dead worker to read it."""
+    monkeypatch.setenv("PYTHONHOME", "/nowhere")  # Python ends before it runs anything
+    seen: list[BaseException | None] = []
+
+    def run() -> None:
+        with WorkerPool(1, eval, "lambda task: len(x)", {"x": "a" * 2**20}) as pool:
+            seen.append(pool.submit(0).exception(timeout=60))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert [str(error) for error in seen] == ["a worker process died 3 times at the same task"]
