@@ -111,6 +111,7 @@ def _sample(request: Request) -> Request:
     config.length_penalty, config.early_stopping = 1.0, False
     config.max_length = min(config.max_length, request.input_ids.shape[1] + _STEPS)
     config.return_dict_in_generate = config.output_scores = config.output_logits = True
+    config._fastgen_sequence_scores_only = False
     kwargs = {
         name: selected(value, index, rows) for name, value in request.model_kwargs.items() if name != "past_key_values"
     }

@@ -93,12 +93,19 @@ class Request:
         )
 
     @property
+    def keeps_all_rows(self) -> bool:
+        """Whether what is returned holds every row of every step. Our commands, which need no more than the scores of
+        whole hypotheses, say so in a private field of the configuration."""
+        config = self.generation_config
+        return bool(config.return_dict_in_generate) and not getattr(config, "_fastgen_sequence_scores_only", False)
+
+    @property
     def may_evict(self) -> bool:
         """Whether sentences may leave the batch as they finish; ask before any has left."""
         config = self.generation_config
         return (
             not config.do_sample  # one random stream for the whole batch
-            and not config.return_dict_in_generate  # scores and logits hold every row of every step
+            and not self.keeps_all_rows
             and all(type(processor) in _ROW_LOCAL for processor in self.logits_processor)
             # A source for each sentence; a caller's own processor may hold others.
             and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)
