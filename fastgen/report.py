@@ -21,7 +21,7 @@ class FallbackError(RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """One beam search as it ran."""
+    """One call as it ran: a beam search, or greedy search and sampling, whose `beams` are the samples of a prompt."""
 
     host: str
     model: str
@@ -63,7 +63,7 @@ class Status:
         used = ", ".join(f"{name} {how}" for name, how in self.operators.items())
         lines += textwrap.wrap(f"operators: {used or 'not used yet'}", _WIDTH, subsequent_indent="  ")
         total = ", ".join(f"{self.counters.get(tier, 0)} {tier}" for tier in TIERS)
-        lines.append(f"beam searches so far: {total}")
+        lines.append(f"calls so far: {total}")
         if self.packed_weights:
             lines.append(f"packed weights: {self.packed_weights}, {_size(self.packed_bytes)}")
         if self.calls:

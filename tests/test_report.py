@@ -91,7 +91,7 @@ def test_the_status_is_data_and_a_readable_table() -> None:
         "  fairseq: left alone",
         "    SequenceGenerator._generate has other parameters",
         "operators: not used yet",
-        "beam searches so far: 1 fast, 1 compat, 1 stock",
+        "calls so far: 1 fast, 1 compat, 1 stock",
     ]
     table = lines[6:]
     assert table[0].split() == ["tier", "host", "model", "batch", "beams", "steps", "seconds", "cache"]

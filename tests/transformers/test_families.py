@@ -116,6 +116,24 @@ def test_finished_sentences_leave(family: str) -> None:
     assert steps == sorted(steps, reverse=True) and steps[-1] < steps[0] == 24, rows
 
 
+@pytest.mark.parametrize("beams", [4, 1])
+@pytest.mark.parametrize("family", sorted({"bart", "gpt2", "t5"}.intersection(zoo.ACCELERATED)))
+def test_scores_of_sequences_without_those_of_tokens(family: str, beams: int) -> None:
+    """What fastgen-generate-transformers asks for: scores of hypotheses from a batch that sentences leave."""
+    model, inputs = zoo.load(family), zoo.inputs_for(family, batch=6)
+    config = copy.deepcopy(model.generation_config)
+    config.update(num_beams=beams, max_new_tokens=20, early_stopping=beams > 1, **DETAILS)
+    stock = harness.run_stock(model, inputs, generation_config=config)
+    config._fastgen_sequence_scores_only = True
+    output, _ = harness.run_fastgen(model, inputs, generation_config=config)
+    assert torch.equal(output.sequences, stock.sequences)
+    if beams > 1:
+        assert output.scores is output.logits is output.past_key_values is None
+        torch.testing.assert_close(output.sequences_scores, stock.sequences_scores, rtol=1e-5, atol=1e-4)
+    else:  # the host's own loop, and no score of a sequence but those of its tokens
+        assert len(output.scores) == len(stock.scores)
+
+
 @pytest.mark.parametrize("tier", harness.TIERS)
 @pytest.mark.parametrize("family", zoo.ACCELERATED)
 def test_identical_with_one_sentence_and_two_beams(family: str, tier: str) -> None:

@@ -173,16 +173,6 @@ def test_beams(name: str, beams: int, tier: str) -> None:
     both_ways(zoo.load(name), zoo.inputs_for(name, batch=2), tier, num_beams=beams, max_new_tokens=10)
 
 
-@models
-def test_one_beam_is_left_to_stock(name: str) -> None:
-    model, inputs = zoo.load(name), zoo.inputs_for(name)
-    for options in (dict(num_beams=1), dict(num_beams=1, do_sample=True, top_k=9)):
-        stock = harness.run_stock(model, inputs, max_new_tokens=9, **options, **DETAILS)
-        output, calls = harness.run_fastgen(model, inputs, max_new_tokens=9, **options, **DETAILS)
-        assert not calls, "greedy search is no beam search"
-        harness.assert_same(stock, output)
-
-
 @tiers
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [-2.0, 0.0, 1.0, 3.0])

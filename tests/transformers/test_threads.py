@@ -83,7 +83,7 @@ def test_one_model_many_threads(name: str, tier: str) -> None:
         fastgen.report.reset()
         run_together(jobs)
     counters = fastgen.status().counters
-    assert counters["fast"] + counters["compat"] == ROUNDS * 4, "greedy search is not counted, all others are"
+    assert counters["fast"] + counters["compat"] == ROUNDS * len(SEARCHES)
     assert not counters["stock"]
 
 

@@ -41,6 +41,8 @@ class Generator:
         self._model, self._config, self._source = model, config, source
         self._seed, self._scores, self._warn = seed, scores, warn
         self.per_record = int(config.num_return_sequences or 1)
+        # Else the log-probabilities of all tokens would be kept at each step: 64 MB for 64 sentences and 5 beams.
+        config._fastgen_sequence_scores_only = scores
 
     def __call__(self, batch: Batch) -> Hypotheses:
         """All hypotheses of `batch`; a record that doesn't fit into memory alone gets its `error` set, and none."""

@@ -1,4 +1,4 @@
-"""Beam search of Hugging Face transformers over the beam tree."""
+"""Generation of Hugging Face transformers over the beam tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from fastgen._patching import PatchSet, SeamMismatch, require_signature
 
-_BEAM_SEARCH = (
+_SEARCH = (
     "self",
     "input_ids",
     "logits_processor",
@@ -19,6 +19,10 @@ _BEAM_SEARCH = (
     "synced_gpus",
     "model_kwargs",
 )
+_SEAMS = {
+    "_beam_search": _SEARCH,
+    "_sample": (*_SEARCH[:-1], "streamer", "model_kwargs"),
+}
 _NEEDED = (
     "_update_model_kwargs_for_generation",
     "_get_top_k_continuations",
@@ -27,19 +31,25 @@ _NEEDED = (
 
 
 def install(patches: PatchSet, module: ModuleType) -> None:
-    """Replace `GenerationMixin._beam_search` of `module`, transformers.generation.utils.
+    """Replace `_beam_search` and `_sample` of `module`'s GenerationMixin; the module is transformers.generation.utils.
 
-    Raises SeamMismatch if this version's seams differ from those our loop was written for.
+    Raises SeamMismatch if this version's seams differ from those our code was written for.
     """
     mixin = module.GenerationMixin
-    stock = mixin._beam_search
-    require_signature(stock, _BEAM_SEARCH)
+    for name, parameters in _SEAMS.items():
+        require_signature(getattr(mixin, name), parameters)
     for name in _NEEDED:
         if not hasattr(mixin, name):
             raise SeamMismatch(f"GenerationMixin has no {name}")
+    for name in _SEAMS:
+        patches.replace(mixin, name, _accelerated(getattr(mixin, name), patches))
+    if not hasattr(mixin, "_prefill"):  # 4.57
+        patches.replace(mixin, "_prepare_cache_for_generation", _marking(mixin._prepare_cache_for_generation))
 
+
+def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def _beam_search(
+    def generate(
         self: Any,
         input_ids: Any,
         logits_processor: Any,
@@ -48,6 +58,7 @@ def install(patches: PatchSet, module: ModuleType) -> None:
         synced_gpus: bool = False,
         **model_kwargs: Any,
     ) -> Any:
+        args = (self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
         # The host is still being imported when this module is: its parts are loaded at the first call.
         try:
             from fastgen.optimizer.transformers import dispatch
@@ -55,17 +66,13 @@ def install(patches: PatchSet, module: ModuleType) -> None:
         except (ImportError, AttributeError) as error:  # names that this version of the host lacks
             warnings.warn(f"fastgen leaves transformers alone: {error}", RuntimeWarning, stacklevel=3)
             patches.revert()
-            args = (self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
             return stock(*args, **model_kwargs)
+        if stock.__name__ == "_beam_search":
+            return dispatch.run(Request(*args, model_kwargs), stock)
+        streamer = model_kwargs.pop("streamer", None)
+        return dispatch.run(Request(*args, model_kwargs, streamer, is_search=False), stock)
 
-        request = Request(
-            self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs
-        )
-        return dispatch.run(request, stock)
-
-    patches.replace(mixin, "_beam_search", _beam_search)
-    if not hasattr(mixin, "_prefill"):  # 4.57
-        patches.replace(mixin, "_prepare_cache_for_generation", _marking(mixin._prepare_cache_for_generation))
+    return generate
 
 
 def _marking(prepare: Callable[..., Any]) -> Callable[..., Any]:

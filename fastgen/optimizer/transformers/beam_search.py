@@ -25,10 +25,9 @@ _EVICT_FROM = 1 / 16  # of the sentences still running
 def fast(request: Request, decoder: TreeDecoder) -> Any:
     """Our loop: the host's search rules, sentences leave as they finish. Returns what the host returns."""
     model, config, beams = request.model, request.generation_config, request.beams
-    wants_scores = config.return_dict_in_generate and config.output_scores
-    wants_logits = config.return_dict_in_generate and config.output_logits
-    all_scores: tuple[Tensor, ...] | None = () if wants_scores else None
-    all_logits: tuple[Tensor, ...] | None = () if wants_logits else None
+    keeps_all = request.keeps_all_rows
+    all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
+    all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
     search = _search(request)
     is_stopped, process, may_evict = request.stopper(), Processing(), request.may_evict
 
@@ -82,7 +81,7 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
         scores=all_scores,
         logits=all_logits,
         beam_indices=indices,
-        past_key_values=stock_cache(decoder.cache, decoder.tree),
+        past_key_values=stock_cache(decoder.cache, decoder.tree) if keeps_all else None,
     )
 
 
@@ -107,15 +106,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
 
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     proxy.__dict__["forward"] = forward
-    result = stock(
-        proxy,
-        request.input_ids,
-        request.logits_processor,
-        request.stopping_criteria,
-        request.generation_config,
-        request.synced_gpus,
-        **{**request.model_kwargs, "past_key_values": decoder.cache},
-    )
+    result = request.run(stock, proxy, decoder.cache)
     if not isinstance(result, Tensor):
         result.past_key_values = stock_cache(decoder.cache, decoder.tree)
     return result

@@ -14,7 +14,7 @@ from fastgen.optimizer.transformers.requests import Request, changed_rules, unsu
 
 
 def run(request: Request, stock: Callable[..., Any]) -> Any:
-    """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search`."""
+    """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search` or `_sample`."""
     settings = config.current()
     if settings.tier == "stock":
         return _stock(request, stock, "tier='stock' is configured")
@@ -22,12 +22,13 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         if settings.strict:
             raise report.FallbackError(reason)
         return _stock(request, stock, reason)
-    reason = changed_rules(request.model)
+    reason = changed_rules(request.model) if request.is_search else None
     if reason and settings.strict and settings.tier == "fast":
         raise report.FallbackError(reason)
     decoder = TreeDecoder(request)
     start = time.perf_counter()
-    if reason or settings.tier == "compat":
+    # What greedy search and sampling do between two steps is cheap: the host's own loop keeps all of its rules.
+    if reason or settings.tier == "compat" or not request.is_search:
         tier, result = "compat", beam_search.compat(request, decoder, stock)
     else:
         tier, result = "fast", beam_search.fast(request, decoder)
@@ -39,15 +40,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
 
 def _stock(request: Request, stock: Callable[..., Any], reason: str) -> Any:
     start = time.perf_counter()
-    result = stock(
-        request.model,
-        request.input_ids,
-        request.logits_processor,
-        request.stopping_criteria,
-        request.generation_config,
-        request.synced_gpus,
-        **request.model_kwargs,
-    )
+    result = request.run(stock)
     _record(request, "stock", reason, None, time.perf_counter() - start, None)
     return result
 

@@ -43,21 +43,23 @@ def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
     if model_type in _TESTED and FINDS_EAGER and _is_the_hosts_own(model):
         return None
     verdicts = _verdicts.setdefault(model, {})
-    key = (getattr(model.config, "_attn_implementation", None), model.dtype)
+    key = (getattr(model.config, "_attn_implementation", None), model.dtype, request.is_search, request.beams > 1)
     if key not in verdicts:
-        try:
-            expected = _sampled(request, stock)
-        except Exception as error:  # the request's own fault, most likely: it says nothing about the model
-            return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
-        verdicts[key] = _try(request, expected)
+        devices = [request.input_ids.device] if request.input_ids.is_cuda else []
+        with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
+            try:
+                expected = _sampled(request, stock)
+            except Exception as error:  # the request's own fault, most likely: it says nothing about the model
+                return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
+            verdicts[key] = _try(request, stock, expected)
     return verdicts[key]
 
 
-def _try(request: Request, expected: Any) -> str | None:
+def _try(request: Request, stock: Callable[..., Any], expected: Any) -> str | None:
     ours = _sample(request)
     try:
         decoder = TreeDecoder(ours)
-        result = beam_search.fast(ours, decoder)
+        result = beam_search.fast(ours, decoder) if ours.is_search else beam_search.compat(ours, decoder, stock)
     # Here, and only here, an unknown model's code meets the tree: whatever it raises is the verdict.
     except Exception as error:
         return f"it cannot run on the tree ({type(error).__name__}: {_first_line(error)})"
@@ -84,16 +86,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _sampled(request: Request, stock: Callable[..., Any]) -> Any:
-    sample = _sample(request)
-    return stock(
-        sample.model,
-        sample.input_ids,
-        sample.logits_processor,
-        sample.stopping_criteria,
-        sample.generation_config,
-        False,
-        **sample.model_kwargs,
-    )
+    return _sample(request).run(stock)
 
 
 def _difference(expected: Tensor, logits: Tensor) -> float:
@@ -113,10 +106,12 @@ def _sample(request: Request) -> Request:
     index = first.flatten()
 
     config = copy.copy(request.generation_config)
-    config.num_beams, config.num_return_sequences, config.do_sample = beams, 1, False
+    config.num_beams, config.num_return_sequences = (beams, 1) if request.is_search else (1, beams)
+    config.do_sample = False
     config.length_penalty, config.early_stopping = 1.0, False
     config.max_length = min(config.max_length, request.input_ids.shape[1] + _STEPS)
     config.return_dict_in_generate = config.output_scores = config.output_logits = True
+    config._fastgen_sequence_scores_only = False
     kwargs = {
         name: selected(value, index, rows) for name, value in request.model_kwargs.items() if name != "past_key_values"
     }
@@ -131,4 +126,5 @@ def _sample(request: Request) -> Request:
         config,
         False,
         kwargs,
+        is_search=request.is_search,
     )

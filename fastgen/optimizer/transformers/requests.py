@@ -1,4 +1,4 @@
-"""One call of the host's `_beam_search`: what it asks for, and why it may have to stay with the host."""
+"""One call of the host's `_beam_search` or `_sample`: what it asks for, and why it may have to stay with the host."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _BY_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengt
 
 @dataclass
 class Request:
-    """The arguments of `_beam_search`, under the host's names."""
+    """The arguments of `_beam_search` or, if it `is_search` not, of `_sample`, under the host's names."""
 
     model: Any
     input_ids: Tensor  # int64 [B*M, P]
@@ -63,14 +63,41 @@ class Request:
     generation_config: Any
     synced_gpus: bool
     model_kwargs: dict[str, Any]
+    streamer: Any = None  # of `_sample`
+    is_search: bool = True
 
     @property
     def beams(self) -> int:
-        return int(self.generation_config.num_beams)
+        """M: rows that share a prompt, be they beams or samples."""
+        config = self.generation_config
+        return int(config.num_beams if self.is_search else config.num_return_sequences or 1)
 
     @property
     def batch(self) -> int:
         return self.input_ids.shape[0] // self.beams
+
+    def run(self, stock: Callable[..., Any], model: Any = None, past_key_values: Any = None) -> Any:
+        """The host's own loop, over the request's model and cache or over others."""
+        kwargs = (
+            self.model_kwargs if past_key_values is None else {**self.model_kwargs, "past_key_values": past_key_values}
+        )
+        return stock(
+            self.model if model is None else model,
+            self.input_ids,
+            self.logits_processor,
+            self.stopping_criteria,
+            self.generation_config,
+            self.synced_gpus,
+            **({} if self.is_search else {"streamer": self.streamer}),
+            **kwargs,
+        )
+
+    @property
+    def keeps_all_rows(self) -> bool:
+        """Whether what is returned holds every row of every step. Our commands, which need no more than the scores of
+        whole hypotheses, say so in a private field of the configuration."""
+        config = self.generation_config
+        return bool(config.return_dict_in_generate) and not getattr(config, "_fastgen_sequence_scores_only", False)
 
     @property
     def may_evict(self) -> bool:
@@ -78,7 +105,7 @@ class Request:
         config = self.generation_config
         return (
             not config.do_sample  # one random stream for the whole batch
-            and not config.return_dict_in_generate  # scores and logits hold every row of every step
+            and not self.keeps_all_rows
             and all(type(processor) in _ROW_LOCAL for processor in self.logits_processor)
             # A source for each sentence; a caller's own processor may hold others.
             and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)
@@ -133,8 +160,10 @@ class Request:
 def unsupported_reason(request: Request) -> str | None:
     """Why this request has to run on the host's own cache, in words for the user; None if it need not."""
     model, config, kwargs = request.model, request.generation_config, request.model_kwargs
-    if request.beams < 2:
+    if request.is_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
+    if not request.is_search and request.beams == 1 and request.input_ids.device.type != "cpu":
+        return "one sample of a prompt has nothing to share"  # on the CPU there are packed weights to gain from
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
     if model.training or torch.is_grad_enabled():
@@ -158,6 +187,8 @@ def unsupported_reason(request: Request) -> str | None:
         return "the user passed past_key_values"
     if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
+    if not request.is_search and not _repeats(request.beams, [request.input_ids, *_tensors(kwargs)]):
+        return "rows that should share a prompt differ"
     for name in _POSITIONS:
         value = kwargs.get(name)
         if isinstance(value, Tensor) and value.shape[:1] != request.input_ids.shape[:1]:
@@ -172,6 +203,22 @@ def unsupported_reason(request: Request) -> str | None:
     if source_mask is not None and not bool(source_mask.bool().flatten(1).any(1).all()):
         return "a source is empty, and how that is attended to depends on the host's attention function"
     return None
+
+
+def _tensors(kwargs: dict[str, Any]) -> list[Tensor]:
+    """What the host expands to rows: tensors, and those of the encoder's output."""
+    values = [*kwargs.values(), *(kwargs.get("encoder_outputs") or {}).values()]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _repeats(times: int, tensors: list[Tensor]) -> bool:
+    """Whether each row is there so many times in turn. `generate` sees to it, but `_sample` may be called without."""
+    rows = tensors[0].shape[0]
+    return times == 1 or all(
+        bool((tensor.unflatten(0, (-1, times)) == tensor[::times, None]).all())
+        for tensor in tensors
+        if tensor.ndim and tensor.shape[0] == rows
+    )
 
 
 def unsupported_model(model: Any) -> str | None:

@@ -1,0 +1,176 @@
+"""Greedy search and sampling over the tree: every family, with the host's own loop, tokens equal with the same seed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+from transformers import StoppingCriteriaList, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+import fastgen
+from fastgen import report
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": dict(max_new_tokens=12),
+    "sampled": dict(max_new_tokens=12, do_sample=True, num_return_sequences=3, top_k=0),
+    "warped": dict(
+        max_new_tokens=10, do_sample=True, num_return_sequences=2, temperature=0.8, top_k=20, top_p=0.9, typical_p=0.95
+    ),
+    "ruled": dict(max_new_tokens=10, do_sample=True, min_p=0.02, no_repeat_ngram_size=2, repetition_penalty=1.2),
+}
+DETAILS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
+
+
+def inputs_for(family: str) -> dict[str, Any]:
+    return {**zoo.inputs_for(family), **zoo.FAMILIES[family].generate}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", zoo.FAMILIES)
+def test_identical(family: str, mode: str) -> None:
+    options = {"num_beams": 1, **MODES[mode], **DETAILS}
+    harness.compare(zoo.load(family), inputs_for(family), expected=zoo.FAMILIES[family].expected, **options)
+
+
+@pytest.mark.parametrize("family", sorted({"bart", "gpt2", "llama", "t5"}.intersection(zoo.ACCELERATED)))
+def test_one_prompt_for_all_samples(family: str) -> None:
+    """Seen from the host: the prompt comes once per sentence, then every step has a row for each sample."""
+    model, rows = zoo.load(family), []
+
+    def count_rows(module: Any, arguments: Any, inputs: dict[str, Any]) -> None:
+        rows.append((inputs["decoder_input_ids"] if "decoder_input_ids" in inputs else inputs["input_ids"]).shape)
+
+    options = dict(num_beams=1, do_sample=True, num_return_sequences=4, max_new_tokens=6, min_new_tokens=6)
+    harness.compare(model, inputs_for(family), **options)
+    # The compat tier calls `forward` itself, which hooks do not see.
+    forward = type(model).forward
+
+    def counting(self: Any, *args: Any, **inputs: Any) -> Any:
+        count_rows(self, args, inputs)
+        return forward(self, *args, **inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", counting)
+        harness.run_fastgen(model, inputs_for(family), **options)
+    batch = zoo.inputs_for(family)["input_ids"].shape[0]
+    assert rows[0][0] == batch and {tuple(shape) for shape in rows[1:]} == {(4 * batch, 1)} and len(rows) == 6
+
+
+def test_more_tokens_than_the_first_buffers() -> None:
+    harness.compare(zoo.load("llama"), inputs_for("llama"), num_beams=1, max_new_tokens=90, min_new_tokens=90)
+
+
+def test_cache_is_the_hosts() -> None:
+    model, options = zoo.load("gpt2"), dict(num_beams=1, max_new_tokens=5, num_return_sequences=2, do_sample=True)
+    stock = harness.run_stock(model, inputs_for("gpt2"), **options, **DETAILS)
+    output, _ = harness.run_fastgen(model, inputs_for("gpt2"), **options, **DETAILS)
+    for a, b in zip(stock.past_key_values, output.past_key_values, strict=True):
+        torch.testing.assert_close(a[0], b[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a[1], b[1], rtol=1e-4, atol=1e-4)
+
+
+class Words(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_streamers() -> None:
+    model, inputs = zoo.load("gpt2"), {name: value[:1] for name, value in inputs_for("gpt2").items()}
+    stock, ours = Words(), Words()
+    with fastgen.disabled():
+        model.generate(**inputs, streamer=stock, num_beams=1, max_new_tokens=8)
+    report.reset()
+    model.generate(**inputs, streamer=ours, num_beams=1, max_new_tokens=8)
+    assert [call.tier for call in report.calls()] == ["compat"]
+    assert ours.got == stock.got and len(ours.got) > 3 and ours.ended == 1
+
+
+def test_a_streamer_read_by_another_thread() -> None:
+    class Numbers:
+        def decode(self, tokens: Any, **options: Any) -> str:
+            return " ".join(map(str, tokens)) + " "
+
+    model, inputs = zoo.load("gpt2"), {name: value[:1] for name, value in inputs_for("gpt2").items()}
+    texts = []
+    for off in (True, False):
+        streamer = TextIteratorStreamer(Numbers(), skip_prompt=True, timeout=60)
+        with fastgen.disabled() if off else harness.configured(strict=True):
+            thread = threading.Thread(
+                target=model.generate, kwargs={**inputs, "streamer": streamer, "num_beams": 1, "max_new_tokens": 8}
+            )
+            thread.start()
+            texts.append("".join(streamer))
+            thread.join()
+    assert texts[0] == texts[1] and texts[0].split()
+
+
+@pytest.mark.parametrize("end", ["at once", "never"])
+def test_ends(end: str) -> None:
+    model, inputs = zoo.load("bart"), inputs_for("bart")
+    first = int(harness.run_stock(model, inputs, num_beams=1, max_new_tokens=1)[0, -1])
+    eos = list(range(model.config.vocab_size)) if end == "at once" else None
+    options = dict(num_beams=1, max_new_tokens=7, eos_token_id=eos or first, forced_eos_token_id=None)
+    options |= {} if eos else {"min_new_tokens": 7}
+    output = harness.compare(model, inputs, **options)
+    assert output.sequences.shape[1] == (2 if eos else 8)
+
+
+def test_rows_that_do_not_share_a_prompt_stay_with_the_host() -> None:
+    """`_sample` called without `generate`, which expands the inputs."""
+    model, inputs = zoo.load("gpt2"), inputs_for("gpt2")
+    expected = harness.run_stock(model, {**inputs, "num_return_sequences": 1}, num_beams=1, max_new_tokens=5)
+
+    def direct(model: Any, arguments: dict[str, Any]) -> Any:
+        def decode(model: Any, input_ids: Any, generation_config: Any, **kwargs: Any) -> Any:
+            generation_config.num_return_sequences = len(input_ids)
+            return model._sample(input_ids, generation_config=generation_config, **kwargs)
+
+        return model.generate(**arguments, custom_generate=decode)
+
+    output, calls = harness.run_fastgen(model, inputs, direct, strict=False, num_beams=1, max_new_tokens=5)
+    assert torch.equal(output, expected)
+    assert [call.reason for call in calls] == ["rows that should share a prompt differ"]
+
+
+def test_assisted_decoding_is_left_alone() -> None:
+    model, inputs = zoo.load("gpt2"), {name: value[:1] for name, value in inputs_for("gpt2").items()}
+    options = dict(num_beams=1, max_new_tokens=8, prompt_lookup_num_tokens=3)
+    stock = harness.run_stock(model, inputs, **options)
+    output, _ = harness.run_fastgen(model, inputs, strict=False, **options)
+    assert torch.equal(stock, output)
+
+
+def test_an_own_stopping_criterion() -> None:
+    class Enough:
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return (input_ids[:, -4:] % 2 == 0).all(1)
+
+    model, inputs = zoo.load("bart"), inputs_for("bart")
+    options = dict(num_beams=1, max_new_tokens=12, do_sample=True, num_return_sequences=2)
+    harness.compare(model, inputs, stopping_criteria=lambda: StoppingCriteriaList([Enough()]), **options)
+
+
+def test_trying_a_model_out_draws_no_random_numbers() -> None:
+    """An unknown class is tried before its first call, and some models draw numbers in each forward pass."""
+
+    class Drawing(type(zoo.load("gpt2"))):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            torch.rand(1)
+            return super().forward(*args, **kwargs)
+
+    model = copy.deepcopy(zoo.load("gpt2"))
+    model.__class__ = Drawing
+    harness.compare(model, inputs_for("gpt2"), num_beams=1, max_new_tokens=8, do_sample=True, num_return_sequences=3)
