@@ -115,7 +115,7 @@ CUDA = 'import torch\ntorch.version.cuda = "13.0"'  # imported at Python's start
         (
             BUILT,
             {"PYTHONPATH": "sitecustomize.py", "TORCH": "import torch\ntorch._C._GLIBCXX_USE_CXX11_ABI = 'x'"},
-            "x",
+            "invalid literal",
         ),
     ],
 )
