@@ -7,6 +7,7 @@ The installation never fails for want of either, and FASTGEN_NATIVE=0 leaves the
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -22,18 +23,20 @@ HERE = Path(__file__).resolve().parent
 
 def builder() -> ModuleType | None:
     """fastgen/ops/builder.py, by its path: importing the package would load the operators."""
-    if os.environ.get("FASTGEN_NATIVE", "").strip() == "0" or importlib.util.find_spec("torch") is None:
+    if os.environ.get("FASTGEN_NATIVE", "").strip() == "0":
         return None
-    spec = importlib.util.spec_from_file_location("fastgen_builder", HERE / "fastgen/ops/builder.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
     try:
+        if importlib.util.find_spec("torch") is None:
+            return None
+        spec = importlib.util.spec_from_file_location("fastgen_builder", HERE / "fastgen/ops/builder.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-    except (ImportError, OSError) as error:  # a torch that is there but can't be loaded
+        return module
+    except Exception as error:  # whatever a torch may raise that is there but can't be used
         print(f"fastgen: no native operators ahead of time: {error}", file=sys.stderr)
         return None
-    return module
 
 
 BUILDER = builder()
@@ -52,6 +55,7 @@ class BuildPython(build_py):
                 self._compile(BUILDER, library, package / "_native")
 
     def _compile(self, builder: ModuleType, library: str, folder: Path) -> None:
+        target = None
         try:
             how = builder.recipe(library)
             target = folder / f"{library}-{builder.source_key(library)}.so"
@@ -60,11 +64,14 @@ class BuildPython(build_py):
                 target.with_suffix(".arch").write_text(" ".join(builder.cuda_architectures()))
         except builder.Unavailable as reason:
             print(f"fastgen: no {library} operators ahead of time: {reason}", file=sys.stderr)
-        except (builder.BuildFailed, OSError) as error:
+        except Exception as error:  # an installation must not fail for want of them
             print(f"fastgen: {error}\nfastgen: installing without; they will be compiled at the first use")
-            log = getattr(error, "log", None)
-            print(log.read_text(errors="replace") if log else "", file=sys.stderr)
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                if log := getattr(error, "log", None):
+                    print(log.read_text(errors="replace"), file=sys.stderr)
+                if target is not None:
+                    for left in folder.glob(f"{target.stem}*"):  # the other library may have succeeded
+                        left.unlink()
 
 
 class BinaryDistribution(Distribution):

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <ATen/Dispatch.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <limits>
@@ -39,6 +41,17 @@ inline void check_ngrams(const at::Tensor& tokens, const at::Tensor& scores, int
   TORCH_CHECK_VALUE(ngram_size >= 1, "ngram_size must be 1 or more, not ", ngram_size, ".");
   TORCH_CHECK_VALUE(
       length >= 0 && length <= tokens.size(1), "length must be 0 to ", tokens.size(1), ", not ", length, ".");
+  TORCH_CHECK_VALUE(
+      at::has_internal_overlap(scores) != at::MemOverlap::Yes,
+      "scores must not be expanded: several of them share a place in memory.");
+  TORCH_CHECK(
+      !(scores.requires_grad() && c10::GradMode::is_enabled()),
+      "scores that require a gradient can't be changed in place: call this under torch.no_grad().");
+}
+
+// Tells autograd, which would otherwise use changed scores in a backward pass, that they are about to change.
+inline void will_change(const at::Tensor& scores) {
+  scores.unsafeGetTensorImpl()->bump_version();
 }
 
 inline void check_source(const at::Tensor& source, const at::Tensor& tokens, int64_t beams) {

@@ -69,6 +69,7 @@ void ban(
 
 void ban_repeated_ngrams_(const at::Tensor& tokens, const at::Tensor& scores, int64_t ngram_size, int64_t length) {
   check_ngrams(tokens, scores, ngram_size, length);
+  will_change(scores);
   const at::Tensor rows = with_dense_rows(tokens);
   ban(rows, length, rows, scores, ngram_size, length, 1);
 }
@@ -78,8 +79,10 @@ void ban_source_ngrams_(
     int64_t beams) {
   check_ngrams(tokens, scores, ngram_size, length);
   check_source(source, tokens, beams);
-  const at::Tensor sources = with_dense_rows(source.to(tokens.scalar_type()));
-  ban(sources, source.size(1), with_dense_rows(tokens), scores, ngram_size, length, beams);
+  will_change(scores);
+  const auto type = c10::promoteTypes(source.scalar_type(), tokens.scalar_type()); // the wider, lest one is cut off
+  const at::Tensor sources = with_dense_rows(source.to(type));
+  ban(sources, source.size(1), with_dense_rows(tokens.to(type)), scores, ngram_size, length, beams);
 }
 
 } // namespace

@@ -128,8 +128,10 @@ struct Outputs {
 };
 
 // `best`, the best first. The places they leave free go to the lowest other tokens: their logits rank as -inf.
-void write(std::vector<Candidate> best, int64_t k, double log_sum_exp, int64_t row, const Outputs& outputs) {
-  outputs.log_sum_exp[row] = static_cast<float>(log_sum_exp);
+void write(std::vector<Candidate> best, const Scan& scan, int64_t row, const Outputs& outputs) {
+  const int64_t k = scan.k();
+  const double maximum = scan.maximum(), log_sum = scan.log_sum();
+  outputs.log_sum_exp[row] = static_cast<float>(scan.log_sum_exp());
   if (static_cast<int64_t>(best.size()) < k) {
     std::vector<int32_t> taken;
     for (const Candidate& candidate : best) {
@@ -146,7 +148,8 @@ void write(std::vector<Candidate> best, int64_t k, double log_sum_exp, int64_t r
     }
   }
   for (int64_t i = 0; i < k; ++i) {
-    outputs.log_probs[row * k + i] = static_cast<float>(best[i].logit - log_sum_exp);
+    // In this order, as in log_softmax: beside a large maximum the sum's logarithm would be lost.
+    outputs.log_probs[row * k + i] = static_cast<float>((best[i].logit - maximum) - log_sum);
     outputs.tokens[row * k + i] = best[i].token;
   }
 }
@@ -170,7 +173,7 @@ void scan_rows(const at::Tensor& logits, int64_t k, const Banned& banned, const 
       for (int64_t row = begin; row < end; ++row) {
         scan.reset();
         scan_part(banned.part(data + row * stride, row, 0, vocabulary), scan);
-        write(sorted(scan), k, scan.log_sum_exp(), row, outputs);
+        write(sorted(scan), scan, row, outputs);
       }
     });
     return;
@@ -190,7 +193,7 @@ void scan_rows(const at::Tensor& logits, int64_t k, const Banned& banned, const 
     for (int64_t i = 1; i < parts; ++i) {
       whole.merge(scans[row * parts + i]);
     }
-    write(sorted(whole), k, whole.log_sum_exp(), row, outputs);
+    write(sorted(whole), whole, row, outputs);
   }
 }
 

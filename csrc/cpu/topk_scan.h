@@ -116,12 +116,15 @@ class Scan {
     }
   }
 
-  double log_sum_exp() const {
+  // Of e^(x - maximum()).
+  double log_sum() const {
     if (has_nan_ || std::isnan(sum_)) {
       return std::numeric_limits<double>::quiet_NaN();
     }
-    return std::isfinite(maximum_) ? maximum_ + std::log(sum_) : maximum_;
+    return std::isfinite(maximum_) ? std::log(sum_) : 0;
   }
+
+  double log_sum_exp() const { return maximum_ + log_sum(); }
 
  private:
   int64_t k_;

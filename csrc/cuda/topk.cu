@@ -212,10 +212,11 @@ __global__ void __launch_bounds__(kThreads) merge_segments(
     const Key* keys, const float* maxima, const float* sums, int64_t segments, int k, float* log_probs,
     int64_t* tokens, float* log_sum_exps) {
   __shared__ Key best[kCandidates];
-  __shared__ double log_sum_exp;
+  __shared__ float maximum;
+  __shared__ double log_sum;
   const int64_t row = blockIdx.x;
   if (threadIdx.x == 0) {
-    float maximum = kNone;
+    maximum = kNone;
     for (int64_t i = 0; i < segments; ++i) {
       maximum = fmaxf(maximum, maxima[row * segments + i]);
     }
@@ -223,8 +224,8 @@ __global__ void __launch_bounds__(kThreads) merge_segments(
     for (int64_t i = 0; i < segments; ++i) {
       sum += static_cast<double>(sums[row * segments + i]) * share(maxima[row * segments + i], maximum);
     }
-    log_sum_exp = maximum + log(sum);
-    log_sum_exps[row] = static_cast<float>(log_sum_exp);
+    log_sum = log(sum);
+    log_sum_exps[row] = static_cast<float>(maximum + log_sum);
   }
   // As many as fit beside the k best so far, again and again.
   const Key* const all = keys + row * segments * k;
@@ -246,7 +247,8 @@ __global__ void __launch_bounds__(kThreads) merge_segments(
   }
   __syncthreads();
   for (int i = threadIdx.x; i < k; i += kThreads) {
-    log_probs[row * k + i] = static_cast<float>(logit_of(best[i]) - log_sum_exp);
+    // In this order, as in log_softmax: beside a large maximum the sum's logarithm would be lost.
+    log_probs[row * k + i] = static_cast<float>((static_cast<double>(logit_of(best[i])) - maximum) - log_sum);
     tokens[row * k + i] = token_of(best[i]);
   }
 }
@@ -278,9 +280,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk_log_softmax(
   const int64_t rows = logits.size(0), vocabulary = logits.size(1);
   if (k > kMostK || rows > 65535) { // 65535: the most rows of a grid's second dimension
     const at::Tensor floats = logits.to(at::kFloat);
-    const at::Tensor log_sum_exp = floats.logsumexp(1);
+    at::Tensor maximum = floats.amax(1, /*keepdim=*/true);
+    maximum = maximum.masked_fill(maximum.isfinite().logical_not(), 0); // inf - inf would be NaN
+    const at::Tensor log_sum = floats.sub(maximum).logsumexp(1, /*keepdim=*/true);
     auto [best, tokens] = topk_by_keys(floats, k, banned);
-    return {best.sub(log_sum_exp.unsqueeze(1)), tokens, log_sum_exp};
+    return {best.sub(maximum).sub(log_sum), tokens, log_sum.add(maximum).squeeze(1)};
   }
   const auto floats = logits.options().dtype(at::kFloat);
   const auto integers = logits.options().dtype(at::kLong);

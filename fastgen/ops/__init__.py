@@ -24,7 +24,7 @@ def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length
 
     Args:
         tokens: int64 or int32 `[rows, L]`, what was generated so far; may be a buffer that is longer than `length`.
-        scores: float32, float16 or bfloat16 `[rows, V]`, logits or log-probabilities; any strides.
+        scores: float32, float16 or bfloat16 `[rows, V]`, logits or log-probabilities; any strides, but not expanded.
         ngram_size: n, 1 or more; 1 bans every token of the row.
         length: how many tokens of each row count, 0 to L; all of them by default. Below n, nothing is banned.
 
@@ -33,6 +33,7 @@ def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length
     Raises:
         ValueError: for shapes, devices or numbers other than these.
         TypeError: for other dtypes.
+        RuntimeError: if `scores` requires a gradient and gradients are on: the ban passes none on.
     """
     torch.ops.fastgen.ban_repeated_ngrams_(tokens, scores, ngram_size, tokens.shape[-1] if length is None else length)
 
@@ -48,7 +49,7 @@ def ban_source_ngrams_(
     Args:
         source: int64 or int32 `[rows / beams, N]`; row `i` belongs to the rows `i * beams` to `(i + 1) * beams - 1`.
         tokens: int64 or int32 `[rows, L]`, what was generated so far; may be a buffer that is longer than `length`.
-        scores: float32, float16 or bfloat16 `[rows, V]`, logits or log-probabilities; any strides.
+        scores: float32, float16 or bfloat16 `[rows, V]`, logits or log-probabilities; any strides, but not expanded.
         ngram_size: n, 1 or more; 1 bans every token of the source.
         length: how many tokens of each row count, 0 to L; all of them by default. Below n - 1, nothing is banned.
         beams: rows that share a source.
@@ -58,6 +59,7 @@ def ban_source_ngrams_(
     Raises:
         ValueError: for shapes, devices or numbers other than these.
         TypeError: for other dtypes.
+        RuntimeError: if `scores` requires a gradient and gradients are on: the ban passes none on.
     """
     length = tokens.shape[-1] if length is None else length
     torch.ops.fastgen.ban_source_ngrams_(source, tokens, scores, ngram_size, length, beams)
@@ -68,7 +70,8 @@ def topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> tu
 
     Natively one pass over the logits and no temporary of their size, after the hierarchical search of LightSeq (Wang
     et al. 2021, https://arxiv.org/abs/2010.13887, section 2.2): a lower bound of the k-th best logit from the maxima
-    of disjoint groups, and a selection among the logits that reach it. The result is exact.
+    of disjoint groups, and a selection among the logits that reach it. The result is exact. On CUDA, k beyond 128 and
+    more than 65,535 rows take `torch.topk` of whole rows instead, with temporaries several times the logits' size.
 
     Args:
         logits: float32, float16 or bfloat16 `[rows, V]`, V < 2^31. Rows may have any stride; if the tokens inside a
@@ -78,7 +81,7 @@ def topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> tu
             any order. Negative entries and those beyond V - 1 are ignored. Banned tokens count in the log-sum-exp.
 
     Returns:
-        log_probs: float32 `[rows, k]`, `logit - log_sum_exp`, best first.
+        log_probs: float32 `[rows, k]`, `log_softmax` of the logits, best first.
         tokens: int64 `[rows, k]`. Equal logits are ordered by token, the lowest first. A banned token, and a NaN,
             rank as -inf and have that log-probability: such tokens come last, if fewer than k others are left.
         log_sum_exp: float32 `[rows]`, of all logits of the row. A NaN among them makes it NaN, and the row's

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -25,6 +26,23 @@ LIBRARIES = ("cpu", "cuda")
 _PACKAGE = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent
 AHEAD_OF_TIME = _PACKAGE / "_native"
+
+_LAUNCHERS = {"ccache", "sccache", "distcc", "icecc", "env"}  # what CXX may name before the compiler
+# Signs that a compiler was killed or lacked room: the next one may succeed.
+_PASSING = re.compile(r"killed|died due to signal|out of memory|cannot allocate|memory exhausted|no space left", re.I)
+# The names that torch takes in TORCH_CUDA_ARCH_LIST, for what its CUDA still supports.
+_ARCHITECTURES = {
+    "Pascal": "6.0 6.1+PTX",
+    "Volta": "7.0+PTX",
+    "Volta+Tegra": "7.2",
+    "Turing": "7.5+PTX",
+    "Ampere": "8.0 8.6+PTX",
+    "Ampere+Tegra": "8.7",
+    "Ada": "8.9+PTX",
+    "Hopper": "9.0+PTX",
+    "Blackwell": "10.0 10.3 12.0 12.1+PTX",
+    "Blackwell+Tegra": "11.0",
+}
 
 
 class Unavailable(Exception):
@@ -53,11 +71,25 @@ def _sources(library: str) -> list[Path]:
 
 
 def source_key(library: str) -> str:
-    """Changes with what a library must fit, whoever built it: sources, version of torch, architecture."""
-    digest = hashlib.sha256(f"{torch.__version__} {platform.system()} {platform.machine()}".encode())
+    """Changes with what a library must fit, whoever built it: sources, torch, architecture."""
+    fits = (torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI, [path.name for path in _own_openmp()])
+    digest = hashlib.sha256(repr((*fits, platform.system(), platform.machine())).encode())
     for source in _sources(library):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def cached_name(library: str) -> str:
+    """The library's file in the cache, by what it must fit and how it was asked for: it is found without a compiler.
+
+    Raises:
+        Unavailable: if the CUDA devices can't be asked what they are.
+    """
+    asked = [os.environ.get("CXXFLAGS", "")]
+    if library == "cuda":  # nvcc reads these variables by itself
+        asked += [os.environ.get(f"NVCC_{which}_FLAGS", "") for which in ("PREPEND", "APPEND")]
+        asked += cuda_architectures()
+    return f"{library}-{hashlib.sha256(repr((source_key(library), asked)).encode()).hexdigest()[:16]}.so"
 
 
 @dataclass(frozen=True)
@@ -69,11 +101,11 @@ class Recipe:
     compile: tuple[tuple[Path, tuple[str, ...]], ...]  # the source, and the command up to its input and output
     link: tuple[str, ...]
     tail: tuple[str, ...]  # libraries go behind the objects
-    key: str
+    key: str  # changes with the compilers and their commands
 
-    @property
-    def file_name(self) -> str:
-        return f"{self.library}-{self.key}.so"
+    def log(self, target: Path) -> Path:
+        """Where a build of `target` says why it failed: another compiler may try again."""
+        return target.with_name(f"{target.stem}-{self.key}.log")
 
 
 def recipe(library: str) -> Recipe:
@@ -83,7 +115,7 @@ def recipe(library: str) -> Recipe:
         Unavailable: if a compiler or its requirements are missing.
     """
     cxx = _find_compiler()
-    user = shlex.split(os.environ.get("CXXFLAGS", ""))
+    user = _words("CXXFLAGS")
     cpp = [*cxx, "-c", "-Wall", "-fPIC", "-fvisibility=hidden", *_flags(), *user]  # torch finds what is registered
     link = [*cxx, "-shared", *user]
     tail = [f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
@@ -91,42 +123,52 @@ def recipe(library: str) -> Recipe:
         tail += ["-undefined", "dynamic_lookup"]
     else:
         cpp.append("-fopenmp")  # at::parallel_for is a header
-        tail += _openmp()
+        tail += list(map(str, _own_openmp())) or ["-fopenmp"]
     commands = {".cpp": cpp}
     versions = _version(cxx)
     if library == "cuda":
         home = _cuda_home()
-        commands[".cu"] = cuda_command(home, cxx[0], cuda_architectures())
+        commands[".cu"] = cuda_command(home, cxx, cuda_architectures())
         tail += ["-lc10_cuda", "-ltorch_cuda", f"-L{home / 'lib64'}", "-lcudart"]
-        versions += _version([str(home / "bin/nvcc")]) + os.environ.get("NVCC_APPEND_FLAGS", "")  # nvcc reads them
+        versions += _version([str(home / "bin/nvcc")])
     compiled = tuple(
         (source, tuple(commands[source.suffix])) for source in _sources(library) if source.suffix in commands
     )
-    digest = hashlib.sha256(source_key(library).encode())
-    digest.update(repr((versions, [command for _, command in compiled], link, tail)).encode())
-    return Recipe(library, Path(cxx[0]).name, compiled, tuple(link), tuple(tail), digest.hexdigest()[:16])
+    key = hashlib.sha256(repr((versions, [command for _, command in compiled], link, tail)).encode()).hexdigest()[:16]
+    return Recipe(library, Path(_compiler_of(cxx)[0]).name, compiled, tuple(link), tuple(tail), key)
 
 
-def cuda_command(home: Path, host_compiler: str, architectures: list[str]) -> list[str]:
-    """What compiles a CUDA source, up to its input and output."""
-    host = ["-ccbin", host_compiler, "-Xcompiler=-fPIC,-fvisibility=hidden"]
+def cuda_command(home: Path, cxx: list[str], architectures: list[str]) -> list[str]:
+    """What compiles a CUDA source, up to its input and output; `cxx` is the C++ compiler, as CXX may name it."""
+    compiler, *options = _compiler_of(cxx)
+    options = [word.replace(",", "\\,") for word in options]  # nvcc splits at commas
+    host = ["-ccbin", compiler, "-Xcompiler=-fPIC,-fvisibility=hidden", *(f"-Xcompiler={word}" for word in options)]
     return [str(home / "bin/nvcc"), "-c", *host, *_flags(), *_gencode(architectures)]
+
+
+def _compiler_of(cxx: list[str]) -> list[str]:
+    """CXX from the compiler on: nvcc can't call it by a launcher."""
+    first = 0
+    while first < len(cxx) - 1 and (Path(cxx[first]).name in _LAUNCHERS or "=" in cxx[first]):  # env NAME=value g++
+        first += 1
+    return cxx[first:]
 
 
 def _flags() -> list[str]:
     # The include folder not from torch.utils.cpp_extension, which needs setuptools and is slow to import.
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    return ["-std=c++20", "-O3", "-DNDEBUG", abi, "-isystem", str(_TORCH / "include")]
+    # torch's headers want C++20 from 2.14 on; older compilers, which suffice before, don't have it.
+    standard = "c++20" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "c++17"
+    return [f"-std={standard}", "-O3", "-DNDEBUG", abi, "-isystem", str(_TORCH / "include")]
 
 
 def build(how: Recipe, target: Path) -> None:
     """Compile into the file `target`, which appears complete or not at all.
 
     Raises:
-        BuildFailed: with the compilers' output in `target` with the suffix .log.
+        BuildFailed: with the compilers' output in a log, `how.log(target)` if they would fail again.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    log = target.with_suffix(".log")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as name:
         folder = Path(name)
         objects = [folder / f"{source.stem}-{source.suffix[1:]}.o" for source, _ in how.compile]
@@ -140,10 +182,18 @@ def build(how: Recipe, target: Path) -> None:
         if all(code == 0 for code, _ in reports):
             reports.append(_run([*how.link, *map(str, objects), *how.tail, "-o", str(library)]))
         if any(code for code, _ in reports):
+            lasting = not any(_has_passing_cause(code, text) for code, text in reports)
+            log = how.log(target) if lasting else target.with_suffix(".interrupted.log")
             log.write_text("\n".join(text for _, text in reports), "utf-8")
             raise BuildFailed(f"compiling the {how.library} operators with {how.compiler} failed", log)
         os.replace(library, target)
-        log.unlink(missing_ok=True)
+        for log in target.parent.glob(f"{target.stem}*.log"):
+            log.unlink(missing_ok=True)
+
+
+def _has_passing_cause(code: int, text: str) -> bool:
+    """Whether a command failed by a signal (as a shell reports it: 128 + its number), or for want of memory or room."""
+    return code < 0 or 128 < code < 192 or (code != 0 and _PASSING.search(text) is not None)
 
 
 def _run(command: list[str]) -> tuple[int, str]:
@@ -152,11 +202,18 @@ def _run(command: list[str]) -> tuple[int, str]:
 
 
 def cache_folder() -> Path:
-    """$FASTGEN_CACHE, $XDG_CACHE_HOME/fastgen or ~/.cache/fastgen."""
-    if own := os.environ.get("FASTGEN_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fastgen"
+    """$FASTGEN_CACHE, $XDG_CACHE_HOME/fastgen or ~/.cache/fastgen.
+
+    Raises:
+        Unavailable: if that is in the home of a user who has none.
+    """
+    try:
+        if own := os.environ.get("FASTGEN_CACHE"):
+            return Path(own).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "fastgen"
+    except RuntimeError:
+        raise Unavailable("there is no home directory to keep libraries in (set FASTGEN_CACHE)") from None
 
 
 @contextlib.contextmanager
@@ -173,10 +230,18 @@ def locked(target: Path) -> Iterator[None]:
 # What is there to build with.
 
 
+def _words(variable: str) -> list[str]:
+    text = os.environ.get(variable, "")
+    try:
+        return shlex.split(text)
+    except ValueError:
+        raise Unavailable(f"the quotes in {variable} are not closed: {text}") from None
+
+
 def _find_compiler() -> list[str]:
     if os.name != "posix":
         raise Unavailable(f"native operators are not built on {platform.system()}")
-    if own := shlex.split(os.environ.get("CXX", "")):
+    if own := _words("CXX"):
         if shutil.which(own[0]) is None:
             raise Unavailable(f"there is no C++ compiler {own[0]}, which CXX names")
         return own
@@ -190,11 +255,10 @@ def _version(command: list[str]) -> str:
     return subprocess.run([*command, "--version"], stdout=subprocess.PIPE, text=True, errors="replace").stdout
 
 
-def _openmp() -> list[str]:
-    """torch's own OpenMP, by its file: its wheels bring one of another name, and the threads of a second one would
-    not obey torch.set_num_threads."""
-    own = sorted((_TORCH / "lib").glob("libgomp*.so*"))
-    return [str(own[0])] if own else ["-fopenmp"]
+def _own_openmp() -> list[Path]:
+    """torch's own OpenMP: its wheels bring one of another name, and the threads of a second one would not obey
+    torch.set_num_threads."""
+    return sorted((_TORCH / "lib").glob("libgomp*.so*"))[:1]
 
 
 def _cuda_home() -> Path:
@@ -215,12 +279,31 @@ def _cuda_home() -> Path:
 
 
 def cuda_architectures() -> list[str]:
-    """TORCH_CUDA_ARCH_LIST, or what this machine's devices have: ["8.0", "9.0+PTX"]."""
-    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split():
-        return listed
-    found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    """TORCH_CUDA_ARCH_LIST, or what this machine's devices have: ["8.0", "9.0+PTX"].
+
+    Raises:
+        Unavailable: if there is neither.
+    """
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if listed and listed != ["native"]:
+        return [number for name in listed for number in _ARCHITECTURES.get(name, name).split()]
+    found = device_architectures()
     if not found:
         raise Unavailable("there is no CUDA device to build for (set TORCH_CUDA_ARCH_LIST)")
+    return found
+
+
+def device_architectures() -> list[str]:
+    """What this machine's CUDA devices have, each once.
+
+    Raises:
+        Unavailable: if they can't be asked, as in a process that was forked after CUDA's start.
+    """
+    try:
+        found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise Unavailable(f"the CUDA devices can't be asked: {reason}") from error
     return [f"{major}.{minor}" for major, minor in sorted(found)]
 
 
@@ -230,7 +313,7 @@ def _gencode(architectures: list[str]) -> list[str]:
         number, _, ptx = name.partition("+")
         digits = number.replace(".", "")
         if not digits.rstrip("af").isdigit() or ptx not in ("", "PTX"):
-            raise Unavailable(f"TORCH_CUDA_ARCH_LIST must name architectures like 9.0 or 9.0+PTX, not {name!r}")
+            raise Unavailable(f"TORCH_CUDA_ARCH_LIST must name architectures like 9.0, 9.0+PTX or Hopper, not {name!r}")
         flags.append(f"-gencode=arch=compute_{digits},code=sm_{digits}")
         if ptx:
             flags.append(f"-gencode=arch=compute_{digits},code=compute_{digits}")

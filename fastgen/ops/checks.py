@@ -22,8 +22,18 @@ def check_ngrams(tokens: Tensor, scores: Tensor, ngram_size: int, length: int) -
         raise ValueError(f"tokens are on {tokens.device} and scores on {scores.device}.")
     if ngram_size < 1:
         raise ValueError(f"ngram_size must be 1 or more, not {ngram_size}.")
-    if length < 0 or length > tokens.shape[1]:
+    if isinstance(length, torch.SymInt):  # in a compiled graph it may come from data, and be known when that runs
+        torch._check_value(length >= 0, lambda: "length must not be negative.")
+        torch._check_value(length <= tokens.shape[1], lambda: "length must not be beyond that of the tokens.")
+    elif not 0 <= length <= tokens.shape[1]:
         raise ValueError(f"length must be 0 to {tokens.shape[1]}, not {length}.")
+    if scores.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("scores that require a gradient can't be changed in place: call this under torch.no_grad().")
+
+
+def check_no_overlap(scores: Tensor) -> None:
+    if any(stride == 0 and size > 1 for size, stride in zip(scores.shape, scores.stride(), strict=True)):
+        raise ValueError("scores must not be expanded: several of them share a place in memory.")
 
 
 def check_source(source: Tensor, tokens: Tensor, beams: int) -> None:

@@ -69,20 +69,20 @@ def _load(library: str, mode: str) -> str:
 
 
 def _find(library: str, mode: str) -> Path:
+    """The library ahead of time, or in the cache; a compiler is asked for only if it is in neither."""
     if mode != "build":
         ready = builder.AHEAD_OF_TIME / f"{library}-{builder.source_key(library)}.so"
         if ready.is_file() and (library != "cuda" or _fits_devices(ready)):
             return ready
-    how = builder.recipe(library)
-    target = builder.cache_folder() / how.file_name
+    target = builder.cache_folder() / builder.cached_name(library)
     if target.is_file() and mode != "build":
         return target
-    failed = target.with_suffix(".log")
+    how = builder.recipe(library)
     with builder.locked(target):
         if mode != "build":
             if target.is_file():  # another process has built it meanwhile
                 return target
-            if failed.is_file():
+            if (failed := how.log(target)).is_file():
                 raise builder.BuildFailed("an earlier build failed", failed)
         print(
             f"fastgen: compiling its {library} operators with {how.compiler}, once, into {target.parent}",
@@ -96,5 +96,4 @@ def _find(library: str, mode: str) -> Path:
 def _fits_devices(library: Path) -> bool:
     """Whether a library built ahead of time holds code for every device here; a file beside it says what it holds."""
     built = library.with_suffix(".arch").read_text("utf-8").split()
-    here = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
-    return {f"{major}.{minor}" for major, minor in here} <= {name.partition("+")[0] for name in built}
+    return set(builder.device_architectures()) <= {name.partition("+")[0].rstrip("af") for name in built}

@@ -9,13 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.ops.checks import check_ngrams, check_source, check_topk
+from fastgen.ops.checks import check_ngrams, check_no_overlap, check_source, check_topk
 
 _LOW_WORD = 2**32 - 1
 
 
 def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length: int) -> None:
     check_ngrams(tokens, scores, ngram_size, length)
+    check_no_overlap(scores)
     if length >= ngram_size:
         _ban(tokens[:, :length], tokens[:, length + 1 - ngram_size : length], scores)
 
@@ -25,6 +26,7 @@ def ban_source_ngrams_(
 ) -> None:
     check_ngrams(tokens, scores, ngram_size, length)
     check_source(source, tokens, beams)
+    check_no_overlap(scores)
     if length >= ngram_size - 1 and source.shape[1] >= ngram_size:
         _ban(source.repeat_interleave(beams, dim=0), tokens[:, length + 1 - ngram_size : length], scores)
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 
 from fastgen import ops, report
-from fastgen.ops import reference
+from fastgen.ops import builder, reference
 
 # fastgen.ops is loaded once; the tests forget what was reported.
 LOADED = report.operators()
@@ -29,6 +29,25 @@ def implementation_of(kind: str) -> Any:
     if not ops.is_native(torch.device("cpu")):
         pytest.skip(f"no native operators: {LOADED['topk_log_softmax']}")
     return ops
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what runs the native operators, by the fixtures below: `-m native`."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if parameters.get("operators") == "native" or "native" in getattr(item, "fixturenames", ()):
+        item.add_marker("native")
+
+
+@pytest.fixture(autouse=True)
+def native_on_cuda(request: pytest.FixtureRequest) -> None:
+    """Tests on a GPU prove nothing on the reference: where its operators could have been built, that is a failure."""
+    if request.node.get_closest_marker("gpu") is None or ops.is_native(torch.device("cuda")):
+        return
+    try:
+        builder.recipe("cuda")
+    except builder.Unavailable as reason:
+        pytest.skip(f"no native operators on CUDA: {reason}")
+    pytest.fail(f"the CUDA operators are not native: {LOADED['topk_log_softmax']}")
 
 
 @pytest.fixture(params=["native", "reference"])

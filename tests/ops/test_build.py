@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastgen import ops
 from fastgen.ops import builder, native
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +91,24 @@ def test_switched_off(tmp_path: Path) -> None:
     assert not (tmp_path / "calls").exists()
 
 
+AUTOGRAD = """
+import torch
+from fastgen import ops
+tokens, scores = torch.tensor([[1, 1]]), torch.zeros(1, 3)
+ops.ban_repeated_ngrams_(tokens, scores, 2)
+ops.ban_source_ngrams_(tokens, tokens, scores, 2)
+print(scores._version, scores.tolist(), ops.is_native(scores.device))
+ops.ban_repeated_ngrams_(tokens, scores.requires_grad_(), 2)
+"""
+
+
+def test_the_reference_tells_autograd(tmp_path: Path) -> None:
+    """Also where torch calls it, unlike in the other tests, as an operator."""
+    run = use(tmp_path, code=AUTOGRAD, FASTGEN_NATIVE="0")
+    assert run.stdout == "2 [[0.0, -inf, 0.0]] False\n", run.stderr
+    assert run.stderr.splitlines()[-1].startswith("RuntimeError: scores that require a gradient")
+
+
 def test_a_wrong_setting(tmp_path: Path) -> None:
     run = use(tmp_path, code="import fastgen", FASTGEN_NATIVE="yes")
     message = "ValueError: FASTGEN_NATIVE must be 0, build or required, or not be set, not 'yes'."
@@ -104,6 +123,7 @@ def test_broken_sources(copy: Path, tmp_path: Path) -> None:
     run = use(cache, copy)
     assert run.returncode == 0, run.stderr
     (log,) = cache.glob("cpu-*.log")
+    assert "interrupted" not in log.name
     assert "missing_on_purpose.h" in log.read_text()
     (warning,) = run.stdout.splitlines()[1:]
     assert warning.startswith("RuntimeWarning: fastgen runs its cpu operators in plain torch, which is slower: ")
@@ -119,6 +139,46 @@ def test_broken_sources(copy: Path, tmp_path: Path) -> None:
     required = use(cache, copy, FASTGEN_NATIVE="required")
     assert required.returncode != 0
     assert f"RuntimeError: FASTGEN_NATIVE=required, but an earlier build failed (log: {log})." in required.stderr
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "kill -9 $$",
+        "exit 137",
+        'echo "c++: fatal error: Killed signal terminated program cc1plus" >&2; exit 1',
+        'echo "cc1plus: out of memory allocating 65536 bytes" >&2; exit 1',
+        'echo "fatal error: error writing to /tmp/x.s: No space left on device" >&2; exit 1',
+    ],
+)
+def test_a_compiler_that_was_killed_gets_another_chance(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    for _ in range(2):
+        with pytest.raises(builder.BuildFailed, match="compiling the cpu operators with cxx failed"):
+            native._find("cpu", "")
+    (log,) = tmp_path.glob("*.log")
+    assert log.name.endswith(".interrupted.log")
+    compiler(tmp_path, TOUCH)
+    assert native._find("cpu", "").read_text() == "built\n"
+    assert not list(tmp_path.glob("*.log"))
+
+
+def test_a_failed_build_keeps_no_other_compiler_from_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
+    monkeypatch.setenv("CXX", compiler(tmp_path, "echo error: an option is unknown; exit 1"))
+    with pytest.raises(builder.BuildFailed, match="compiling"):
+        native._find("cpu", "")
+    with pytest.raises(builder.BuildFailed, match="an earlier build failed"):
+        native._find("cpu", "")
+    newer = Path(compiler(tmp_path, TOUCH))
+    newer.write_text(newer.read_text().replace("test 1.0", "test 2.0"))
+    assert native._find("cpu", "").is_file()
+    assert not list(tmp_path.glob("*.log"))
 
 
 def test_a_cache_that_cannot_be_written(copy: Path, tmp_path: Path) -> None:
@@ -165,15 +225,37 @@ def test_threads_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tmp_path / "calls").read_text().count("-shared") == 1
 
 
-def test_the_cache_depends_on_what_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", compiler(tmp_path, TOUCH))
-    first = builder.recipe("cpu").file_name
-    assert builder.recipe("cpu").file_name == first
-    monkeypatch.setenv("CXXFLAGS", "-O1")
-    assert builder.recipe("cpu").file_name != first
-    monkeypatch.delenv("CXXFLAGS")
-    monkeypatch.setattr(torch, "__version__", "2.99")
-    assert builder.recipe("cpu").file_name != first
+def test_the_cache_depends_on_what_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("CXX", "CXXFLAGS", "TORCH_CUDA_ARCH_LIST"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    first = builder.cached_name("cpu"), builder.cached_name("cuda")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert (builder.cached_name("cpu"), builder.cached_name("cuda")) == first
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    assert builder.cached_name("cpu") == first[0] and builder.cached_name("cuda") != first[1]
+    for change in (
+        lambda: monkeypatch.setenv("CXXFLAGS", "-O1"),
+        lambda: monkeypatch.setattr(torch, "__version__", "2.99.0"),
+        lambda: monkeypatch.setattr(builder.platform, "machine", lambda: "riscv64"),
+    ):
+        before = builder.cached_name("cpu")
+        change()
+        assert builder.cached_name("cpu") != before
+
+
+def test_the_cache_needs_no_compiler(copy: Path, tmp_path: Path) -> None:
+    """Nor the one that built it: a process without any finds what another has left."""
+    if not ops.is_native(torch.device("cpu")):
+        pytest.skip("no native operators")
+    library = native._find("cpu", "")
+    assert "compiling" in use(tmp_path, copy, CXX=compiler(tmp_path, TOUCH)).stderr
+    (built,) = tmp_path.glob("cpu-*.so")
+    assert built.read_text() == "built\n"
+    shutil.copyfile(library, built)
+    run = use(tmp_path, copy, PATH=str(tmp_path), CXX="", FASTGEN_NATIVE="required")
+    assert run.stdout.count("native (cpu)") == 3, run.stderr
+    assert run.stderr == ""
 
 
 def test_a_library_built_ahead_of_time_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +266,25 @@ def test_a_library_built_ahead_of_time_comes_first(tmp_path: Path, monkeypatch: 
     assert native._find("cpu", "") == native._find("cpu", "required") == ready
     with pytest.raises(builder.Unavailable):
         native._find("cpu", "build")
+
+
+@pytest.mark.parametrize("variable", ["CXX", "CXXFLAGS"])
+def test_quotes_that_are_not_closed(variable: str, copy: Path, tmp_path: Path) -> None:
+    settings = {"CXX": compiler(tmp_path, TOUCH)} | {variable: "c++ '-DNAME=1"}
+    run = use(tmp_path, copy, **settings)
+    assert run.returncode == 0, run.stderr
+    assert f"reference (cpu: the quotes in {variable} are not closed: c++ '-DNAME=1)" in run.stdout
+
+
+def test_a_user_without_a_home(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import pathlib\n@classmethod\ndef home(cls): raise RuntimeError('Could not determine home directory.')\n"
+    code += "pathlib.Path.home = home\n" + USE
+    run = use(tmp_path, copy, code=code, FASTGEN_CACHE="", XDG_CACHE_HOME="")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("there is no home directory to keep libraries in (set FASTGEN_CACHE)") == 3
+    monkeypatch.setenv("FASTGEN_CACHE", "~no-such-user/here")
+    with pytest.raises(builder.Unavailable, match="there is no home directory"):
+        builder.cache_folder()
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +306,55 @@ def test_cuda_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
         "-gencode=arch=compute_120,code=sm_120",
         "-gencode=arch=compute_120,code=compute_120",
     ]
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
-    with pytest.raises(builder.Unavailable, match="must name architectures like"):
-        builder._gencode(builder.cuda_architectures())
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Ampere;Hopper")
+    assert builder.cuda_architectures() == ["8.0", "8.6+PTX", "9.0+PTX"]
+    for unknown in ("Shannon", "9.0+SASS"):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", unknown)
+        with pytest.raises(builder.Unavailable, match="must name architectures like"):
+            builder._gencode(builder.cuda_architectures())
+
+
+def test_cuda_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    capabilities = [(9, 0), (8, 0), (9, 0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device])
+    assert builder.cuda_architectures() == ["8.0", "9.0"]
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native")
+    assert builder.cuda_architectures() == ["8.0", "9.0"]
+    for built, fits in (("8.0 9.0a+PTX 12.0", True), ("9.0", False)):
+        (tmp_path / "cuda.arch").write_text(built)
+        assert native._fits_devices(tmp_path / "cuda.so") is fits
+
+    def refuse(device: int) -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with\nmultiprocessing, ...")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
+    for function in (builder.cuda_architectures, lambda: builder.cached_name("cuda")):
+        with pytest.raises(
+            builder.Unavailable, match=r"^the CUDA devices can't be asked: Cannot re-initialize .* with$"
+        ):
+            function()
+    assert native._load("cuda", "").startswith("the CUDA devices can't be asked")
+
+
+def test_the_host_compiler_of_nvcc(tmp_path: Path) -> None:
+    for cxx, compiler_named, options in (
+        (["g++"], "g++", []),
+        (["ccache", "g++"], "g++", []),
+        (["/usr/bin/sccache", "/opt/gcc/bin/g++-13", "-m64"], "/opt/gcc/bin/g++-13", ["-Xcompiler=-m64"]),
+        (["env", "TMPDIR=/x", "distcc", "clang++", "-Wl,-z"], "clang++", ["-Xcompiler=-Wl\\,-z"]),
+        (["ccache"], "ccache", []),  # a link to it that is named as the compiler would be
+    ):
+        command = builder.cuda_command(tmp_path, cxx, ["9.0"])
+        assert command[command.index("-ccbin") + 1] == compiler_named
+        assert [word for word in command if word.startswith("-Xcompiler")][1:] == options
+
+
+def test_the_standard_that_torch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version, standard in (("2.6.0", "17"), ("2.13.0+cpu", "17"), ("2.14.0a0+git1", "20"), ("3.0.1", "20")):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert f"-std=c++{standard}" in builder._flags()
 
 
 @needs_compiler
@@ -229,7 +376,7 @@ def test_the_cuda_sources_compile(source: str, tmp_path: Path) -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None or REAL is None:
         pytest.skip("there is no nvcc, or no C++ compiler")
-    command = builder.cuda_command(Path(nvcc).resolve().parents[1], REAL, ["9.0"])
+    command = builder.cuda_command(Path(nvcc).resolve().parents[1], [REAL], ["9.0"])
     if not (builder._TORCH / "include/c10/cuda/impl/cuda_cmake_macros.h").exists():  # a torch without CUDA
         stub = tmp_path / "stub/c10/cuda/impl/cuda_cmake_macros.h"
         stub.parent.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import oracle
@@ -97,6 +98,22 @@ def test_long_rows(operators: Any, rows: int, n: int, length: int) -> None:
     assert torch.equal(scores, expected)
 
 
+@pytest.mark.parametrize(("rows", "vocabulary"), [(512, 500), (4, 256_000)])
+def test_large_batches(native: Any, rows: int, vocabulary: int) -> None:
+    """Against the reference, as brute force takes too long."""
+    generator = torch.Generator().manual_seed(rows)
+    tokens = torch.randint(0, vocabulary, (rows, 5000), generator=generator)
+    tokens[:, 2500:] = tokens[:, :2500]  # what comes next is banned once at least
+    source = tokens[::4].flip(1)
+    scores = torch.randn(rows, vocabulary, generator=generator)
+    expected = scores.clone()
+    for implementation, its in ((native, scores), (reference, expected)):
+        implementation.ban_repeated_ngrams_(tokens, its, 3, 4997)
+        implementation.ban_source_ngrams_(source, tokens, its, 1, 4997, 4)
+    assert expected.isinf().any(-1).all()
+    assert torch.equal(scores, expected)
+
+
 def test_threads_change_nothing(native: Any, threads: Any) -> None:
     case = {"seed": 6, "rows": 512, "length": 300, "padding": 0, "n": 2, "kinds": 40, "vocabulary": 300}
     for number in (1, 2, 5):
@@ -137,6 +154,64 @@ def test_nothing_to_do(operators: Any) -> None:
     operators.ban_repeated_ngrams_(torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0, 4), 1, 3)
     operators.ban_repeated_ngrams_(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 0), 1, 3)
     operators.ban_source_ngrams_(torch.zeros(1, 0).long(), torch.zeros(2, 3).long(), torch.zeros(2, 4), 1, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("source_type", "token_type"), [(torch.int64, torch.int32), (torch.int32, torch.int64), (torch.int32, torch.int32)]
+)
+def test_tokens_are_not_cut_off(operators: Any, source_type: torch.dtype, token_type: torch.dtype) -> None:
+    """2^32 + 3 is another token than 3, whatever the types: it neither bans nor is found."""
+    large = 2**32 + 3 if source_type == torch.int64 else -3
+    source = torch.tensor([[1, large, large, 2, 1, 4]], dtype=source_type)
+    scores = torch.zeros(2, 5)
+    operators.ban_source_ngrams_(source, torch.tensor([[0, 1], [0, 3]], dtype=token_type), scores, 2, 2, 2)
+    assert scores.isinf().nonzero().tolist() == [[0, 4]]
+
+
+def bans(operators: Any, scores: Tensor) -> list[Callable[[], None]]:
+    """Both operators on these `scores` `[2, V]`."""
+    tokens = torch.tensor([[1, 2, 1], [3, 3, 3]])
+    return [
+        lambda: operators.ban_repeated_ngrams_(tokens, scores, 2, 3),
+        lambda: operators.ban_source_ngrams_(tokens, tokens, scores, 2, 3, 1),
+    ]
+
+
+def test_autograd_sees_the_change(operators: Any) -> None:
+    x = torch.ones(2, 5, requires_grad=True)
+    for number in range(2):
+        y = torch.ones(2, 5)
+        product = x * y  # keeps y for the backward pass
+        before = y._version
+        bans(operators, y)[number]()
+        assert y._version > before
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+def test_scores_that_require_a_gradient(operators: Any) -> None:
+    leaf = torch.zeros(2, 5, requires_grad=True)
+    for scores in (leaf, leaf * 1):
+        for ban in bans(operators, scores):
+            with pytest.raises(RuntimeError, match=r"require a gradient .* under torch\.no_grad\(\)\.$"):
+                ban()
+            assert not scores.isinf().any()
+            with torch.no_grad():
+                ban()
+            assert scores.isinf().any()
+            with torch.no_grad():
+                scores.zero_()
+
+
+def test_expanded_scores(operators: Any) -> None:
+    for scores in (torch.zeros(1, 5).expand(2, 5), torch.zeros(2, 1).expand(2, 5)):
+        for ban in bans(operators, scores):
+            with pytest.raises(ValueError, match=r"^scores must not be expanded"):
+                ban()
+        assert not scores.any()
+    one = torch.zeros(5).expand(1, 5)  # one row is never beside another
+    operators.ban_repeated_ngrams_(torch.tensor([[1, 1]]), one, 2, 2)
+    assert one.isinf().sum() == 1
 
 
 ROWS = torch.zeros(2, 3, dtype=torch.int64)

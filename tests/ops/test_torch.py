@@ -24,6 +24,7 @@ CALLS = {
 }
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(("name", "arguments"), [(name, call) for name, calls in CALLS.items() for call in calls])
 def test_opcheck(name: str, arguments: tuple[Any, ...]) -> None:
     operator = getattr(torch.ops.fastgen, name).default
@@ -37,6 +38,7 @@ def step(tokens: torch.Tensor, source: torch.Tensor, logits: torch.Tensor, lengt
     return (log_probs + 1, *ops.topk_log_softmax(logits, 4, tokens))
 
 
+@pytest.mark.native
 def test_compiles_whole_and_not_at_every_length() -> None:
     from torch._dynamo.testing import CompileCounter
 
@@ -52,6 +54,39 @@ def test_compiles_whole_and_not_at_every_length() -> None:
     assert counter.frame_count <= 2  # the second time with a symbolic length
 
 
+@pytest.mark.native
+def test_a_length_that_comes_from_data() -> None:
+    """Where compiled code may keep it in the graph, it is checked when that runs."""
+    import torch._dynamo.config
+
+    def ban(tokens: torch.Tensor, scores: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        ops.ban_repeated_ngrams_(tokens, scores, 2, length.item())
+        ops.ban_source_ngrams_(tokens[:1], tokens, scores, 2, length.item(), beams=2)
+        return scores
+
+    compiled = torch.compile(ban, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for length in (0, 3, 5):
+            arguments = (TOKENS, SCORES, torch.tensor(length))
+            assert torch.equal(compiled(*arguments), ban(*arguments))
+        assert ban(TOKENS, SCORES, torch.tensor(5)).isinf().any()
+        with pytest.raises(Exception, match=r"length|u0"):
+            compiled(TOKENS, SCORES, torch.tensor(6))
+
+
+@pytest.mark.native
+def test_compiled_scores_that_require_a_gradient() -> None:
+    def ban(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores * 2
+        ops.ban_repeated_ngrams_(tokens, scores, 2)
+        return scores
+
+    with pytest.raises(Exception, match=r"under torch\.no_grad"):
+        torch.compile(ban, fullgraph=True, backend="aot_eager")(TOKENS, SCORES.clone().requires_grad_())
+
+
+@pytest.mark.native
 def test_functionalisation_keeps_the_mutation() -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     tokens = torch.tensor([[1, 2, 1], [3, 3, 3]])
