@@ -12,6 +12,7 @@ from typing import Any
 
 import judge
 import models
+import numpy as np
 import pytest
 import torch
 from fairseq import checkpoint_utils
@@ -208,10 +209,12 @@ def test_what_checkpoints_hold(tmp_path: Path) -> None:
         "task_state": {"dictionary": models.dictionary()},
         "optimizer_history": collections.OrderedDict(a=collections.defaultdict(dict)),
         "model": {"weight": torch.ones(2)},
+        "best": [np.float64(0.25), np.float32(0.5), np.int64(3)],
     }
     path = tmp_path / "checkpoint.pt"
     torch.save(state, path)
     with checkpoints.allowed():
         back = torch.load(path)
+    assert back["best"] == state["best"]
     assert back["cfg"] == config and back["args"] == state["args"]
     assert back["task_state"]["dictionary"].symbols == models.dictionary().symbols

@@ -31,6 +31,7 @@ _LISTED = {
     "fairseq.meters": ("AverageMeter", "StopwatchMeter", "TimeMeter"),
     "fairseq.logging.meters": ("AverageMeter", "StopwatchMeter", "SumMeter", "TimeMeter"),
 }
+_NUMBERS = ("float64", "float32", "float16", "int64", "int32", "bool")
 _lock = threading.RLock()
 
 
@@ -59,6 +60,11 @@ def _classes() -> list[Any]:
     for module, names in _LISTED.items():
         loaded = sys.modules.get(module)
         found += [vars(loaded)[name] for name in names if loaded is not None and name in vars(loaded)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:  # losses and scores are NumPy's own numbers at times, of its version 1 or 2
+        scalar = numpy.float64(0).__reduce__()[0]
+        found += [numpy.dtype, *(type(numpy.dtype(kind)) for kind in _NUMBERS)]
+        found += [(scalar, "numpy.core.multiarray.scalar"), (scalar, "numpy._core.multiarray.scalar")]
     constants = sys.modules.get("fairseq.dataclass.constants")
     if constants is not None:  # the enumerations of the command line's choices
         found += [value for value in vars(constants).values() if isinstance(value, type)]
