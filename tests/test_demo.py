@@ -399,13 +399,14 @@ def test_peak_memory_is_what_the_work_held() -> None:
     import torch
 
     device = torch.device("cpu")
+    # Beyond 32 MiB malloc asks the system for each block; smaller ones may lie in memory that is there already.
     with PeakMemory(device) as big:
-        block = torch.ones(64 * MIB // 4)
+        block = torch.ones(128 * MIB // 4)
         del block
     with PeakMemory(device) as small:
-        block = torch.ones(8 * MIB // 4)
+        block = torch.ones(48 * MIB // 4)
         del block
     if big.bytes is None or small.bytes is None:
         pytest.skip("this system does not let a process reset its high-water mark")
-    assert 60 * MIB < big.bytes < 80 * MIB
-    assert 6 * MIB < small.bytes < 24 * MIB  # not what came before it
+    assert 120 * MIB < big.bytes < 150 * MIB
+    assert 44 * MIB < small.bytes < 64 * MIB  # not what came before it

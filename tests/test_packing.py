@@ -152,6 +152,14 @@ def test_left_to_stock(kind: str) -> None:
     assert decode.products == 0 and packing.count() == 0
 
 
+def test_the_random_stream_is_left_alone() -> None:
+    layer, rows = torch.nn.Linear(256, 256), torch.randn(4, 256)
+    packing.unavailable.cache_clear()
+    before = torch.get_rng_state()
+    multiply(layer, rows, "auto")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_modes() -> None:
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     assert multiply(layer, rows, "off")[1] == 0
