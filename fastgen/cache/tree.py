@@ -1,8 +1,9 @@
-"""The tree cache: prompt once per sentence, generated keys appended and never moved.
+"""The tree cache: prompt once per sentence, generated keys appended, and dropped when no beam descends from them.
 
 Shapes: `B` sentences, `M` beams, `P` prompt positions, `T` generated steps, `H` key heads, `D` head size.
-Slot `P + t*M + m` of a sentence holds what its beam row `m` wrote at step `t`. Which slots a beam may
-see is the boolean ancestry `[B, M, P + T*M]`; choosing beams reorders the ancestry, nothing else.
+After the prompt's slots each step opens `M`, one for what each beam row writes. Which slots a beam may see is the
+boolean ancestry `[B, M, used]`; choosing beams reorders the ancestry, nothing else. Beams soon have most ancestors in
+common, so when the slots are used up those on no beam's path make room: of T steps little more than T slots stay.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FIRST_STEPS = 64  # steps allocated at first; doubled whenever they are used up
+FIRST_STEPS = 64  # steps allocated at first
+_WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
 
 
 class TreeLayer:
@@ -25,7 +27,7 @@ class TreeLayer:
     def prefill(self, keys: Tensor, values: Tensor) -> None:
         """Store the prompt's keys and values, `[B, H, P, D]`."""
         self.tree.prompt_length = keys.shape[2]
-        capacity = keys.shape[2] + self.tree.steps_allocated * self.tree.beams
+        capacity = keys.shape[2] + self.tree.capacity
         self.keys, self.values = _grown(keys, capacity), _grown(values, capacity)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,7 +39,7 @@ class TreeLayer:
         stored_keys, stored_values = self.stored()
         start, used = tree.used - tree.beams, tree.used
         if used > stored_keys.shape[2]:
-            capacity = tree.prompt_length + tree.steps_allocated * tree.beams
+            capacity = tree.prompt_length + tree.capacity
             self.keys = stored_keys = _grown(stored_keys[:, :, :start], capacity)
             self.values = stored_values = _grown(stored_values[:, :, :start], capacity)
         stored_keys[:, :, start:used] = _beams_as_positions(keys, tree.beams)
@@ -57,6 +59,15 @@ class TreeLayer:
         self.keys = _grown(self.keys[:, :, :used].index_select(0, sentences), capacity)
         self.values = _grown(self.values[:, :, :used].index_select(0, sentences), capacity)
 
+    def prune(self, slots: Tensor) -> None:
+        """Of the generated slots keep these, int64 `[B, W]`, in this order."""
+        if self.keys is None or self.values is None:
+            return
+        start, end = self.tree.prompt_length, self.tree.prompt_length + slots.shape[1]
+        sentences = torch.arange(len(slots), device=slots.device)[:, None]
+        for stored in (self.keys, self.values):
+            stored[:, :, start:end] = stored[sentences, :, start + slots].transpose(1, 2)  # a copy, so in place
+
     @property
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values) if x is not None)
@@ -67,9 +78,10 @@ class BeamTree:
 
     def __init__(self, batch: int, beams: int, max_steps: int) -> None:
         self.batch, self.beams, self.max_steps = batch, beams, max_steps
-        self.steps_allocated = max(1, min(max_steps, FIRST_STEPS))
+        self.capacity = max(1, min(max_steps, FIRST_STEPS)) * beams  # generated slots allocated
         self.prompt_length = 0
         self.steps = 0  # steps opened so far
+        self._pruned = (0, 0)  # steps when the tree was last pruned, and generated slots that stayed
         self.layers: list[TreeLayer] = []
         self._masks: dict[tuple[object, ...], Tensor] = {}  # of this step
 
@@ -83,12 +95,13 @@ class BeamTree:
         self._ancestry = torch.zeros(shape, dtype=torch.bool, device=device)
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()
         steps = torch.arange(self.max_steps * self.beams, device=device) // self.beams
-        self._positions = torch.cat([torch.arange(prompt_length, device=device), prompt_length + steps])
+        self._positions = torch.cat([torch.arange(prompt_length, device=device), prompt_length + steps])[None]
 
     @property
     def used(self) -> int:
-        """Slots in use: the prompt's and `M` for each step."""
-        return self.prompt_length + self.steps * self.beams
+        """Slots in use: the prompt's, those that stayed when the tree was pruned, and `M` for each step since."""
+        steps, slots = self._pruned
+        return self.prompt_length + slots + (self.steps - steps) * self.beams
 
     @property
     def length(self) -> int:
@@ -97,13 +110,43 @@ class BeamTree:
 
     def advance(self) -> None:
         """Open the next step's slots; each beam sees its own."""
+        if self._is_full():
+            self._make_room()
         start = self.used
         self.steps += 1
-        if self.steps > self.steps_allocated:
-            self.steps_allocated = min(self.max_steps, 2 * self.steps_allocated)
         own = torch.eye(self.beams, dtype=torch.bool, device=self._ancestry.device)
         self._ancestry[:, :, start : self.used] = own
         self._masks.clear()
+
+    def _is_full(self) -> bool:
+        return self.used + self.beams > self.prompt_length + self.capacity
+
+    def _make_room(self) -> None:
+        """Drop the slots on no beam's path or, where that frees too few, allocate more."""
+        generated = self.used - self.prompt_length
+        is_ancestor = self.ancestry()[:, :, self.prompt_length :].any(1)  # bool [B, generated]
+        stay = int(is_ancestor.sum(1).max()) if generated else 0
+        if stay <= _WORTH_PRUNING * generated:
+            # Each sentence keeps equally many; those with fewer ancestors fill up with slots that nobody sees.
+            self._prune(is_ancestor.sort(dim=1, descending=True, stable=True)[1][:, :stay])
+        room = self.prompt_length + self.capacity - self.used
+        if room < max(self.beams, stay // 8):  # or it would be full again at once
+            # Twice as many, unless pruning will soon make some of them idle.
+            grown = self.capacity * 5 // 4 if self._pruned[1] else self.capacity * 2
+            self.capacity = min(self.max_steps * self.beams, max(grown, self.capacity + self.beams))
+
+    def _prune(self, slots: Tensor) -> None:
+        """Of the generated slots keep these, int64 `[B, W]`, in this order."""
+        start, end = self.prompt_length, self.prompt_length + slots.shape[1]
+        beams = slots[:, None].expand(-1, self.beams, -1)
+        self._ancestry[:, :, start:end] = self._ancestry[:, :, start:].gather(2, beams)
+        positions = self._positions.repeat(self.batch // len(self._positions), 1)  # from now on each sentence's own
+        kept = positions[:, start:].gather(1, slots)
+        self._pruned = (self.steps, slots.shape[1])
+        later = start + self.steps + torch.arange(positions.shape[1] - end, device=slots.device) // self.beams
+        self._positions = torch.cat([positions[:, :start], kept, later.expand(self.batch, -1)], dim=1)
+        for layer in self.layers:
+            layer.prune(slots)
 
     def reorder(self, parents: Tensor) -> None:
         """Beam `(b, m)` continues row `parents[b*M + m]` (int64 `[B*M]`, rows counted over the batch)."""
@@ -113,14 +156,16 @@ class BeamTree:
     def keep(self, sentences: Tensor) -> None:
         """Drop all sentences but these (int64 `[B']`), from the ancestry and from every layer."""
         self._ancestry = self._ancestry.index_select(0, sentences)
+        if len(self._positions) > 1:
+            self._positions = self._positions.index_select(0, sentences)
         self.batch = len(sentences)
         for layer in self.layers:
             layer.keep(sentences)
         self._masks.clear()
 
     def positions(self) -> Tensor:
-        """The logical position of each slot in use, int64 `[used]`."""
-        return self._positions[: self.used]
+        """The logical position of each slot in use, int64 `[B or 1, used]`; any, where nobody sees the slot."""
+        return self._positions[:, : self.used]
 
     def ancestry(self) -> Tensor:
         """Which slots in use each beam sees, bool `[B, M, used]`."""
@@ -130,10 +175,11 @@ class BeamTree:
         """The slots on each beam's path in order of position, int64 `[B*M, tokens]`; padding is included."""
         prompt = torch.arange(self.prompt_length, device=self._ancestry.device)
         prompt = prompt.expand(self.batch * self.beams, -1)
-        steps = self.ancestry()[:, :, self.prompt_length :].unflatten(2, (self.steps, self.beams))
-        generated = steps.int().argmax(-1).flatten(0, 1)  # exactly one slot per step is an ancestor
-        offsets = self.prompt_length + torch.arange(self.steps, device=generated.device) * self.beams
-        return torch.cat([prompt, generated + offsets], dim=1)
+        seen = self.ancestry()[:, :, self.prompt_length :]  # one slot of each step
+        positions = self.positions()[:, None, self.prompt_length :].expand_as(seen)
+        last = self.prompt_length + self.max_steps
+        generated = torch.where(seen, positions, last).argsort(-1)[:, :, : self.steps].flatten(0, 1)
+        return torch.cat([prompt, self.prompt_length + generated], dim=1)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask `[B, 1, M, used]` of this step: 0 = attend, the dtype's minimum = don't."""
@@ -141,7 +187,7 @@ class BeamTree:
         if key not in self._masks:
             seen = self.ancestry()
             if window is not None:
-                seen = seen & (self.length - self.positions() < window)
+                seen = seen & (self.length - self.positions()[:, None] < window)
             self._masks[key] = additive_mask(seen, dtype)[:, None]
         return self._masks[key]
 

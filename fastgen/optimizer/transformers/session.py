@@ -114,7 +114,9 @@ class Session:
 
     def position_bias(self, bias: Tensor) -> Tensor:
         """T5: a bias computed for consecutive slots -> for the position each slot stands for."""
-        return self._once("position", bias, lambda: bias.index_select(-1, self.tree.positions()))
+        return self._once(
+            "position", bias, lambda: torch.take_along_dim(bias, self.tree.positions()[:, None, None], -1)
+        )
 
     def _bias(
         self,
