@@ -180,7 +180,7 @@ def unsupported_reason(request: Request) -> str | None:
         return f"cache_implementation={config.cache_implementation!r} was asked for"
     if not kwargs.get("use_cache") or kwargs.get("past_key_values") is None:
         return "no cache of the standard kind is used"
-    if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and kwargs[name] is not None):
+    if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and not _is_absent(kwargs[name])):
         return f"the model takes further inputs ({', '.join(unknown)})"
     cache = kwargs["past_key_values"]
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
@@ -203,6 +203,10 @@ def unsupported_reason(request: Request) -> str | None:
     if source_mask is not None and not bool(source_mask.bool().flatten(1).any(1).all()):
         return "a source is empty, and how that is attended to depends on the host's attention function"
     return None
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and not value)  # multimodal models asked about text alone
 
 
 def _tensors(kwargs: dict[str, Any]) -> list[Tensor]:
