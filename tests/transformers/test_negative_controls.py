@@ -11,7 +11,8 @@ import torch
 import zoo
 
 import fastgen
-from fastgen.cache.tree import BeamTree
+from fastgen.cache import tree
+from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 
@@ -42,7 +43,7 @@ def shift_positions(patch: Patch) -> None:
 
 def unmap_bias(patch: Patch) -> None:
     """T5's relative bias, and sliding windows, taken by physical slot."""
-    patch.setattr(BeamTree, "positions", lambda self: torch.arange(self.used))
+    patch.setattr(BeamTree, "positions", lambda self: torch.arange(self.used)[None])
 
 
 def forget_padding(patch: Patch) -> None:
@@ -80,6 +81,14 @@ def overwrite_a_slot(patch: Patch) -> None:
     patch.setattr(fastgen.cache.tree.TreeLayer, "append", rolled)
 
 
+def prune_wrong_slots(patch: Patch) -> None:
+    """When slots are dropped, their neighbours' keys stay."""
+    prune = TreeLayer.prune
+    patch.setattr(BeamTree, "_is_full", lambda self: True)
+    patch.setattr(tree, "_WORTH_PRUNING", 1.0)
+    patch.setattr(TreeLayer, "prune", lambda self, slots: prune(self, slots.roll(1, dims=1)))
+
+
 CONTROLS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     freeze_ancestry: ("bart", "t5", "whisper", "led", "gpt2", "llama", "gemma2"),
     shift_positions: ("bart", "t5", "gpt2", "llama", "bert2bert"),
@@ -89,6 +98,7 @@ CONTROLS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     forget_window: ("mistral", "gemma2", "gpt_oss"),
     see_everything: ("bart", "llama", "trocr"),
     overwrite_a_slot: ("bart", "llama", "trocr"),
+    prune_wrong_slots: ("bart", "llama", "t5"),
 }
 
 
