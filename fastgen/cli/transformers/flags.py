@@ -94,7 +94,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     fields = {name[len(prefix) :]: value for name, value in vars(args).items() if name.startswith(prefix)}
     for name, value in fields.items():
         flag = "--" + name.replace("_", "-")
-        if name in _POSITIVE and value < 1:
+        if name in _POSITIVE and isinstance(value, int) and value < 1:
             raise InputError(f"{flag} must be at least 1, not {value}.")
         if name.endswith("_token_id") and value is not None and not token_ids(value):
             raise InputError(f"{flag} takes the number of a token, or a list of them, not {value!r}.")

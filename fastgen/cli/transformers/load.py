@@ -95,8 +95,8 @@ def _check_tokens(model: Any, flags: dict[str, Any]) -> None:
 
 def _check_length(model: Any, config: GenerationConfig) -> None:
     """A decoder with a table of positions has no more than that; one that computes them may go on."""
-    if not model.config.is_encoder_decoder:
-        return  # see source_limit
+    if not model.config.is_encoder_decoder or not hasattr(model, "get_decoder"):
+        return  # of causal models see source_limit
     table = getattr(model.get_decoder(), "embed_positions", None)
     if not isinstance(table, torch.nn.Embedding) or hasattr(table, "make_weight"):  # FSMT's grows
         return
