@@ -121,7 +121,10 @@ def _check_post_process(dictionary: Any, symbol: str | None) -> None:
 
 
 def _check_data(dataset: Any, what: str) -> None:
-    if not len(dataset):
+    empty = False
+    with contextlib.suppress(TypeError, NotImplementedError):  # a stream has no length
+        empty = not len(dataset)
+    if empty:
         raise InputError(f"There is nothing to generate: {what} is empty.")
     texts = getattr(getattr(dataset, "src", None), "lines", None)  # of raw data
     if texts and texts[0].startswith("\ufeff"):

@@ -91,7 +91,9 @@ def _fill(record: Record, line: str, form: str, text_field: str) -> None:
     record.name, record.text = fields.get("id"), fields[text_field]
     if not record.text.strip():
         record.refuse(f"the field {text_field!r} is empty")
-    elif why := _unwritable(record.name) or _unwritable(record.text):
+    elif why := _unwritable(record.text):
+        record.refuse(why)
+    if why := _unwritable(record.name):  # of a failed record as well: its name is written too
         record.name = None
         record.refuse(why)
 
