@@ -8,11 +8,14 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import fastgen
 from fastgen.pipeline.errors import INPUT_ERROR, INTERRUPTED, InputError, WorkerError, first_line
+
+TRACEBACK = "FASTGEN_TRACEBACK"  # environment variable: 1 shows where an error came from
 
 
 def exit_code(name: str, command: Callable[[], int]) -> int:
@@ -24,7 +27,7 @@ def exit_code(name: str, command: Callable[[], int]) -> int:
         _say(f"{name}: {error}")
         return INPUT_ERROR
     except WorkerError as error:
-        _say(f"{name}: {first_line(error)}.\n{error}")
+        _say(f"{name}: {first_line(error)}.{_trace(str(error))}")
         return INPUT_ERROR
     except fastgen.FallbackError as error:
         _say(f"{name}: FASTGEN_STRICT is set, and fastgen cannot accelerate this: {error}.")
@@ -32,6 +35,11 @@ def exit_code(name: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         _say(f"{name}: interrupted; what was finished is kept.")
         return INTERRUPTED
+    except Exception as error:  # what nobody foresaw: no less a sentence, and a code that scripts know
+        kind, what = type(error).__name__, first_line(error)
+        sentence = kind if what == kind else f"{kind}: {what}"
+        _say(f"{name}: {sentence}.{_trace(traceback.format_exc())}")
+        return INPUT_ERROR
     finally:
         _give_up_broken_output()
 
@@ -63,6 +71,11 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _trace(text: str) -> str:
+    """`text`, a traceback, on lines of its own if it is wanted; else how to see it."""
+    return f"\n{text.rstrip()}" if os.environ.get(TRACEBACK) == "1" else f" ({TRACEBACK}=1 shows where.)"
 
 
 def _say(text: str) -> None:

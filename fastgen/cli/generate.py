@@ -44,7 +44,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
     from fairseq import options
 
     with _command_line(arguments):
-        parser = options.get_generation_parser()
+        with _user_dir(arguments):
+            parser = options.get_generation_parser()
         # As fairseq-generate's own entry point does, for tasks that read the model's arguments.
         parser.add_argument("--arch", "-a", metavar="ARCH", default="wav2vec2", help="model architecture")
         parser.epilog = EXIT_CODES
@@ -80,6 +81,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
     for name in own.auto:
         setattr(args, name, None)
         setattr(args, f"{name}_valid", None)
+        args.required_batch_size_multiple = 1  # there are no batches of fairseq that would be rounded
     if own.resume and not args.results_path:
         raise InputError("--resume needs --results-path, the folder of the run to go on with.")
     return args, own
@@ -87,6 +89,22 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
 
 def _count_or_auto(text: str) -> int | str:
     return AUTO if text == AUTO else int(text)
+
+
+@contextlib.contextmanager
+def _user_dir(arguments: list[str]) -> Iterator[None]:
+    """What goes wrong with --user-dir, which fairseq imports while it builds its parser."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse_arguments  # type: ignore[method-assign]
+    parser.add_argument("--user-dir")
+    folder = parser.parse_known_args(arguments)[0].user_dir
+    try:
+        yield
+    except Exception as error:
+        if folder is None:
+            raise
+        message = f"Cannot import --user-dir {folder}: {first_line(error)} ({type(error).__name__})."
+        raise InputError(message) from error
 
 
 @contextlib.contextmanager

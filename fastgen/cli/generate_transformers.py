@@ -18,6 +18,7 @@ from fastgen.pipeline.errors import EXIT_CODES, INPUT_ERROR, InputError, first_l
 NAME = "fastgen-generate-transformers"
 WORKERS = 2
 AUTO = "auto"
+_DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +34,18 @@ def _main(argv: Sequence[str] | None) -> int:
         raise InputError(message) from error
     from fastgen.cli.transformers.run import run
 
-    return run(parser().parse_args(argv))
+    args = parser().parse_args(argv)
+    _check_files(args.input, args.output)
+    return run(args)
+
+
+def _check_files(source: Path, output: Path) -> None:
+    """Both are opened more than once: the input is counted first, the output is read at the end."""
+    for path in (source, output):
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path} is no regular file: this command needs files, not folders, pipes or devices.")
+    if output.absolute().parent in _DEVICES:  # a journal would be put beside it
+        raise InputError(f"{output} stands for an open file: name the file itself.")
 
 
 def parser() -> argparse.ArgumentParser:

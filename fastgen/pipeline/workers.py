@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import pickle
 import queue
 import signal
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,13 +24,17 @@ from typing import Any
 from fastgen.pipeline.errors import WorkerError
 
 ATTEMPTS = 3  # a task that kills its worker this often is at fault itself
+_WATCH_SECONDS = 1.0
 
 Handler = Callable[[Any], Any]
 
 
-def _serve(connection: Connection) -> None:
-    """The worker: build the handler once, then answer tasks until the pipe closes."""
+def _serve(connection: Connection, parent: int) -> None:
+    """The worker: build the handler once, then answer tasks until the pipe closes or `parent` is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _no_interrupt
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
         setup = connection.recv_bytes()
         handler: Handler | None = None
@@ -44,6 +50,26 @@ def _serve(connection: Connection) -> None:
             connection.send(reply)
 
 
+def _end_with(parent: int) -> None:
+    """Also in mid-task, and where a process that was forked off the parent holds the other end of our pipe open."""
+    while os.getppid() == parent:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def _no_interrupt() -> Iterator[None]:
+    """A process started inside has SIGINT blocked: Ctrl-C can't break off its imports, before it ignores it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Worker:
     """One process and its pipe."""
 
@@ -53,8 +79,9 @@ class _Worker:
         # `setup` is not an argument of the process: those travel in a pipe whose other end stays open here, so a
         # worker that died while it started would leave us writing for ever.
         self._setup: bytes | None = setup
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
+        self.process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
+        with _no_interrupt():
+            self.process.start()
         theirs.close()  # else the pipe stays open when the worker dies
 
     def call(self, task: Any) -> tuple[bool, Any]:

@@ -34,9 +34,15 @@ def test_errors_have_a_sentence_and_a_code(
     assert capsys.readouterr().err.startswith(sentence)
 
 
-def test_other_errors_are_not_hidden() -> None:
-    with pytest.raises(ZeroDivisionError):
-        exit_code("do", lambda: 1 // 0)
+@pytest.mark.parametrize("traceback", [False, True])
+def test_other_errors_are_a_sentence_too_and_their_traceback_can_be_had(
+    traceback: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTGEN_TRACEBACK", "1" if traceback else "0")
+    assert exit_code("do", lambda: 1 // 0) == 1
+    sentence, *trace = capsys.readouterr().err.splitlines()
+    assert sentence.startswith("do: ZeroDivisionError: ")
+    assert bool(trace) is traceback and any("1 // 0" in line for line in trace) is traceback
 
 
 def test_sigterm_is_an_interrupt_while_the_command_runs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ pytest.importorskip("fairseq", reason="fastgen-generate needs fairseq")
 import fairseq_kit
 import kill_kit
 import torch
+from fairseq.data import LanguagePairDataset
 from fairseq_kit import SENTENCES
 
 from fastgen.cli import generate
@@ -49,17 +51,73 @@ def _sentences(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["{data}", "--path", "{model}", "--model-overrides", "x="], "--model-overrides"),
         (["{data}", "--path", "{model}", "--max-source-positions", "4"], "Size of sample"),
         (["{data}", "--path", "{model}", "--results-path", "{tmp}/not.pt/x"], "Cannot write"),
+        (
+            ["{data}", "--path", "{model}", "--batch-size", "auto", "--constraints"],
+            "--constraints needs constraints in the data",
+        ),
+        (["{data}", "--path", "{model}", "--beam", "0"], "--beam must be at least 1"),
+        (["{data}", "--path", "{model}", "--temperature", "0"], "--temperature must be above 0"),
+        (["{data}", "--path", "{model}", "--sampling-topk", "3"], "--sampling-topk needs --sampling"),
+        (["{data}", "--path", "{model}", "--diverse-beam-groups", "2"], "a --beam that it divides, not 5"),
+        (["{data}", "--path", "{model}", "--match-source-len", "--diverse-beam-groups", "5"], "fairseq refuses"),
+        (["{data}", "--path", "{model}", "--seed", "-1"], "--seed must be from 0"),
+        (["{data}", "--path", "{model}", "--num-workers", "-2"], "--num-workers must be 0 or more"),
+        (["{data}", "--path", "{model}", "--distributed-rank", "7"], "--distributed-rank 7 must be"),
+        (["{data}", "--path", "{model}", "--distributed-rank", "-1"], "--distributed-rank -1 must be"),
+        (["{data}", "--path", "{model}", "--user-dir", "{tmp}/no-folder"], "Cannot import --user-dir {tmp}/no-folder"),
+        (["{data}", "--path", "{model}", "--user-dir"], "--user-dir: expected one argument"),
+        (["{data}", "--path", "{model}", "--replace-unk", "{tmp}/no-file", "--dataset-impl", "raw"], "{tmp}/no-file"),
+        (["{data}", "--path", "{model}", "--lm-path", "{model}"], "is no language model"),
+        (["{data}", "--path", "{model}", "--remove-bpe=##"], "'##'"),
+        (["{few}", "--path", "{model}"], "leaves out all 3 sentences"),
+        (["{empty}", "--path", "{model}"], "Cannot load the subset test of {empty}"),
+        (["{raw}", "--path", "{model}", "--dataset-impl", "raw"], "the subset test of {raw} is empty"),
+        (["{sources}", "--path", "{model}", "--prefix-size", "2"], "--prefix-size needs targets"),
+        (["{sources}", "--path", "{model}", "--score-reference"], "--score-reference needs targets"),
     ],
 )
 def test_bad_arguments_are_one_sentence(
     data: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     (tmp_path / "not.pt").write_text("this is no checkpoint\n")
-    names = {"data": data, "model": model, "tmp": tmp_path}
+    names = {"data": data, "model": model, "tmp": tmp_path, **_other_data(tmp_path)}
     code = generate.main([*(flag.format(**names) for flag in flags), "--cpu", "--no-progress-bar", "--workers", "0"])
     assert code == 1
     (error,) = _sentences(capsys)
     assert message.format(**names) in error
+
+
+def _other_data(folder: Path) -> dict[str, Path]:
+    few = fairseq_kit.write_data(folder / "few", 3)
+    empty = fairseq_kit.write_data(folder / "empty", 0)
+    sources = fairseq_kit.write_data(folder / "sources", 8)
+    raw = fairseq_kit.write_data(folder / "raw", 1)
+    for suffix in ("bin", "idx"):
+        (sources / f"test.en-de.de.{suffix}").unlink()
+    for language in ("en", "de"):
+        (raw / f"test.en-de.{language}").touch()
+    return {"few": few, "empty": empty, "sources": sources, "raw": raw}
+
+
+@pytest.mark.parametrize(("choice", "package"), [("wer", "editdistance"), ("bert_score", "bert_score")])
+def test_a_scorer_without_its_package_is_one_sentence(
+    job: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], choice: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    assert generate.main([*job, "--scoring", choice]) == 1
+    (error,) = _sentences(capsys)
+    assert "Please install" in error and choice in error
+
+
+def test_a_byte_order_mark_in_raw_data_is_told(
+    data: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = fairseq_kit.write_data(tmp_path / "raw", 1)
+    for language in ("en", "de"):
+        (raw / f"test.en-de.{language}").write_text("\ufeffw1 w2\nw4\n", "utf-8")
+    flags = ["--cpu", "--no-progress-bar", "--workers", "0", "--batch-size", "auto"]
+    assert generate.main([str(raw), "--path", str(model), "--dataset-impl", "raw", *flags]) == 0
+    assert "byte order mark" in capsys.readouterr().err
 
 
 def test_an_undecodable_dictionary_is_named(
@@ -108,15 +166,18 @@ def _slow_down(patch: pytest.MonkeyPatch) -> None:
 
 
 def _failing_at(call: int, error: BaseException) -> Callable[..., Any]:
-    real, calls = Generation.infer, []
+    real = Generation.infer
+    calls: list[list[int]] = []
+    shapes: list[tuple[int, int]] = []
 
     def infer(self: Any, sample: Any) -> Any:
         calls.append(sample["id"].tolist())
+        shapes.append(tuple(sample["net_input"]["src_tokens"].shape))
         if len(calls) == call:
             raise error
         return real(self, sample)
 
-    infer.calls = calls  # type: ignore[attr-defined]
+    infer.calls, infer.shapes = calls, shapes  # type: ignore[attr-defined]
     return infer
 
 
@@ -146,6 +207,55 @@ def test_out_of_memory_in_the_third_batch_loses_and_repeats_nothing(
     assert "out of memory" in capsys.readouterr().err
     if "auto" in size:
         assert sizes[1] > sizes[0] and max(sizes[3:]) <= sizes[2] // 2 + 1
+
+
+@pytest.mark.parametrize("size", [["--batch-size", "auto"], ["--max-tokens", "auto"]], ids=" ".join)
+def test_automatic_sizes_keep_the_sentences_that_fairseq_would_round_away(
+    job: list[str], capsys: pytest.CaptureFixture[str], size: list[str]
+) -> None:
+    stock = fairseq_kit.run_stock(*job)
+    flags = [flag for flag in job if flag not in ("--max-tokens", "60", "--required-batch-size-multiple", "1")]
+    ours = fairseq_kit.run_fastgen(*flags, *size, "--workers", "0")
+    assert fairseq_kit.differences(fairseq_kit.by_sentence(stock), fairseq_kit.by_sentence(ours)) == []
+    assert "leaves out" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "sentences", "tokens"),
+    [
+        (["--max-tokens", "auto", "--batch-size", "2"], 2, 10**6),
+        (["--batch-size", "auto", "--max-tokens", "30"], 10**6, 30),
+    ],
+    ids=["sentences", "tokens"],
+)
+def test_the_bound_that_is_not_automatic_holds(
+    job: list[str], monkeypatch: pytest.MonkeyPatch, size: list[str], sentences: int, tokens: int
+) -> None:
+    stock = fairseq_kit.run_stock(*job)
+    infer = _failing_at(0, RuntimeError())
+    monkeypatch.setattr(Generation, "infer", infer)
+    flags = [flag for flag in job if flag not in ("--max-tokens", "60")]
+    ours = fairseq_kit.run_fastgen(*flags, *size, "--workers", "0")
+    assert fairseq_kit.differences(fairseq_kit.by_sentence(stock), fairseq_kit.by_sentence(ours)) == []
+    assert all(count <= sentences and count * length <= tokens for count, length in infer.shapes)  # type: ignore[attr-defined]
+    assert len(infer.shapes) > 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("size", [["--batch-size", "auto"], ["--max-tokens", "60"]], ids=" ".join)
+def test_halves_of_a_batch_whose_ids_are_no_positions(
+    job: list[str], monkeypatch: pytest.MonkeyPatch, size: list[str]
+) -> None:
+    """As of a task that gives sentences ids of its own."""
+    real = LanguagePairDataset.__getitem__
+    monkeypatch.setattr(LanguagePairDataset, "__getitem__", lambda self, i: {**real(self, i), "id": 1000 + 7 * int(i)})
+    stock = fairseq_kit.run_stock(*job, "--beam", "2")
+    assert any(line.startswith("H-1007\t") for line in stock)
+    monkeypatch.setattr(Generation, "infer", _failing_at(2, torch.OutOfMemoryError("CUDA out of memory.")))
+    flags = [flag for flag in job if flag not in ("--max-tokens", "60")]
+    ours = fairseq_kit.run_fastgen(*flags, *size, "--beam", "2", "--workers", "0")
+    if "auto" in size:
+        stock, ours = fairseq_kit.by_sentence(stock), fairseq_kit.by_sentence(ours)
+    assert fairseq_kit.differences(stock, ours) == []
 
 
 # Resume.

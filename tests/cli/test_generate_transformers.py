@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 import fastgen
 from fastgen.cli import demo_task, generate_transformers
@@ -201,6 +202,8 @@ def test_truncate_cuts_long_lines(bad_lines: Path, tmp_path: Path) -> None:
         ('{"text": "\\ud800"}', "surrogate"),
         ('{"text": "1", "id": "\\udfff"}', "surrogate"),
         ("[" * 100_000, "cannot be read"),
+        ('{"text": "1", "id": NaN}', "NaN"),
+        ('{"text": "1", "id": [1e999]}', "infinite"),
     ],
 )
 def test_bad_json_lines(tmp_path: Path, line: str, why: str) -> None:
@@ -209,6 +212,32 @@ def test_bad_json_lines(tmp_path: Path, line: str, why: str) -> None:
     good, bad = records.read(path, records.JSONL)
     assert good.error is None and good.text == "12"
     assert bad.error is not None and bad.error.startswith(f"{path}, line 2: ") and why in bad.error
+    json.loads(records.render(bad, [], records.JSONL), parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(("form", "line"), [(records.TEXT, "12 3"), (records.JSONL, '{"text": "12 3"}')])
+def test_a_byte_order_mark_is_no_part_of_the_first_word(tmp_path: Path, form: str, line: str) -> None:
+    path = tmp_path / "in"
+    path.write_text(f"\ufeff{line}\n{line}\n", "utf-8")
+    assert [(record.text, record.error) for record in records.read(path, form)] == [("12 3", None)] * 2
+
+
+def test_stop_strings_are_stocks(
+    source: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = stock(texts)[0]
+    stop, prefix = whole[0].split()[1], whole[0].split()[0]
+    # transformers finds out how tokens are joined with "abcdef", which the demo's tokenizer has no tokens for.
+    known = functools.partial(StopStringCriteria.clean_tokenizer_vocab, static_prefix=prefix)
+    monkeypatch.setattr(StopStringCriteria, "clean_tokenizer_vocab", staticmethod(known))
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS, "--stop-strings", stop) == 0
+    outputs = (tmp_path / "out.txt").read_text("utf-8").splitlines()
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
+    options = {"num_beams": 3, "max_new_tokens": 24, "stop_strings": stop, "tokenizer": tokenizer}
+    with fastgen.disabled(), torch.inference_mode():
+        wanted = [model.generate(tokenizer(text, return_tensors="pt").input_ids, **options)[0] for text in texts[:5]]
+    assert outputs[:5] == tokenizer.batch_decode(wanted, skip_special_tokens=True)
+    assert outputs != whole
 
 
 @pytest.mark.parametrize(
@@ -228,6 +257,18 @@ def test_bad_json_lines(tmp_path: Path, line: str, why: str) -> None:
         (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--source-lang", "en"], "has no languages"),
         (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--target-lang", "xx"], "'xx'"),
         (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--num-return-sequences", "9", "--num-beams", "2"], "refuses"),
+        (["{model}", "{tmp}/in.txt", "/dev/null"], "/dev/null is no regular file"),
+        (["{model}", "{tmp}/in.txt", "/dev/nothing"], "/dev/nothing stands for an open file"),
+        (["{model}", "{tmp}/pipe", "{tmp}/out.txt"], "pipe is no regular file"),
+        (
+            ["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--max-new-tokens", "9999"],
+            "--max-new-tokens 9999: the model's",
+        ),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--num-beams", "0"], "--num-beams must be at least 1"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--num-beams", "-1"], "--num-beams must be at least 1"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--eos-token-id", "foo"], "--eos-token-id takes the number"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--decoder-start-token-id", "99999"], "--decoder-start-token-id"),
+        (["{model}", "{tmp}/in.txt", "{tmp}/out.txt", "--pad-token-id", "-1"], "--pad-token-id -1: the model's tokens"),
     ],
 )
 def test_bad_arguments_are_one_sentence(
@@ -237,6 +278,7 @@ def test_bad_arguments_are_one_sentence(
         pytest.importorskip("sacrebleu")
         pytest.importorskip("rouge_score")
     (tmp_path / "empty.txt").touch()
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "two.txt").write_text("a\nb\n")
     before = source.read_bytes()
     filled = [argument.format(model=MODEL, tmp=tmp_path) for argument in arguments]

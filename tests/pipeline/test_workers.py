@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -71,6 +73,56 @@ def test_workers_ignore_the_interrupt_of_the_group() -> None:
         os.kill(pool.pids[0], signal.SIGINT)
         assert pool.submit(2).result() == 4
         assert pool.restarts == 0
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs signal masks")
+def test_an_interrupt_while_workers_start_does_not_reach_them(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with WorkerPool(1, eval, DOUBLE) as pool:
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+        for _ in range(20):  # Python takes about 20 ms to start
+            os.kill(pool.pids[0], signal.SIGINT)
+            time.sleep(0.005)
+        assert pool.submit(2).result(timeout=60) == 4
+        assert pool.restarts == 0
+    assert "KeyboardInterrupt" not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """In mid-task, and with the pipe's other end still open in a process that the parent forked."""
+    code = """
+import os, sys, time
+from fastgen.pipeline import WorkerPool
+if __name__ == "__main__":
+    pool = WorkerPool(1, eval, "lambda task: __import__('time').sleep(task)")
+    pool.submit(0).result()
+    if os.fork() == 0:
+        time.sleep(20)
+        os._exit(0)
+    pool.submit(60)
+    print(pool.pids[0], flush=True)
+    time.sleep(60)
+"""
+    script = tmp_path / "parent.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 10
+        while _runs(worker):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_no_process_is_left_after_an_error() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 from fairseq.data.iterators import EpochBatchIterator
@@ -29,58 +30,90 @@ class Batches:
             raise InputError(f"The task {loaded.cfg.task._name} makes its own batches: give --batch-size a number.")
         start = AUTO_TOKENS if self._by_tokens else AUTO_SENTENCES
         self.auto = None if auto is None else AutoBatch.on_device(loaded.device.type, start)
-        self._ids: list[int] = []
+        # The bound that isn't automatic holds as well.
+        bounds = loaded.cfg.dataset
+        self._most_sentences = _bound(bounds.batch_size)
+        self._most_tokens = _bound(bounds.max_tokens)
+        self._positions: list[list[int]] = []  # in the dataset, of each of stock's batches; ids may be others
         self.dropped = 0
         if self.plain:
             epoch = self._epoch
             shard = epoch.frozen_batches[epoch.shard_id :: epoch.num_shards]
-            self._ids = [int(i) for batch in shard for i in batch]
+            self._positions = [[int(i) for i in batch] for batch in shard]
             # fairseq leaves out the last sentences when their number is no multiple; equality goes first.
             if loaded.cfg.dataset.required_batch_size_multiple > 1:
                 self.dropped = len(self._dataset) - sum(map(len, epoch.frozen_batches))
-        self.sentences = len(self._ids) if self.plain else None
+        self.sentences = sum(map(len, self._positions)) if self.plain else None
+        if self.sentences == 0:
+            raise InputError(f"There is nothing to generate: {self._why_nothing(bounds)}.")
+
+    def _why_nothing(self, bounds: Any) -> str:
+        if not len(self._dataset):
+            return f"the subset {bounds.gen_subset} is empty"
+        if self.dropped == len(self._dataset):
+            return (
+                f"fairseq leaves out all {self.dropped} sentences, too long or no multiple of "
+                f"{bounds.required_batch_size_multiple}; --required-batch-size-multiple 1 keeps the latter"
+            )
+        return "no sentence is left for this shard or below the model's length"
 
     def start(self, sentences_done: int, batches_done: int) -> Iterator[Any]:
-        """What an earlier run left: numbered samples, or with automatic sizes the ids that `cut` takes."""
+        """What an earlier run left: numbered samples with the positions of their sentences, or with automatic sizes
+        the positions that `cut` takes.
+        """
         if self.auto is None:
-            return islice(enumerate(self._epoch.next_epoch_itr(shuffle=False)), batches_done, None)
-        return iter([(batches_done, self._ids[sentences_done:])])
+            # A shard may be filled up with empty batches.
+            positions = chain(self._positions, repeat([])) if self.plain else repeat(None)
+            samples = zip(count(), self._epoch.next_epoch_itr(shuffle=False), positions)
+            return islice(samples, batches_done, None)
+        rest = islice(chain.from_iterable(self._positions), sentences_done, None)
+        return iter([(batches_done, list(rest))])
 
-    def cut(self, rest: tuple[int, list[int]]) -> Iterator[tuple[int, Any]]:
-        """Numbered samples, each of the size that is right when it is asked for."""
-        number, ids = rest
-        position = 0
-        while position < len(ids):
-            taken = self._take(ids, position)
-            yield number, self.collate(taken)
-            number, position = number + 1, position + len(taken)
+    def cut(self, rest: tuple[int, list[int]]) -> Iterator[tuple[int, Any, list[int]]]:
+        """As `start`, each batch of the size that is right when it is asked for."""
+        number, positions = rest
+        done = 0
+        while done < len(positions):
+            taken = self._take(positions, done)
+            yield number, self.collate(taken), taken
+            number, done = number + 1, done + len(taken)
 
-    def _take(self, ids: Sequence[int], position: int) -> list[int]:
-        """From `position`, as many as the size allows; never none."""
+    def _take(self, positions: Sequence[int], done: int) -> list[int]:
+        """As many as the automatic size and the other bound allow; never none."""
         assert self.auto is not None
-        if not self._by_tokens:
-            return list(ids[position : position + self.auto.size])
+        sentences, tokens = self._most_sentences, self._most_tokens
+        if self._by_tokens:
+            tokens = self.auto.size
+        else:
+            sentences = min(sentences, self.auto.size)
         taken: list[int] = []
         longest = 0
-        for i in islice(ids, position, None):
+        for i in islice(positions, done, min(done + sentences, len(positions))):
             longest = max(longest, int(self._dataset.num_tokens(i)))
-            if taken and longest * (len(taken) + 1) > self.auto.size:
+            if taken and longest * (len(taken) + 1) > tokens:
                 break
             taken.append(i)
         return taken
 
-    def succeeded(self, ids: Sequence[int], speed: float) -> None:
+    def succeeded(self, positions: Sequence[int], speed: float) -> None:
         """A batch of these sentences was generated, at `speed`."""
         if self.auto is not None:
-            self.auto.succeeded(self._units(ids), speed)
+            self.auto.succeeded(self._units(positions), speed)
 
-    def failed(self, ids: Sequence[int]) -> None:
+    def failed(self, positions: Sequence[int]) -> None:
         """A batch of these sentences ran out of memory."""
         if self.auto is not None:
-            self.auto.failed(self._units(ids))
+            self.auto.failed(self._units(positions))
 
-    def _units(self, ids: Sequence[int]) -> int:
-        return max(int(self._dataset.num_tokens(i)) for i in ids) * len(ids) if self._by_tokens else len(ids)
+    def _units(self, positions: Sequence[int]) -> int:
+        if not self._by_tokens:
+            return len(positions)
+        return max(int(self._dataset.num_tokens(i)) for i in positions) * len(positions)
 
-    def collate(self, ids: Sequence[int]) -> Any:
-        return self._epoch.collate_fn([self._dataset[i] for i in ids])
+    def collate(self, positions: Sequence[int]) -> Any:
+        return self._epoch.collate_fn([self._dataset[i] for i in positions])
+
+
+def _bound(value: int | None) -> int:
+    """fairseq's: none if it is None or negative."""
+    return sys.maxsize if value is None or value < 1 else value

@@ -17,6 +17,7 @@ from fastgen.cli.fairseq import lines
 from fastgen.cli.fairseq.batches import Batches
 from fastgen.cli.fairseq.load import Loaded
 from fastgen.pipeline.batching import run_with_backoff
+from fastgen.pipeline.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,17 @@ class Generation:
         self._loaded, self._batches, self._warn = loaded, batches, warn
         self._random_state = random_state
 
-    def __call__(self, number: int, sample: Any) -> tuple[lines.Batch, Done] | None:
+    def __call__(self, number: int, sample: Any, positions: list[int] | None) -> tuple[lines.Batch, Done] | None:
+        """`positions` in the dataset, of the sample's sentences in any order; None if the task doesn't tell."""
         if "net_input" not in sample:  # the empty batch that evens out shards
             return None
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
         generation = self._loaded.cfg.generation
+        self._check(sample)
         started = time.perf_counter()
-        hypotheses = self._hypotheses(sample)
+        hypotheses = self._hypotheses(sample, positions)
         done = Done(
             number,
             sample["nsentences"] if "nsentences" in sample else sample["id"].numel(),
@@ -60,28 +63,43 @@ class Generation:
         )
         return self.plain(sample, hypotheses), done
 
-    def _hypotheses(self, sample: Any) -> list[Any]:
-        """Per sentence of `sample`, its hypotheses, best first."""
-        if not self._batches.plain:
-            return self.infer(sample)
-        ids = sample["id"].tolist()
+    def _check(self, sample: Any) -> None:
+        """The flags that need more than sources in the data; which those have shows in a batch first."""
+        generation, subset = self._loaded.cfg.generation, self._loaded.cfg.dataset.gen_subset
+        if sample.get("target") is None:
+            for flag, given in (
+                ("--prefix-size", generation.prefix_size > 0),
+                ("--score-reference", generation.score_reference),
+            ):
+                if given:
+                    raise InputError(f"{flag} needs targets, and the subset {subset} has none.")
+        if generation.constraints and sample.get("constraints") is None:
+            raise InputError(f"--constraints needs constraints in the data, and the subset {subset} has none.")
 
-        def run(part: Sequence[int]) -> list[Any]:
-            chosen = sample if len(part) == len(ids) else self._batches.collate(part)
+    def _hypotheses(self, sample: Any, positions: list[int] | None) -> list[Any]:
+        """Per sentence of `sample`, its hypotheses, best first."""
+        if positions is None:
+            return self.infer(sample)
+
+        def run(part: Sequence[int]) -> list[tuple[int, Any]]:
+            """Ids and hypotheses, in an order of the collater's own: it sorts by length."""
+            chosen = sample if len(part) == len(positions) else self._batches.collate(part)
+            if "net_input" not in chosen:  # some datasets have sentences that can't be used
+                return []
             started = time.perf_counter()
             found = self.infer(chosen)
             work = sum(len(best[0]["tokens"]) for best in found) + chosen.get("ntokens", 0)
             self._batches.succeeded(part, work / (time.perf_counter() - started))
-            if chosen is sample:
-                return found
-            by_id = dict(zip(chosen["id"].tolist(), found, strict=True))  # collating sorts by length
-            return [by_id[i] for i in part]
+            return list(zip(chosen["id"].tolist(), found, strict=True))
 
         def out_of_memory(part: Sequence[int]) -> None:
             self._batches.failed(part)
             self._warn(f"out of memory with {len(part)} sentences in a batch: going on with halves")
 
-        return run_with_backoff(ids, run, out_of_memory)
+        by_id: dict[int, list[Any]] = {}  # an id may come twice
+        for name, found in run_with_backoff(positions, run, out_of_memory):
+            by_id.setdefault(name, []).append(found)
+        return [by_id[name].pop(0) for name in sample["id"].tolist()]
 
     def infer(self, sample: Any) -> list[Any]:
         """The task's own inference step, as fairseq-generate calls it."""

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import os
 import pickle
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from fairseq import checkpoint_utils, scoring, tasks, utils
-from fairseq.data import Dictionary
+from fairseq.data import Dictionary, data_utils
+from fairseq.models import FairseqEncoderDecoderModel
 
-from fastgen.cli.fairseq import lines
+from fastgen.cli.fairseq import lines, options
 from fastgen.optimizer.fairseq import checkpoints
 from fastgen.pipeline.errors import InputError, first_line
 
@@ -37,21 +39,8 @@ class Loaded:
 
 
 def check(cfg: Any) -> None:
-    """What fairseq-generate asserts, and files that must be there, as sentences."""
-    paths = cfg.common_eval.path
-    if not paths:
-        raise InputError("--path is needed: the model's checkpoint, or several separated by a colon.")
-    if cfg.generation.sampling and cfg.generation.nbest != cfg.generation.beam:
-        raise InputError("--sampling needs --nbest to be equal to --beam.")
-    if cfg.generation.replace_unk is not None and cfg.dataset.dataset_impl != "raw":
-        raise InputError("--replace-unk needs the raw text: --dataset-impl raw.")
-    for path in [*utils.split_paths(paths), *([cfg.generation.lm_path] if cfg.generation.lm_path else [])]:
-        sharded = cfg.checkpoint.checkpoint_suffix or cfg.checkpoint.checkpoint_shard_count > 1
-        if "://" not in path and not sharded and not os.path.isfile(path):
-            raise InputError(f"There is no checkpoint file {path}.")
-    for folder in str(getattr(cfg.task, "data", None) or "").split(os.pathsep):
-        if folder and "://" not in folder and not os.path.isdir(folder):
-            raise InputError(f"There is no data folder {folder}.")
+    """What can be refused before anything is loaded; InputError."""
+    options.check(cfg)
 
 
 def load(cfg: Any, logger: Logger) -> Loaded:
@@ -64,6 +53,9 @@ def load(cfg: Any, logger: Logger) -> Loaded:
     data, subset = getattr(cfg.task, "data", None), cfg.dataset.gen_subset
     with _loading(f"the data of {data}"):
         task = tasks.setup_task(cfg.task)
+    _check_post_process(task.target_dictionary, cfg.common_eval.post_process)
+    with _loading(f"the scorer of --scoring {_name(cfg.scoring)}"):  # before the models: a package may be missing
+        scorer = scoring.build_scorer(cfg.scoring, task.target_dictionary)
     overrides = _overrides(cfg)
     logger.info("loading model(s) from %s", cfg.common_eval.path)
     models, saved = _load_models(
@@ -76,14 +68,18 @@ def load(cfg: Any, logger: Logger) -> Loaded:
     )
     with _loading(f"the subset {subset} of {data}"):
         task.load_dataset(subset, task_cfg=saved.task)
+    _check_data(task.dataset(subset), f"the subset {subset} of {data}")
     language_models: list[Any] = [None]
     if cfg.generation.lm_path is not None:
         overrides["data"] = cfg.task.data
         language_models, _ = _load_models([cfg.generation.lm_path], arg_overrides=overrides, task=None)
+        if isinstance(language_models[0], FairseqEncoderDecoderModel):
+            raise InputError(f"--lm-path {cfg.generation.lm_path} is no language model: it has an encoder.")
     for model in chain(models, language_models):
         if model is not None:
             _prepare(model, cfg, device)
-    align_dict = utils.load_align_dict(cfg.generation.replace_unk)
+    with _loading(f"the alignment dictionary {cfg.generation.replace_unk}"):
+        align_dict = utils.load_align_dict(cfg.generation.replace_unk)
     with _loading(f"the subset {subset} of {data}"):  # a sentence longer than the model's positions is named here
         batches = task.get_batch_iterator(
             dataset=task.dataset(subset),
@@ -100,16 +96,44 @@ def load(cfg: Any, logger: Logger) -> Loaded:
             num_workers=cfg.dataset.num_workers,
             data_buffer_size=cfg.dataset.data_buffer_size,
         )
-    generator = task.build_generator(
-        models,
-        cfg.generation,
-        extra_gen_cls_kwargs={"lm_model": language_models[0], "lm_weight": cfg.generation.lm_weight},
-    )
+    try:
+        generator = task.build_generator(
+            models,
+            cfg.generation,
+            extra_gen_cls_kwargs={"lm_model": language_models[0], "lm_weight": cfg.generation.lm_weight},
+        )
+    except (ValueError, AssertionError) as error:
+        raise InputError(f"fairseq refuses these flags: {first_line(error)}.") from error
     with _loading("the tokenizer or the subword model"):
         tokenizer, subwords = task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)
     form = _format(cfg, task, generator, tokenizer, subwords, align_dict)
-    scorer = scoring.build_scorer(cfg.scoring, task.target_dictionary)
     return Loaded(cfg, task, models, generator, batches, scorer, device, form)
+
+
+def _check_post_process(dictionary: Any, symbol: str | None) -> None:
+    if type(dictionary).string is not Dictionary.string:
+        return
+    try:
+        data_utils.post_process("", symbol)
+    except NotImplementedError as error:
+        message = f"--remove-bpe (or --post-process) {symbol!r} is nothing that fairseq knows: '@@ ' or sentencepiece"
+        raise InputError(f"{message}, for example.") from error
+
+
+def _check_data(dataset: Any, what: str) -> None:
+    empty = False
+    with contextlib.suppress(TypeError, NotImplementedError):  # a stream has no length
+        empty = not len(dataset)
+    if empty:
+        raise InputError(f"There is nothing to generate: {what} is empty.")
+    texts = getattr(getattr(dataset, "src", None), "lines", None)  # of raw data
+    if texts and texts[0].startswith("\ufeff"):
+        message = f"{what} begins with a byte order mark, which fairseq takes for a part of the first word"
+        print(f"fastgen-generate: {message}", file=sys.stderr)
+
+
+def _name(choice: Any) -> str:
+    return str(getattr(choice, "_name", choice))
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ class _Run:
 
         with WorkerPool(workers, lines.build, loaded.form) as pool:
 
-            def generate(numbered: tuple[int, Any]) -> tuple[Future[Any], Done] | None:
+            def generate(numbered: tuple[int, Any, list[int] | None]) -> tuple[Future[Any], Done] | None:
                 generated = generation(*numbered)
                 if generated is None:
                     return None

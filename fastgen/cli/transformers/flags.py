@@ -8,6 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from fastgen.pipeline.errors import InputError
+
+_POSITIVE = ("num_beams", "num_return_sequences", "max_new_tokens")
 # Set by the command: it needs the sequences, and asks for scores itself.
 _OURS = {"return_dict_in_generate", "output_scores", "transformers_version"}
 _DOCUMENTED = re.compile(r"^\s+([a-z_]+):? ?\(([^,)\n]+)", re.MULTILINE)
@@ -86,6 +89,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields that the user set."""
+    """The fields that the user set; InputError for values that no model takes."""
     prefix = "generation."
-    return {name[len(prefix) :]: value for name, value in vars(args).items() if name.startswith(prefix)}
+    fields = {name[len(prefix) :]: value for name, value in vars(args).items() if name.startswith(prefix)}
+    for name, value in fields.items():
+        flag = "--" + name.replace("_", "-")
+        if name in _POSITIVE and isinstance(value, int) and value < 1:
+            raise InputError(f"{flag} must be at least 1, not {value}.")
+        if name.endswith("_token_id") and value is not None and not token_ids(value):
+            raise InputError(f"{flag} takes the number of a token, or a list of them, not {value!r}.")
+    return fields
+
+
+def token_ids(value: Any) -> list[int]:
+    """Of a field that holds one or several; none if it holds anything else."""
+    ids = value if isinstance(value, list) else [value]
+    return ids if all(type(i) is int for i in ids) else []

@@ -37,9 +37,12 @@ class Generator:
         seed: int,
         scores: bool,
         warn: Callable[[str], None],
+        tokenizer: Any = None,
     ) -> None:
+        """`tokenizer` is needed for `stop_strings` alone."""
         self._model, self._config, self._source = model, config, source
         self._seed, self._scores, self._warn = seed, scores, warn
+        self._stopping = {"tokenizer": tokenizer} if config.stop_strings else {}
         self.per_record = int(config.num_return_sequences or 1)
         # Else the log-probabilities of all tokens would be kept at each step: 64 MB for 64 sentences and 5 beams.
         config._fastgen_sequence_scores_only = scores
@@ -96,6 +99,7 @@ class Generator:
                 generation_config=self._config,
                 return_dict_in_generate=self._scores,
                 output_scores=self._scores,
+                **self._stopping,
             )
         sequences = output.sequences if self._scores else output
         new = sequences[:, longest:] if causal else sequences

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
+from fastgen.cli.transformers.flags import token_ids
 from fastgen.pipeline.errors import InputError, first_line
 
 # What transformers raises for names, folders and files that it can't use.
@@ -76,7 +77,35 @@ def generation_config(model: Any, tokenizer: Any, flags: dict[str, Any], languag
         merged.pad_token_id = _pad_token(tokenizer, model)
     if "max_new_tokens" in flags and "max_length" not in flags:
         merged.max_length = None  # else both are given, and transformers warns at every batch
+    _check_tokens(model, flags)
+    _check_length(model, merged)
     return merged
+
+
+def _check_tokens(model: Any, flags: dict[str, Any]) -> None:
+    """Tokens that the model is fed. One that ends a sentence may be any: -1 is a way to say none."""
+    size = model.get_input_embeddings().num_embeddings
+    for name, value in flags.items():
+        if not name.endswith("_token_id") or name == "eos_token_id" or value is None:
+            continue
+        if wrong := [i for i in token_ids(value) if not 0 <= i < size]:
+            flag = "--" + name.replace("_", "-")
+            raise InputError(f"{flag} {wrong[0]}: the model's tokens are 0 to {size - 1}.")
+
+
+def _check_length(model: Any, config: GenerationConfig) -> None:
+    """A decoder with a table of positions has no more than that; one that computes them may go on."""
+    if not model.config.is_encoder_decoder or not hasattr(model, "get_decoder"):
+        return  # of causal models see source_limit
+    table = getattr(model.get_decoder(), "embed_positions", None)
+    if not isinstance(table, torch.nn.Embedding) or hasattr(table, "make_weight"):  # FSMT's grows
+        return
+    room = table.num_embeddings - int(getattr(table, "offset", 0))
+    # The first token is the decoder's start; the last one is never fed.
+    if config.max_new_tokens is not None and config.max_new_tokens > room:
+        raise InputError(f"--max-new-tokens {config.max_new_tokens}: the model's decoder has {room} positions.")
+    if config.max_new_tokens is None and config.max_length is not None and config.max_length - 1 > room:
+        raise InputError(f"--max-length {config.max_length}: the model's decoder has {room} positions.")
 
 
 def _pad_token(tokenizer: Any, model: Any) -> int:

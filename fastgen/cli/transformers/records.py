@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -58,6 +59,8 @@ def read(path: Path, form: str, *, text_field: str = "text") -> Iterator[Record]
     with open(path, "rb") as file:
         for index, raw in enumerate(file):
             record = Record(index, path)
+            if index == 0:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
             try:
                 line = raw.rstrip(b"\r\n").decode("utf-8")
             except UnicodeDecodeError as error:
@@ -88,17 +91,22 @@ def _fill(record: Record, line: str, form: str, text_field: str) -> None:
     record.name, record.text = fields.get("id"), fields[text_field]
     if not record.text.strip():
         record.refuse(f"the field {text_field!r} is empty")
-    elif not _is_unicode(record.name) or not _is_unicode(record.text):
-        record.refuse("half of a surrogate pair, which is no character")
+    elif why := _unwritable(record.text):
+        record.refuse(why)
+    if why := _unwritable(record.name):  # of a failed record as well: its name is written too
+        record.name = None
+        record.refuse(why)
 
 
-def _is_unicode(value: Any) -> bool:
-    """Whether UTF-8 can say it: JSON's escapes can hold what it can't."""
+def _unwritable(value: Any) -> str:
+    """Why it can't be written back as JSON in UTF-8; "" if it can. Python reads more than that."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        return "half of a surrogate pair, which is no character"
+    except (ValueError, RecursionError):
+        return "the field 'id' has what JSON can't say: NaN, an infinite number, or too deep a nesting"
+    return ""
 
 
 def render(record: Record, outputs: list[tuple[str, float | None]], form: str) -> str:

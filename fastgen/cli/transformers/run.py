@@ -94,7 +94,7 @@ def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer) -
             first=writer.next // batches.WINDOW * batches.WINDOW,
         )
         scores = form == records.JSONL and not args.no_scores
-        generator = Generator(model, generation, source, seed=args.seed, scores=scores, warn=_say)
+        generator = Generator(model, generation, source, seed=args.seed, scores=scores, warn=_say, tokenizer=tokenizer)
         progress = Progress(total, done=len(source.finished), enabled=not args.quiet)
 
         def generate(batch: batches.Batch) -> Any:
