@@ -1,94 +1,194 @@
-"""The journal beside a results file: how much of it is complete, and what the rest of the run needs to know.
+"""A results file and the journal beside it, which says how much of it is complete and what the rest needs to know.
 
 A batch's lines go to the results file first, then one line goes to the journal. So after a kill at any point the file
-is cut back to the journal's last whole line, and the run goes on from there. The journal is removed when the run ends.
+is cut back to the journal's last whole line, and the run goes on from there. Of a finished run the journal keeps the
+settings and a line that says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from fastgen.pipeline.errors import InputError, writing
+from fastgen.pipeline.lock import locked
+
+
+class _Kept(NamedTuple):
+    """What an earlier run left that stands."""
+
+    journal_bytes: int = 0
+    bytes: int = 0  # of the results
+    crc: int = 0
 
 
 class Journal:
-    """Appends to ``<results>.journal``: a header with the run's settings, then a line for every batch."""
+    """Writes the results, and ``<results>.journal``: a header with the run's settings, then a line for every batch."""
 
     def __init__(self, results: Path, settings: Mapping[str, Any]) -> None:
         self.results = results
         self.path = journal_path(results)
+        self.complete = False  # the run that --resume names was finished
+        self.facts: dict[str, Any] = {}  # kept of a finished run
         self._settings = json.loads(json.dumps(settings, default=str))
-        self._file: TextIO | None = None
+        self._kept = _Kept()
+        self._notes: BinaryIO
+        self._raw: _Counted
+        self._file: TextIO
+
+    @property
+    def resuming(self) -> bool:
+        """Whether an earlier run left something to go on from."""
+        return self._kept.journal_bytes > 0
 
     @contextlib.contextmanager
-    def begin(self, *, resume: bool = False) -> Iterator[list[dict[str, Any]]]:
-        """The records of an earlier run, if there was one to resume; to be entered before the results are opened.
+    def locked(self, *, resume: bool = False) -> Iterator[Journal]:
+        """Keep other runs out. With `resume` see what an earlier one left, or InputError; nothing is changed yet."""
+        with locked(self.path, self.results) as self._notes:
+            if resume and self.results.exists():
+                self._inspect()
+            yield self
 
-        With `resume`, the results file is cut back to what the records say. At the end the journal is removed, unless
-        an exception ended the run.
-        """
-        records = self._resume() if resume and self.results.exists() and self.path.exists() else []
-        if not records:
-            with writing(self.path):
-                self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115
-                self._append({"settings": self._settings})
-        assert self._file is not None
+    @contextlib.contextmanager
+    def earlier(self) -> Iterator[Iterator[dict[str, Any]]]:
+        """What the earlier run noted, batch after batch; before `opened`. InputError if it can't be used."""
         try:
-            yield records
+            yield (record for end, record in self._lines() if "bytes" in record and end <= self._kept.journal_bytes)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise self._damaged() from error
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[TextIO]:
+        """The results, cut back to what stands. The run counts as finished at the end, if no exception ends it."""
+        with writing(self.path):
+            self._notes.truncate(self._kept.journal_bytes)
+            if not self.resuming:
+                self._notes.write(_line({"settings": self._settings}))
+            self._notes.flush()
+        with writing(self.results):
+            if self.resuming:
+                os.truncate(self.results, self._kept.bytes)
+            self._raw = _Counted(self.results, self._kept.bytes, self._kept.crc)
+            self._file = io.TextIOWrapper(io.BufferedWriter(self._raw), encoding="utf-8", newline="\n")
+        try:
+            yield self._file
         except BaseException:
             with contextlib.suppress(OSError):  # a full disk again: what is on it stands
                 self._file.close()
             raise
-        with writing(self.path):
+        with writing(self.results):
             self._file.close()
-            self.path.unlink()
+        self._finish()
 
-    def _resume(self) -> list[dict[str, Any]]:
-        size = self.results.stat().st_size
-        records: list[dict[str, Any]] = []
-        kept = 0
-        lines = self.path.read_bytes().split(b"\n")[:-1]  # the last one is cut off, or empty
-        for line in lines:
+    def write(self, text: str) -> None:
+        """All of `text` to the results, or InputError."""
+        with writing(self.results):
+            self._file.write(text)
+            self._file.flush()
+
+    def batch(self, **facts: Any) -> None:
+        """The results are complete up to here, and the `facts` hold."""
+        size, crc = self._raw.written
+        with writing(self.path):
+            self._notes.write(_line({"bytes": size, "crc": crc, **facts}))
+            self._notes.flush()
+
+    def _finish(self) -> None:
+        size, crc = self._raw.written
+        done = {"done": size, "crc": crc, "facts": self.facts}
+        new = self.path.with_name(self.path.name + ".new")
+        with writing(self.path):
+            new.write_bytes(_line({"settings": self._settings}) + _line(done))
+            new.replace(self.path)  # at once: a kill leaves the one or the other
+
+    def _inspect(self) -> None:
+        lines = self._lines()
+        _, header = next(lines, (0, None))
+        if header is None and not os.fstat(self._notes.fileno()).st_size:
+            raise InputError(f"Cannot resume: there is no {self.path}; start without --resume.")
+        if header is None or not isinstance(header.get("settings"), dict):
+            raise InputError(f"Cannot resume: {self.path} is not a journal; start without --resume.")
+        if different := _differences(header["settings"], self._settings):
+            raise InputError(f"Cannot resume {self.results}: it was begun with another {different}.")
+        size, kept = self.results.stat().st_size, _Kept()
+        for end, record in lines:
+            self.complete = "done" in record
+            place, crc = record.get("done", record.get("bytes")), record.get("crc")
+            facts = record.get("facts", {})
+            if not isinstance(place, int) or not isinstance(crc, int) or not isinstance(facts, dict):
+                raise self._damaged()
+            if place > size and not self.complete:  # a crash of the whole machine lost some
+                break
+            kept, self.facts = _Kept(end, place, crc), facts
+            if self.complete:
+                break
+        if (self.complete and kept.bytes != size) or _crc(self.results, kept.bytes) != kept.crc:
+            raise InputError(
+                f"Cannot resume: {self.results} was changed since the run wrote it; start without --resume."
+            )
+        self._kept = kept
+
+    def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Where each whole line ends, and what it says."""
+        self._notes.seek(0)
+        end = 0
+        while (line := self._notes.readline()).endswith(b"\n"):  # the last one is cut off, or empty
             try:
                 record = json.loads(line)
-            except ValueError:  # a crash of the whole machine can leave anything at the end
-                break
-            if records and record["bytes"] > size:
-                break
-            records.append(record)
-            kept += len(line) + 1
-        if not lines:  # killed before there was anything to note
-            return []
-        if not records or "settings" not in records[0]:
-            raise InputError(f"Cannot resume: {self.path} is not a journal; start without --resume.")
-        if different := _differences(records[0]["settings"], self._settings):
-            raise InputError(f"Cannot resume {self.results}: it was begun with another {different}.")
-        if len(records) == 1:
-            return []
-        with writing(self.path):
-            os.truncate(self.results, records[-1]["bytes"])
-            os.truncate(self.path, kept)
-            self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
-        return records[1:]
+            except (ValueError, RecursionError):  # a crash of the whole machine can leave anything at the end
+                return
+            if not isinstance(record, dict):
+                raise self._damaged()
+            end += len(line)
+            yield end, record
 
-    def batch(self, results_bytes: int, **facts: Any) -> None:
-        """The results file is complete up to `results_bytes`."""
-        with writing(self.path):
-            self._append({"bytes": results_bytes, **facts})
+    def _damaged(self) -> InputError:
+        return InputError(f"Cannot resume: the journal {self.path} is damaged; start without --resume.")
 
-    def _append(self, record: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
+
+class _Counted(io.FileIO):
+    """A file opened for appending, and the number and CRC of its bytes, `written`."""
+
+    def __init__(self, path: Path, size: int, crc: int) -> None:
+        """The file is emptied if `size` is 0."""
+        emptied = 0 if size else os.O_TRUNC
+        super().__init__(path, "a", opener=lambda name, flags: os.open(name, flags | emptied, 0o666))
+        self.written = size, crc
+
+    def write(self, data: Any, /) -> int:
+        count = super().write(data)
+        size, crc = self.written
+        self.written = size + count, zlib.crc32(memoryview(data)[:count], crc)
+        return count
 
 
 def journal_path(results: Path) -> Path:
     return results.with_name(results.name + ".journal")
+
+
+def contents(*files: Path) -> dict[str, Any]:
+    """Settings that tell whether one of these files is another than it was."""
+    stats = {file: file.stat() for file in files}
+    return {f"content of {file}": [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
+
+
+def _line(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"  # paths may be no UTF-8
+
+
+def _crc(path: Path, size: int) -> int:
+    """Of the first `size` bytes."""
+    crc = 0
+    with open(path, "rb") as file:
+        while size > 0 and (block := file.read(min(size, 1 << 20))):
+            crc, size = zlib.crc32(block, crc), size - len(block)
+    return crc
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

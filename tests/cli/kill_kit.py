@@ -39,6 +39,14 @@ def kill_at_random(run: Callable[[], int], journal: Path, kills: int, seed: int)
     return kills
 
 
+def second_run(run: Callable[[], int]) -> int | None:
+    """The exit code of `run` in another process."""
+    process = multiprocessing.get_context("fork").Process(target=_child, args=(run,))
+    process.start()
+    process.join(timeout=60)
+    return process.exitcode
+
+
 def interrupt(run: Callable[[], int], journal: Path, number: signal.Signals) -> int | None:
     """Start `run`, send it this signal after its second batch; the exit code."""
     process = multiprocessing.get_context("fork").Process(target=_child, args=(run,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -263,9 +264,13 @@ def test_halves_of_a_batch_whose_ids_are_no_positions(
 
 @pytest.mark.parametrize(
     "flags",
-    [["--beam", "3", "--remove-bpe"], ["--sampling", "--sampling-topk", "10", "--seed", "3", "--beam=2", "--nbest=2"]],
-    ids=["beams", "sampling"],
-)  # fmt: skip
+    [
+        ["--beam", "3", "--remove-bpe", "--workers", "0"],
+        ["--sampling", "--sampling-topk", "10", "--seed", "3", "--beam=2", "--nbest=2", "--workers", "0"],
+        ["--beam", "3", "--remove-bpe", "--workers", "2"],
+    ],
+    ids=["beams", "sampling", "workers"],
+)
 def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
     job: list[str],
     tmp_path: Path,
@@ -273,19 +278,20 @@ def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
 ) -> None:
-    common = [*job, *flags, "--batch-size", "2", "--workers", "0"]
+    common = [*job, *flags, "--batch-size", "1"]
     whole = fairseq_kit.run_fastgen(*common)
     results = tmp_path / "generate-test.txt"
     resumed = [*common, "--results-path", str(tmp_path), "--resume"]
     with monkeypatch.context() as patch:
         _slow_down(patch)
         kills = kill_kit.kill_at_random(lambda: generate.main(resumed), journal_path(results), kills=10, seed=9)
-    assert kills >= 5
+    assert kills == 10
     assert generate.main(resumed) == 0
     text = results.read_text("utf-8")
     assert fairseq_kit.result_lines(text) == whole  # scores too: the same batches
     assert f"Translated {SENTENCES} sentences" in text + capsys.readouterr().err
-    assert not journal_path(results).exists()
+    assert generate.main(resumed) == 0
+    assert "nothing to resume" in capsys.readouterr().err
 
 
 def test_resume_of_a_complete_run_does_nothing(
@@ -308,6 +314,73 @@ def test_resume_with_other_flags_is_refused(
         assert generate.main(flags) == 130
     assert generate.main([*flags, "--resume", "--beam", "2"]) == 1
     assert "another generation.beam" in capsys.readouterr().err
+
+
+def test_resume_of_a_complete_run_with_other_flags_is_refused(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*job, "--results-path", str(tmp_path), "--workers", "0"]
+    assert generate.main([*flags, "--beam", "1"]) == 0
+    before = (tmp_path / "generate-test.txt").read_bytes()
+    assert generate.main([*flags, "--resume", "--beam", "3"]) == 1
+    assert "another generation.beam" in capsys.readouterr().err
+    assert (tmp_path / "generate-test.txt").read_bytes() == before
+
+
+def test_a_file_that_only_looks_complete_is_not(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "generate-test.txt").write_text("Generate test with beam=5: BLEU4 = 1\n")
+    assert generate.main([*job, "--results-path", str(tmp_path), "--resume"]) == 1
+    assert "Cannot resume: there is no " in capsys.readouterr().err
+
+
+def test_resume_with_another_checkpoint_or_other_data_is_refused(
+    data: Path, model: Path, job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, checkpoint = tmp_path / "data-bin", tmp_path / "model.pt"
+    shutil.copytree(data, folder)
+    shutil.copy(model, checkpoint)
+    flags = [str(folder), "--path", str(checkpoint), *job[3:], "--results-path", str(tmp_path), "--workers", "0"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generation, "infer", _failing_at(2, KeyboardInterrupt()))
+        assert generate.main(flags) == 130
+    for path in (checkpoint, folder / "test.en-de.en.bin"):
+        stat = path.stat()
+        path.write_bytes(path.read_bytes())  # of the same length
+        assert generate.main([*flags, "--resume"]) == 1
+        assert f"another content of {path}." in capsys.readouterr().err
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert generate.main([*flags, "--resume"]) == 0
+
+
+def test_a_wrong_checkpoint_leaves_the_results_of_an_earlier_run(job: list[str], tmp_path: Path) -> None:
+    results, wrong = tmp_path / "generate-test.txt", tmp_path / "wrong.pt"
+    flags = [*job, "--results-path", str(tmp_path), "--workers", "0"]
+    assert generate.main(flags) == 0
+    before = results.read_bytes(), journal_path(results).read_bytes()
+    wrong.write_text("this is no checkpoint\n")
+    assert generate.main([*flags, "--path", str(wrong)]) == 1
+    assert (results.read_bytes(), journal_path(results).read_bytes()) == before
+
+
+def test_a_second_run_into_the_same_results_is_refused(
+    job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*job, "--beam", "2", "--batch-size", "2", "--workers", "0"]
+    whole = fairseq_kit.run_fastgen(*flags)
+    flags += ["--results-path", str(tmp_path)]
+    real, codes = Generation.infer, []
+
+    def infer(self: Any, sample: Any) -> Any:
+        if len(codes) < 2:
+            codes.append(kill_kit.second_run(lambda: generate.main([*flags, *["--resume"] * len(codes)])))
+        return real(self, sample)
+
+    monkeypatch.setattr(Generation, "infer", infer)
+    assert generate.main(flags) == 0
+    assert codes == [1, 1]
+    assert fairseq_kit.result_lines((tmp_path / "generate-test.txt").read_text("utf-8")) == whole
 
 
 # Workers.

@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +22,9 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 import fastgen
 from fastgen.cli import demo_task, generate_transformers
 from fastgen.cli.demo import SHIPPED_MODEL
-from fastgen.cli.transformers import batches, generation, records, writer
+from fastgen.cli.transformers import batches, generation, records
 from fastgen.cli.transformers import flags as flags_of_generation
-from fastgen.pipeline import batching
+from fastgen.pipeline import batching, resume
 from fastgen.pipeline.resume import journal_path
 
 MODEL = str(SHIPPED_MODEL)
@@ -72,7 +73,6 @@ def test_text_is_stocks_in_the_order_of_the_input(source: Path, texts: list[str]
     assert (tmp_path / "out.txt").read_text("utf-8").splitlines() == stock(texts)[0]
     calls = fastgen.status().calls
     assert len(calls) == 5 and all(call.tier == "fast" for call in calls)
-    assert not journal_path(tmp_path / "out.txt").exists()
 
 
 def test_workers_change_nothing(source: Path, tmp_path: Path) -> None:
@@ -295,23 +295,17 @@ def test_a_full_disk_is_one_sentence(
     out = tmp_path / "out.txt"
     monkeypatch.setattr(batches, "WINDOW", 5)
 
-    class Full:
-        """A file with room for two writes."""
+    real, written = resume._Counted.write, []
 
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            self.file, self.room = open(*arguments, **options), 2  # noqa: SIM115
-
-        def write(self, text: str) -> None:
-            if not self.room:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self.file.write(text)
-            self.room -= 1
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
+    def full(self: Any, data: Any) -> int:
+        """Room for two writes."""
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(bytes(data))
+        return real(self, data)
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "open", Full, raising=False)
+        patch.setattr(resume._Counted, "write", full)
         assert run(MODEL, source, out, *FLAGS) == 1
     error = capsys.readouterr().err.strip()
     assert f"Cannot write {out}: No space left on device" in error and len(error.splitlines()) == 1
@@ -397,7 +391,7 @@ def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
     source.write_text("".join(f"{text}\n" for text in 2 * texts), "utf-8")
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     monkeypatch.setattr(batches, "WINDOW", 8)
-    common = [*FLAGS[:-1], "2", *flags]
+    common = [*FLAGS[:-1], "1", *flags]
     assert run(MODEL, source, whole, *common) == 0
     real = generation.Generator._run
     with monkeypatch.context() as patch:
@@ -407,7 +401,7 @@ def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
         kills = kill_kit.kill_at_random(
             lambda: run(MODEL, source, out, *common, "--resume"), journal_path(out), kills=10, seed=5
         )
-    assert kills >= 5
+    assert kills == 10
     assert run(MODEL, source, out, *common, "--resume") == 0
     assert out.read_bytes() == whole.read_bytes()
 
@@ -432,6 +426,78 @@ def test_resume_with_other_flags_is_refused(
         assert run(MODEL, source, out, *FLAGS) == 130
     assert run(MODEL, source, out, *FLAGS, "--resume", "--num-beams", 2) == 1
     assert "another generation.num_beams" in capsys.readouterr().err
+
+
+def test_resume_of_a_complete_run_with_other_flags_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.txt"
+    assert run(MODEL, source, out, *FLAGS) == 0
+    before = out.read_bytes()
+    assert run(MODEL, source, out, *FLAGS, "--resume", "--num-beams", 2) == 1
+    assert "another generation.num_beams" in capsys.readouterr().err
+    assert out.read_bytes() == before
+
+
+def test_a_file_that_only_looks_complete_is_not(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.txt").write_bytes(source.read_bytes())
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS, "--resume") == 1
+    assert "Cannot resume: there is no " in capsys.readouterr().err
+    assert (tmp_path / "out.txt").read_bytes() == source.read_bytes()
+
+
+def test_a_complete_run_with_failed_records_is_still_one(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source.write_text("\n" + source.read_text("utf-8"), "utf-8")
+    for flags in ([], ["--resume"]):
+        assert run(MODEL, source, tmp_path / "out.jsonl", *FLAGS, *flags) == 1
+        assert "1 of 24 records failed" in capsys.readouterr().err
+
+
+def test_resume_with_another_input_or_model_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out.txt"
+    shutil.copytree(MODEL, model)
+    with monkeypatch.context() as patch:
+        patch.setattr(generation.Generator, "_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(model, source, out, *FLAGS) == 130
+    for path in (source, model / "model.safetensors"):
+        stat = path.stat()
+        path.write_bytes(path.read_bytes())  # of the same length
+        assert run(model, source, out, *FLAGS, "--resume") == 1
+        assert f"another content of {path}." in capsys.readouterr().err
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert run(model, source, out, *FLAGS, "--resume") == 0
+
+
+def test_a_wrong_model_leaves_the_output_of_an_earlier_run(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    assert run(MODEL, source, out, *FLAGS) == 0
+    before = out.read_bytes(), journal_path(out).read_bytes()
+    (tmp_path / "wrong").mkdir()
+    assert run(tmp_path / "wrong", source, out, *FLAGS) == 1
+    assert (out.read_bytes(), journal_path(out).read_bytes()) == before
+
+
+def test_a_second_run_into_the_same_output_is_refused(
+    source: Path, texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.txt"
+    real, codes = generation.Generator._run, []
+
+    def infer(self: Any, part: Any) -> Any:
+        if len(codes) < 2:
+            codes.append(kill_kit.second_run(lambda: run(MODEL, source, out, *FLAGS, *["--resume"] * len(codes))))
+        return real(self, part)
+
+    monkeypatch.setattr(generation.Generator, "_run", infer)
+    assert run(MODEL, source, out, *FLAGS) == 0
+    assert codes == [1, 1]
+    assert out.read_text("utf-8").splitlines() == stock(texts)[0]
 
 
 # Metrics.

@@ -40,6 +40,8 @@ def test_identical(family: str, search: str, at_every_step: list[int]) -> None:
     }[search]
     inputs = {**zoo.inputs_for(family), **zoo.FAMILIES[family].generate}
     for details in (DETAILS, dict(return_dict_in_generate=False)):
+        if zoo.MAJOR < 5 and (family, search) == ("vit2gpt2", "plain") and details is DETAILS:
+            continue  # as in test_families.py: two beams that tie within 1e-5 swap their rows of scores
         at_every_step.clear()
         harness.compare(zoo.load(family), inputs, **options, **details)
         assert len(at_every_step) > 1
@@ -49,7 +51,9 @@ def test_identical(family: str, search: str, at_every_step: list[int]) -> None:
 
 def test_samples_share_nothing_to_drop(at_every_step: list[int]) -> None:
     options = dict(num_beams=1, do_sample=True, num_return_sequences=3, max_new_tokens=9)
-    harness.compare(zoo.load("llama"), zoo.inputs_for("llama"), **options)
+    for _ in range(2):  # before its first call a model may be tried out
+        at_every_step.clear()
+        harness.compare(zoo.load("llama"), zoo.inputs_for("llama"), **options)
     assert at_every_step[:4] == [0, 3, 6, 9]
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 from fastgen.pipeline.errors import writing
@@ -15,21 +15,39 @@ from fastgen.pipeline.resume import Journal
 
 
 class Output:
-    """The results, with a journal beside them if they are a file."""
+    """Standard output, or a results file, which stays as it is until `opened`."""
 
-    def __init__(self, file: TextIO, name: str, journal: Journal | None = None) -> None:
-        self.file, self._name, self._journal = file, name, journal
+    def __init__(self, journal: Journal | None = None) -> None:
+        self.journal = journal
+        self._early = io.StringIO()  # log lines from before the results are opened
+        self.log: TextIO = sys.stdout if journal is None else self._early
+
+    @contextlib.contextmanager
+    def opened(self, handler: logging.StreamHandler[Any]) -> Iterator[None]:
+        """Results can be written; log lines go where `handler` has them go."""
+        if self.journal is None:
+            yield
+            return
+        with self.journal.opened() as file:
+            if handler.stream is self._early:
+                handler.setStream(file)
+            # What loading says is already in the results of a run that is resumed.
+            (sys.stderr if self.journal.resuming else file).write(self._early.getvalue())
+            yield
 
     def write(self, text: str) -> None:
         """All of `text`, or InputError."""
-        with writing(self._name):
-            self.file.write(text)
-            self.file.flush()
+        if self.journal is not None:
+            self.journal.write(text)
+            return
+        with writing("standard output"):
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
     def note(self, **facts: Any) -> None:
         """Into the journal: everything up to here is written, and the `facts` hold."""
-        if self._journal is not None:
-            self._journal.batch(os.fstat(self.file.fileno()).st_size, **facts)
+        if self.journal is not None:
+            self.journal.batch(**facts)
 
 
 class _Handler(logging.StreamHandler):  # generic only since Python 3.11
@@ -60,11 +78,3 @@ def logging_to(results: TextIO) -> Iterator[logging.StreamHandler[Any]]:
     finally:
         root.setLevel(level)
         root.handlers[:] = before
-
-
-def is_finished(results: Path) -> bool:
-    """Whether the file ends as fairseq-generate ends it."""
-    with open(results, "rb") as file:
-        file.seek(max(0, results.stat().st_size - 4096))
-        tail = file.read().decode("utf-8", errors="replace").splitlines()
-    return any(line.startswith("Generate ") or "| Translated " in line for line in tail[-3:])

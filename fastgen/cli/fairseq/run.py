@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
+import os
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from fastgen.cli.fairseq import lines
 from fastgen.cli.fairseq.batches import Batches
 from fastgen.cli.fairseq.generation import Done, Generation
 from fastgen.cli.fairseq.load import Loaded, can_travel, check, load
-from fastgen.cli.fairseq.output import Output, is_finished, logging_to
+from fastgen.cli.fairseq.output import Output, logging_to
 from fastgen.cli.fairseq.scoring import Scoring
-from fastgen.pipeline.errors import DONE, InputError, writing
+from fastgen.pipeline.errors import DONE, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import Journal, journal_path
+from fastgen.pipeline.resume import Journal, contents
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.workers import WorkerPool
 
@@ -48,34 +47,17 @@ def run(cfg: Any, own: argparse.Namespace) -> int:
     """To standard output or to --results-path; `own` are fastgen's flags. Returns the exit code."""
     check(cfg)
     if cfg.common_eval.results_path is None:
-        _Run(cfg, own, Output(sys.stdout, "standard output"), []).run()
+        _Run(cfg, own, Output()).run()
         return DONE
     results = Path(cfg.common_eval.results_path) / f"generate-{cfg.dataset.gen_subset}.txt"
     with writing(results.parent):
         results.parent.mkdir(parents=True, exist_ok=True)
-    if own.resume and results.exists() and not journal_path(results).exists():
-        if not is_finished(results):
-            raise InputError(f"Cannot resume: there is no {journal_path(results)}; start without --resume.")
-        _warn(f"{results} is complete: nothing to resume.")
-        return DONE
-    journal = Journal(results, _settings(cfg, own))
-    with journal.begin(resume=own.resume) as records, _opened(results, append=bool(records)) as file:
-        _Run(cfg, own, Output(file, str(results), journal), records).run()
+    with Journal(results, _settings(cfg, own)).locked(resume=own.resume) as journal:
+        if journal.complete:
+            _warn(f"{results} is complete: nothing to resume.")
+        else:
+            _Run(cfg, own, Output(journal)).run()
     return DONE
-
-
-@contextlib.contextmanager
-def _opened(results: Path, *, append: bool) -> Iterator[Any]:
-    with writing(results):
-        file = open(results, "a" if append else "w", encoding="utf-8")  # noqa: SIM115
-    try:
-        yield file
-    except BaseException:
-        with contextlib.suppress(OSError):  # on a full disk closing fails as well
-            file.close()
-        raise
-    with writing(results):
-        file.close()
 
 
 def _settings(cfg: Any, own: argparse.Namespace) -> dict[str, Any]:
@@ -87,46 +69,62 @@ def _settings(cfg: Any, own: argparse.Namespace) -> dict[str, Any]:
             continue
         plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else vars(value)
         settings.update({f"{section}.{name}": str(plain[name]) for name in plain if name not in _FREE})
-    return settings
+    return settings | contents(*_files(cfg, list(settings.values())))
+
+
+def _files(cfg: Any, values: list[Any]) -> list[Path]:
+    """What decides about the results and can be replaced: checkpoints, codes, dictionaries, data of the subset."""
+    paths = [Path(path) for value in values for path in str(value).split(os.pathsep) if os.path.isfile(path)]
+    for folder in str(getattr(cfg.task, "data", None) or "").split(os.pathsep):
+        if os.path.isdir(folder):
+            paths += sorted({*Path(folder).glob(f"{cfg.dataset.gen_subset}*"), *Path(folder).glob("dict.*")})
+    return paths
 
 
 class _Run:
-    def __init__(self, cfg: Any, own: argparse.Namespace, output: Output, records: list[dict[str, Any]]) -> None:
-        """`records` are what an earlier run noted of its batches."""
-        self.cfg, self.own, self.output, self.records = cfg, own, output, records
+    def __init__(self, cfg: Any, own: argparse.Namespace, output: Output) -> None:
+        self.cfg, self.own, self.output = cfg, own, output
         self.logger = logging.getLogger("fairseq_cli.generate")
-        self.sentences = sum(record["sentences"] for record in records)
-        self.tokens = sum(record["tokens"] for record in records)
-        self.seconds = sum(record["seconds"] for record in records)
-        self.has_target = bool(records[-1]["has_target"]) if records else True
+        self.sentences, self.tokens, self.seconds = 0, 0, 0.0
+        self.has_target = True
+        self.next = 0  # the number of the first batch that is to be generated
+        self.random_state: str | None = None
 
     def run(self) -> None:
         dataset = self.cfg.dataset
         if not self.own.auto and dataset.max_tokens is None and dataset.batch_size is None:
             dataset.max_tokens = STOCK_TOKENS
-        with logging_to(self.output.file) as handler:
-            stream = handler.stream
-            if self.records:  # what loading says is already in the results
-                handler.setStream(sys.stderr)
+        with logging_to(self.output.log) as handler:
             self.logger.info(self.cfg)
             loaded = load(self.cfg, self.logger)
-            handler.setStream(stream)
+            batches = Batches(loaded, *self.own.auto)
             self.scoring = Scoring(loaded.scorer, loaded.task.target_dictionary, by_words=loaded.form.by_words)
-            for record in self.records:
+            self._restore()
+            with self.output.opened(handler):  # not before: what is refused leaves an earlier run's results alone
+                self._generate(loaded, batches)
+                self._summary()
+
+    def _restore(self) -> None:
+        """What an earlier run noted of its batches."""
+        if self.output.journal is None:
+            return
+        with self.output.journal.earlier() as records:
+            for record in records:
                 for entry in record["scored"]:
                     self.scoring.add(lines.Scored(*entry))
-            self._generate(loaded)
-            self._summary()
+                self.sentences += record["sentences"]
+                self.tokens += record["tokens"]
+                self.seconds += record["seconds"]
+                self.has_target, self.random_state = record["has_target"], record["random_state"]
+                self.next = record["number"] + 1
 
-    def _generate(self, loaded: Loaded) -> None:
-        batches = Batches(loaded, *self.own.auto)
+    def _generate(self, loaded: Loaded, batches: Batches) -> None:
         if batches.dropped:
             _warn(
                 f"fairseq leaves out {batches.dropped} sentences, too long or no multiple of "
                 f"{self.cfg.dataset.required_batch_size_multiple}: --required-batch-size-multiple 1 keeps the latter"
             )
-        last = self.records[-1] if self.records else None
-        generation = Generation(loaded, batches, _warn, last["random_state"] if last else None)
+        generation = Generation(loaded, batches, _warn, self.random_state)
         workers = self.own.workers if can_travel(loaded.form) else 0
         silent = self.cfg.common.no_progress_bar or self.cfg.common.log_format == "none"
         progress = Progress(batches.sentences, done=self.sentences, enabled=not silent)
@@ -141,7 +139,7 @@ class _Run:
                 progress.update(done.sentences, done.tokens)
                 return pool.submit(batch), done
 
-            source = batches.start(self.sentences, last["number"] + 1 if last else 0)
+            source = batches.start(self.sentences, self.next)
             try:
                 run_stages(source, generate, self._write, cut=batches.cut if batches.auto else None)
             finally:

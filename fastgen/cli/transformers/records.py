@@ -126,15 +126,13 @@ def render(record: Record, outputs: list[tuple[str, float | None]], form: str) -
     return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
-def best_outputs(path: Path, form: str, per_record: int) -> list[str | None]:
+def best_outputs(path: Path, form: str, per_record: int) -> Iterator[str | None]:
     """The first hypothesis of each record of a finished output; None for error records."""
-    best: list[str | None] = []
     with open(path, encoding="utf-8", newline="\n") as file:
         for number, line in enumerate(file):
             if form == TEXT:
                 if number % per_record == 0:
-                    best.append(line.rstrip("\n"))
+                    yield line.rstrip("\n")
             else:
                 fields = json.loads(line)
-                best.append(None if "error" in fields else fields["outputs"][0]["text"])
-    return best
+                yield None if "error" in fields else fields["outputs"][0]["text"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
@@ -16,7 +17,7 @@ from fastgen.cli.transformers.writer import Writer
 from fastgen.pipeline.batching import AutoBatch
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import Journal, journal_path
+from fastgen.pipeline.resume import Journal, contents
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.workers import WorkerPool
 
@@ -33,14 +34,13 @@ def run(args: argparse.Namespace) -> int:
     references, wanted = _references(args, total)  # what can be refused is refused before anything slow
     if args.output.exists() and args.output.samefile(args.input):
         raise InputError(f"{args.output} is the input: choose another file for the output.")
-    if _is_complete(args, form, total):
-        _say(f"{args.output} is complete: nothing to resume.")
-    else:
-        settings = {name: value for name, value in vars(args).items() if name not in _FREE}
-        journal = Journal(args.output, settings)
-        with journal.begin(resume=args.resume) as earlier, Writer(args.output, form, journal, earlier) as writer:
-            _generate(args, form, total, writer)
-    return _summary(args, form, total, references, wanted)
+    settings = {name: value for name, value in vars(args).items() if name not in _FREE}
+    with Journal(args.output, settings | contents(*_files(args))).locked(resume=args.resume) as journal:
+        if journal.complete:
+            _say(f"{args.output} is complete: nothing to resume.")
+        else:
+            _generate(args, form, total, journal)
+        return _summary(args, form, total, journal.facts.get("failed", 0), references, wanted)
 
 
 def _references(args: argparse.Namespace, total: int) -> tuple[list[str], list[str]]:
@@ -51,17 +51,16 @@ def _references(args: argparse.Namespace, total: int) -> tuple[list[str], list[s
     return metrics.read_references(args.references, total), wanted
 
 
-def _is_complete(args: argparse.Namespace, form: str, total: int) -> bool:
-    """Whether there is nothing to resume; InputError if there is something, but no journal."""
-    if not args.resume or not args.output.exists() or journal_path(args.output).exists():
-        return False
-    per_record = int(vars(args).get("generation.num_return_sequences") or 1) if form == records.TEXT else 1
-    if records.count_lines(args.output) == total * per_record:
-        return True
-    raise InputError(f"Cannot resume: there is no {journal_path(args.output)}; start without --resume.")
+def _files(args: argparse.Namespace) -> list[Path]:
+    """What decides about the results and can be replaced; of a name on the hub, nothing."""
+    paths = [args.input]
+    for name in {args.model, args.tokenizer or args.model}:
+        if Path(name).is_dir():
+            paths += [path for path in Path(name).iterdir() if not path.name.startswith((".", args.output.name))]
+    return [path for path in paths if path.is_file()]
 
 
-def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer) -> None:
+def _generate(args: argparse.Namespace, form: str, total: int, journal: Journal) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = find_device(args.device)
@@ -82,6 +81,8 @@ def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer) -
         auto = None
         if size == AUTO:
             auto = AutoBatch.on_device(device.type, batches.AUTO_TOKENS if by_tokens else batches.AUTO_SENTENCES)
+        writer = Writer(form, journal)
+        first = writer.next // batches.WINDOW * batches.WINDOW
         source = batches.Source(
             records.read(args.input, args.input_format or records.format_of(args.input), text_field=args.text_field),
             pool,
@@ -90,12 +91,12 @@ def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer) -
             auto,
             by_tokens,
             stop_at_error=form == records.TEXT,
-            finished=writer.finished,
-            first=writer.next // batches.WINDOW * batches.WINDOW,
+            finished=writer.finished(first),
+            first=first,
         )
         scores = form == records.JSONL and not args.no_scores
         generator = Generator(model, generation, source, seed=args.seed, scores=scores, warn=_say, tokenizer=tokenizer)
-        progress = Progress(total, done=len(source.finished), enabled=not args.quiet)
+        progress = Progress(total, done=writer.done, enabled=not args.quiet)
 
         def generate(batch: batches.Batch) -> Any:
             if batch.records[0].error is not None:
@@ -106,7 +107,8 @@ def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer) -
             return pool.submit(tokenizing.Decode(found.rows)), (batch.records, found.scores, generator.per_record)
 
         try:
-            run_stages(source, generate, writer.write, cut=source.cut, depth=2)
+            with journal.opened():  # not before: what is refused leaves an earlier run's results alone
+                run_stages(source, generate, writer.write, cut=source.cut, depth=2)
         finally:
             progress.close()
 
@@ -118,16 +120,17 @@ def _nothing() -> Future[list[str]]:
     return future
 
 
-def _summary(args: argparse.Namespace, form: str, total: int, references: list[str], wanted: list[str]) -> int:
-    per_record = records.count_lines(args.output) // total if form == records.TEXT else 1
-    best = records.best_outputs(args.output, form, per_record)
-    done = [i for i, text in enumerate(best) if text is not None]
-    if failed := total - len(done):
+def _summary(
+    args: argparse.Namespace, form: str, total: int, failed: int, references: list[str], wanted: list[str]
+) -> int:
+    if failed:
         _say(f"{failed} of {total} records failed.")
-    if references and done:
-        outputs = [text for text in best if text is not None]
+    if references and failed < total:
+        per_record = records.count_lines(args.output) // total if form == records.TEXT else 1
+        best = records.best_outputs(args.output, form, per_record)
+        pairs = [(text, reference) for text, reference in zip(best, references, strict=True) if text is not None]
         with writing("standard output"):
-            for line in metrics.score(outputs, [references[i] for i in done], wanted):
+            for line in metrics.score([text for text, _ in pairs], [reference for _, reference in pairs], wanted):
                 print(line, flush=True)
     return INPUT_ERROR if failed else DONE
 

@@ -1,0 +1,54 @@
+"""A file that one process at a time writes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from fastgen.pipeline.errors import InputError, writing
+
+if sys.platform != "win32":
+    import fcntl
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: Path) -> Iterator[BinaryIO]:
+    """`path`, for reading and appending, created if need be; InputError if another process writes `what` with it.
+
+    A file that is still empty at the end is removed. Until then, nothing else in this process may open and close
+    `path`: that would unlock it.
+    """
+    with writing(path):
+        file = _open(path, what)
+    try:
+        yield file
+    finally:
+        with contextlib.suppress(OSError):  # closing flushes, and that fails on a full disk
+            if not os.fstat(file.fileno()).st_size:
+                path.unlink()
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+def _open(path: Path, what: Path) -> BinaryIO:
+    while True:
+        file = open(path, "a+b")  # noqa: SIM115
+        if sys.platform == "win32":
+            return file
+        try:
+            # Not flock, which forked children share: those of a data loader outlive a killed run by seconds.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.close()
+                raise InputError(f"Another run is writing {what}: wait for its end, or choose another file.") from None
+            # Some network file systems have no locks: better a run without one than none.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # another run removed or replaced it in between
