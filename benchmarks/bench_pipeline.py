@@ -4,8 +4,8 @@
 
 1. Hypotheses of the test set are generated once and then replayed at once, as a fast GPU would deliver them: stock's
    post-processing (its own loop, tensors) against ours (plain lists, worker processes, scoring, writing), in lines/s.
-2. The test set repeated to `--lines` sentences: the time of all generate calls by themselves against the time from the
-   first batch to the last written line.
+2. The time of all generate calls by themselves against that of the command, with results and journal on disk, from its
+   first batch to its end.
 
 Needs fairseq. Exit status 1 if the lines or the score of the two sides differ.
 """
@@ -21,37 +21,44 @@ import math
 import platform
 import statistics
 import sys
+import tempfile
 import time
+import unittest.mock
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-from measuring import cpu_model
+if __name__ == "__main__":  # the workers import this file again, and should start as quickly as the command's
+    import torch
+    from measuring import cpu_model
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from fairseq import utils
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from fairseq import utils
+        from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-    from fastgen.cli import generate
-    from fastgen.cli.fairseq import lines
-    from fastgen.cli.fairseq.batches import Batches
-    from fastgen.cli.fairseq.generation import Generation
-    from fastgen.cli.fairseq.load import Loaded, load
-    from fastgen.cli.fairseq.scoring import Scoring
+        from fastgen.cli import generate
+        from fastgen.cli.fairseq import lines
+        from fastgen.cli.fairseq.batches import Batches
+        from fastgen.cli.fairseq.generation import Generation
+        from fastgen.cli.fairseq.load import Loaded, load
+        from fastgen.cli.fairseq.scoring import Scoring
 
-from fastgen.pipeline import WorkerPool, run_stages
+    from fastgen.pipeline import WorkerPool, run_stages
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def loaded_as(args: argparse.Namespace) -> Loaded:
-    flags = [
+def flags_of(args: argparse.Namespace) -> list[str]:
+    return [
         str(args.data), "--path", str(args.path), "--beam", str(args.beam), "--nbest", str(args.nbest), "--cpu",
         "--max-tokens", str(args.max_tokens), "--remove-bpe", "sentencepiece", "--num-workers", "0",
+        "--gen-subset", args.subset, "--required-batch-size-multiple", "1",
     ]  # fmt: skip
-    parsed, _ = generate.parse(flags)
+
+
+def loaded_as(args: argparse.Namespace) -> Loaded:
+    parsed, _ = generate.parse(flags_of(args))
     return load(convert_namespace_to_omegaconf(parsed), logging.getLogger("bench"))
 
 
@@ -150,46 +157,25 @@ def post_processing(args: argparse.Namespace) -> dict[str, Any]:
     return {"ratio": statistics.median(ratios), "rounds": rounds, "workers": args.workers}
 
 
-def whole_pipeline(args: argparse.Namespace) -> dict[str, Any]:
+def whole_command(args: argparse.Namespace) -> dict[str, Any]:
     loaded = loaded_as(args)
     generation = Generation(loaded, Batches(loaded), print)
     samples = list(loaded.batches.next_epoch_itr(shuffle=False))
-    count = sum(sample["id"].numel() for sample in samples)
-    samples = samples * -(-args.lines // count)
     sentences = sum(sample["id"].numel() for sample in samples)
     rounds: list[dict[str, float]] = []
-
-    def alone() -> None:
-        for sample in samples:
-            generation.infer(sample)
-
-    def whole() -> None:
-        output, scoring = io.StringIO(), scoring_of(loaded)
-
-        def generate_one(numbered: tuple[int, Any]) -> Any:
-            generated = generation(*numbered)
-            assert generated is not None
-            return pool.submit(generated[0]), generated[1]
-
-        def write(result: lines.Lines, _: Any) -> None:
-            output.write(result.text)
-            for scored in result.scored:
-                scoring.add(scored)
-
-        run_stages(enumerate(samples), generate_one, write)
-        assert output.getvalue().count("\nS-") + 1 == sentences
-
-    with WorkerPool(args.workers, lines.build, loaded.form) as pool:
-        started(pool, args.workers)
-        for sample in samples[:3]:  # warm
-            generation.infer(sample)
-        for number in range(args.rounds):
-            one: dict[str, float] = {}
-            for side in (alone, whole) if number % 2 == 0 else (whole, alone):
-                start = time.perf_counter()
-                side()
-                one[side.__name__] = time.perf_counter() - start
-            rounds.append(one)
+    for sample in samples[:3]:  # warm
+        generation.infer(sample)
+    for number in range(args.rounds):
+        one: dict[str, float] = {}
+        for side in ("alone", "whole") if number % 2 == 0 else ("whole", "alone"):
+            if side == "whole":
+                one[side] = command_seconds(args, sentences)
+                continue
+            start = time.perf_counter()
+            for sample in samples:
+                generation.infer(sample)
+            one[side] = time.perf_counter() - start
+        rounds.append(one)
     ratios = [one["whole"] / one["alone"] for one in rounds]
     print(
         f" whole: {statistics.median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%}) on top of "
@@ -198,16 +184,35 @@ def whole_pipeline(args: argparse.Namespace) -> dict[str, Any]:
     return {"ratio": statistics.median(ratios), "rounds": rounds, "sentences": sentences}
 
 
+def command_seconds(args: argparse.Namespace, sentences: int) -> float:
+    """The command itself, with its results and journal on disk, from the first batch to its end."""
+    first: list[float] = []
+    call = Generation.__call__
+
+    def noting(self: Generation, *batch: Any) -> Any:
+        if not first:
+            first.append(time.perf_counter())
+        return call(self, *batch)
+
+    with tempfile.TemporaryDirectory() as folder, unittest.mock.patch.object(Generation, "__call__", noting):
+        code = generate.main([*flags_of(args), "--results-path", folder, "--workers", str(args.workers)])
+        end = time.perf_counter()
+        results = (Path(folder) / f"generate-{args.subset}.txt").read_text(encoding="utf-8")
+    if code != 0 or results.count("\nS-") + results.startswith("S-") != sentences:
+        sys.exit("The command did not write every sentence.")
+    return end - first[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path, required=True, help="a fairseq data-bin with a test set and references")
     parser.add_argument("--path", type=Path, required=True, help="the model's checkpoint")
+    parser.add_argument("--subset", default="test", help="of the data-bin (default: %(default)s)")
     parser.add_argument("--beam", type=int, default=5)
     parser.add_argument("--nbest", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=3, help="times the hypotheses are replayed")
-    parser.add_argument("--lines", type=int, default=5000, help="sentences of the second part")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("post-processing", "whole"))
     args = parser.parse_args()
@@ -220,7 +225,7 @@ def main() -> None:
     if args.only != "whole":
         result["post_processing"] = post_processing(args)
     if args.only != "post-processing":
-        result["whole"] = whole_pipeline(args)
+        result["whole"] = whole_command(args)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"pipeline{f'-{args.only}' if args.only else ''}-{datetime.date.today()}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
