@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import SIDES, OtherProcesses, cpu_model, ratios, running
+from measuring import SIDES, OtherProcesses, busiest, cpu_model, ratios, running
 from tqdm import tqdm
 
 import fastgen
@@ -309,9 +309,7 @@ def main() -> int:
     print(", ".join(f"{name} {version}" for name, version in results[0]["versions"].items()))
     for result in results:
         print(line(result))
-    rounds = [one["other_processes"].values() for result in results for one in result["rounds"]]
-    busy = max((cores or 0.0 for one in rounds for cores in one), default=0.0)
-    if busy > 0.1:
+    if (busy := busiest(results)) > 0.1:
         print(f"Disturbed: other processes kept {busy:.1f} cores busy in a round.")
     return 1 if any(result["end_to_end"] is None for result in results) else 0
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from measuring import SIDES, OtherProcesses, cpu_model, ratios, running
+from measuring import SIDES, OtherProcesses, busiest, cpu_model, ratios, running
 from tqdm import tqdm
 from transformers.utils import logging
 
@@ -347,12 +347,6 @@ def table(results: list[dict[str, Any]]) -> str:
     ]
     lines.insert(1, "-" * len(lines[0]))
     return "\n".join(lines)
-
-
-def busiest(results: list[dict[str, Any]]) -> float:
-    """The most cores that other processes kept busy while one side was timed."""
-    rounds = [one["other_processes"].values() for result in results for one in result["rounds"]]
-    return max((cores or 0.0 for one in rounds for cores in one), default=0.0)
 
 
 def _cells(result: dict[str, Any]) -> tuple[str, ...]:

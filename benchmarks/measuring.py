@@ -53,6 +53,12 @@ def ratios(sides: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
+def busiest(results: list[dict[str, Any]]) -> float:
+    """The most cores that other processes kept busy while one side was timed."""
+    rounds = [one["other_processes"].values() for result in results for one in result["rounds"]]
+    return max((cores or 0.0 for one in rounds for cores in one), default=0.0)
+
+
 def cpu_model() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

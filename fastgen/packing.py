@@ -160,7 +160,7 @@ class Packing:
                 pays = False
             with _lock:
                 _verdicts[key] = pays
-                if not _verdicts[key]:
+                if not pays:
                     _drop_useless(weight.shape)
         return _verdicts[key]
 

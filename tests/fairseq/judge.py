@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from both_hosts import configured as configured
 
 import fastgen
 from fastgen import report
@@ -21,16 +20,6 @@ TOLERANCE = 1e-4
 SEED = 123
 Hypotheses = list[list[dict[str, Any]]]
 Run = Callable[[], Hypotheses]
-
-
-@contextlib.contextmanager
-def configured(**options: Any) -> Iterator[None]:
-    before = dataclasses.asdict(fastgen.config.current())
-    fastgen.configure(**options)
-    try:
-        yield
-    finally:
-        fastgen.configure(**before)
 
 
 def stock(run: Run) -> Hypotheses:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,33 +9,12 @@ from typing import Any
 import judge
 import models
 import torch
+from both_hosts import run_together
 
 import fastgen
 
 CALLS = 200
 BEAMS = (1, 2, 5, 8)
-
-
-def run_together(jobs: list[Callable[[], None]], rounds: int) -> None:
-    """Each job `rounds` times in a thread of its own, all starting at once; the first error is raised here."""
-    barrier, errors = threading.Barrier(len(jobs)), []
-
-    def work(job: Callable[[], None]) -> None:
-        try:
-            barrier.wait()
-            for _ in range(rounds):
-                job()
-        except BaseException as error:  # to be raised in the main thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 def generating(name: str, sample: dict[str, Any], **options: Any) -> Callable[[], None]:

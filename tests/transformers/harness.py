@@ -6,15 +6,15 @@ number and shapes of score tensors, and proof from fastgen's own report that the
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import zoo
+from both_hosts import configured as configured
 
 import fastgen
 from fastgen import report
@@ -23,16 +23,6 @@ TOLERANCE = 1e-4
 SEED = 123
 TIERS = ("fast", "compat")
 Generate = Callable[..., Any]
-
-
-@contextlib.contextmanager
-def configured(**options: Any) -> Iterator[None]:
-    before = dataclasses.asdict(fastgen.config.current())
-    fastgen.configure(**options)
-    try:
-        yield
-    finally:
-        fastgen.configure(**before)
 
 
 def request(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

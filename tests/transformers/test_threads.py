@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import both_hosts
 import harness
 import pytest
 import torch
@@ -25,26 +25,7 @@ SEARCHES: list[dict[str, Any]] = [
 
 
 def run_together(jobs: list[Callable[[], None]]) -> None:
-    """Each job ROUNDS times in a thread of its own, all starting at once; the first error is raised here."""
-    barrier, errors = threading.Barrier(len(jobs)), []
-
-    def work(job: Callable[[], None]) -> None:
-        try:
-            with torch.no_grad():
-                barrier.wait()
-                for _ in range(ROUNDS):
-                    job()
-        except BaseException as error:  # to be raised in the main thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(job,), daemon=True) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
+    both_hosts.run_together([torch.no_grad()(job) for job in jobs], ROUNDS)
 
 
 def generating(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Callable[[], None]:
