@@ -12,7 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test may depend on, or wait for, a download.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-sys.path.insert(0, str(Path(__file__).parent))  # both_hosts, whatever pytest's import mode
+# A folder of its own: with tests/ on the path, its folder `fairseq` would pass for the package of that name.
+sys.path.insert(0, str(Path(__file__).parent / "shared"))
 
 import hypothesis
 import pytest
