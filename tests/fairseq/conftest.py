@@ -22,13 +22,14 @@ import torch
 import fastgen
 
 torch.set_num_threads(1)
-logging.disable(logging.INFO)
 
 
 @pytest.fixture(autouse=True)
 def _undisturbed() -> Iterator[None]:
     """Each test starts from the default settings and ends with fastgen enabled."""
+    logging.disable(logging.INFO)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+    logging.disable(logging.NOTSET)  # other folders' tests, in the same process, read what is logged
     assert fastgen.status().enabled, "a test left fastgen disabled"
