@@ -16,6 +16,7 @@ from fastgen import config, report
 from fastgen._import_hook import cancel, when_imported
 from fastgen._patching import PatchSet, SeamMismatch
 from fastgen.config import Config
+from fastgen.pipeline.offline import generate
 from fastgen.report import Call, FallbackError, HostStatus, Status
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "disable",
     "disabled",
     "enable",
+    "generate",
     "release",
     "status",
 ]

@@ -9,6 +9,7 @@ common, so when the slots are used up those on no beam's path make room: of T st
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FIRST_STEPS = 64  # steps allocated at first
@@ -81,7 +82,8 @@ class BeamTree:
         self.capacity = max(1, min(max_steps, FIRST_STEPS)) * beams  # generated slots allocated
         self.prompt_length = 0
         self.steps = 0  # steps opened so far
-        self._pruned = (0, 0)  # steps when the tree was last pruned, and generated slots that stayed
+        self.generated = 0  # slots in use beyond the prompt's
+        self._was_pruned = False
         self.layers: list[TreeLayer] = []
         self._masks: dict[tuple[object, ...], Tensor] = {}  # of this step
 
@@ -91,17 +93,15 @@ class BeamTree:
         `device`: where masks live, needed if there is no layer yet; by default the first layer's.
         """
         prompt_length, device = self.prompt_length, device or self.layers[0].stored()[0].device
-        shape = (self.batch, self.beams, prompt_length + self.max_steps * self.beams)
-        self._ancestry = torch.zeros(shape, dtype=torch.bool, device=device)
+        slots = prompt_length + self.capacity
+        self._ancestry = torch.zeros(self.batch, self.beams, slots, dtype=torch.bool, device=device)
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()
-        steps = torch.arange(self.max_steps * self.beams, device=device) // self.beams
-        self._positions = torch.cat([torch.arange(prompt_length, device=device), prompt_length + steps])[None]
+        self._positions = torch.arange(slots, device=device)[None]  # those of generated slots are set as they open
 
     @property
     def used(self) -> int:
         """Slots in use: the prompt's, those that stayed when the tree was pruned, and `M` for each step since."""
-        steps, slots = self._pruned
-        return self.prompt_length + slots + (self.steps - steps) * self.beams
+        return self.prompt_length + self.generated
 
     @property
     def length(self) -> int:
@@ -114,37 +114,46 @@ class BeamTree:
             self._make_room()
         start = self.used
         self.steps += 1
+        self.generated += self.beams
         own = torch.eye(self.beams, dtype=torch.bool, device=self._ancestry.device)
         self._ancestry[:, :, start : self.used] = own
+        self._positions[:, start : self.used] = self.length
         self._masks.clear()
 
     def _is_full(self) -> bool:
-        return self.used + self.beams > self.prompt_length + self.capacity
+        return self.generated + self.beams > self.capacity
 
     def _make_room(self) -> None:
         """Drop the slots on no beam's path or, where that frees too few, allocate more."""
-        generated = self.used - self.prompt_length
-        is_ancestor = self.ancestry()[:, :, self.prompt_length :].any(1)  # bool [B, generated]
-        stay = int(is_ancestor.sum(1).max()) if generated else 0
-        if stay <= _WORTH_PRUNING * generated:
-            # Each sentence keeps equally many; those with fewer ancestors fill up with slots that nobody sees.
-            self._prune(is_ancestor.sort(dim=1, descending=True, stable=True)[1][:, :stay])
-        room = self.prompt_length + self.capacity - self.used
-        if room < max(self.beams, stay // 8):  # or it would be full again at once
+        slots = self._ancestors()
+        stay = slots.shape[1]
+        if stay <= _WORTH_PRUNING * self.generated:
+            self._prune(slots)
+        if self.capacity - self.generated < max(self.beams, stay // 8):  # or it would be full again at once
             # Twice as many, unless pruning will soon make some of them idle.
-            grown = self.capacity * 5 // 4 if self._pruned[1] else self.capacity * 2
+            grown = self.capacity * 5 // 4 if self._was_pruned else self.capacity * 2
             self.capacity = min(self.max_steps * self.beams, max(grown, self.capacity + self.beams))
+            more = self.prompt_length + self.capacity - self._ancestry.shape[2]
+            self._ancestry = F.pad(self._ancestry, (0, more))
+            self._positions = F.pad(self._positions, (0, more))
+
+    def _ancestors(self) -> Tensor:
+        """The generated slots on some beam's path, in order, int64 `[B, W]`.
+
+        Each sentence has equally many: those with fewer fill up with slots that nobody sees.
+        """
+        is_ancestor = self.ancestry()[:, :, self.prompt_length :].any(1)  # bool [B, generated]
+        most = int(is_ancestor.sum(1).max()) if is_ancestor.numel() else 0
+        return is_ancestor.sort(dim=1, descending=True, stable=True)[1][:, :most]
 
     def _prune(self, slots: Tensor) -> None:
         """Of the generated slots keep these, int64 `[B, W]`, in this order."""
         start, end = self.prompt_length, self.prompt_length + slots.shape[1]
         beams = slots[:, None].expand(-1, self.beams, -1)
         self._ancestry[:, :, start:end] = self._ancestry[:, :, start:].gather(2, beams)
-        positions = self._positions.repeat(self.batch // len(self._positions), 1)  # from now on each sentence's own
-        kept = positions[:, start:].gather(1, slots)
-        self._pruned = (self.steps, slots.shape[1])
-        later = start + self.steps + torch.arange(positions.shape[1] - end, device=slots.device) // self.beams
-        self._positions = torch.cat([positions[:, :start], kept, later.expand(self.batch, -1)], dim=1)
+        self._positions = self._positions.repeat(self.batch // len(self._positions), 1)  # from now on each its own
+        self._positions[:, start:end] = self._positions[:, start:].gather(1, slots)
+        self.generated, self._was_pruned = slots.shape[1], True
         for layer in self.layers:
             layer.prune(slots)
 

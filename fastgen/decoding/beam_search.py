@@ -227,10 +227,8 @@ class BeamSearch:
             go_on = go_on & ~torch.all(stopped)
         return not bool(go_on)
 
-    def evict(self, at_least: int = 1) -> Tensor | None:
-        """Take out the sentences whose result can no longer change, if they are `at_least` so many.
-
-        Returns those that stay, int64 `[B']`, or None if all stay.
+    def settled(self) -> Tensor:
+        """Which sentences' result can no longer change, bool `[B]`; none if the search is done anyway.
 
         A sentence is settled when its M places hold finished hypotheses with real scores and, by the
         policy, nothing new is accepted: every later candidate is worth less than -1e9.
@@ -238,12 +236,13 @@ class BeamSearch:
         live = self.live
         closed = ~live.improvable[:, 0] | (self.policy.early_stopping is True)
         real = torch.all(live.is_finished & (live.finished_scores > 0.1 * _DEAD), dim=1)
-        settled = closed & real
-        if self.done or int(settled.sum()) < at_least:
-            return None
+        return closed & real & (not self.done)
+
+    def evict(self, settled: Tensor) -> Tensor:
+        """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""
         self._store(settled)
         stay = torch.nonzero(~settled)[:, 0]
-        live.keep(stay)
+        self.live.keep(stay)
         self._evicted = True
         return stay
 

@@ -129,12 +129,9 @@ def test_wrong_sentences_evicted() -> None:
     harness.compare(model, inputs, tier="fast", **options)
     evict, left = BeamSearch.evict, []
 
-    def wrong(self: BeamSearch, at_least: int = 1) -> torch.Tensor | None:
-        before = self.batch
-        stay = evict(self, at_least)
-        if stay is None or len(stay) < 2:
-            return stay
-        left.append(before - len(stay))
+    def wrong(self: BeamSearch, settled: torch.Tensor) -> torch.Tensor:
+        stay = evict(self, settled)
+        left.append(len(settled) - len(stay))
         return stay.flip(0)  # the decoder now keeps them in another order than the search
 
     with pytest.MonkeyPatch.context() as patch:

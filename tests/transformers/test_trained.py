@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import harness
 import pytest
 import torch
 from transformers import BartForConditionalGeneration
+
+import fastgen
 
 BATCH, BEAMS = 64, 5
 DETAILS = dict(return_dict_in_generate=True, output_scores=True)
@@ -34,22 +38,32 @@ def translator(shared: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def sentences(shared: Path) -> list[list[int]]:
-    """The 1,000 test sentences as token ids, in the order of the file."""
+def encode(shared: Path) -> Callable[[str], list[int]]:
+    """From a line to the translation model's token ids."""
     spm = pytest.importorskip("sentencepiece", reason="the data is tokenised with sentencepiece")
     processor = spm.SentencePieceProcessor(model_file=str(shared / "data" / "ddtp-en-de" / "spm.model"))
     tokens = json.loads((shared / "models" / "ddtp-en-de" / "vocab.json").read_text(encoding="utf-8"))
     ids = {token: index for index, token in enumerate(tokens)}
-    lines = (shared / "data" / "ddtp-en-de" / "test.en").read_text(encoding="utf-8").splitlines()
     unknown, end = ids["<unk>"], ids["</s>"]
-    return [[ids.get(piece, unknown) for piece in processor.encode(line, out_type=str)] + [end] for line in lines]
+    return lambda line: [*(ids.get(piece, unknown) for piece in processor.encode(line, out_type=str)), end]
 
 
-def _differing(model: Any, batches: list[dict[str, torch.Tensor]], **options: Any) -> tuple[int, list[str]]:
-    """Sentences compared, and those that differ with no near-tie of stock's to excuse them."""
+@pytest.fixture(scope="module")
+def sentences(shared: Path, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """The 1,000 test sentences as token ids, in the order of the file."""
+    path = shared / "data" / "ddtp-en-de" / "test.en"
+    return [encode(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _differing(
+    model: Any, batches: list[dict[str, torch.Tensor]], outputs: list[torch.Tensor] | None = None, **options: Any
+) -> tuple[int, list[str]]:
+    """Sentences compared, and those that differ with no near-tie of stock's to excuse them; `outputs` gets stock's."""
     total, excused, wrong = 0, 0, []
     for number, inputs in enumerate(batches):
         stock = harness.run_stock(model, inputs, **options)
+        if outputs is not None:
+            outputs.append(stock)
         output, calls = harness.run_fastgen(model, inputs, tier="fast", **options)
         harness.assert_path(calls, "fast", "accelerated")
         total += len(stock)
@@ -72,6 +86,37 @@ def _explained(model: Any, inputs: dict[str, torch.Tensor], row: int, options: d
     output, _ = harness.run_fastgen(model, inputs, tier="fast", **options)
     eos = model.generation_config.eos_token_id
     return harness.explain(stock, output, row, options["num_beams"], (eos,))
+
+
+# All 10,000 sentences take an hour: set FASTGEN_ALL_SENTENCES for them.
+PARTS, PART = 10, 1000 if "FASTGEN_ALL_SENTENCES" in os.environ else 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_training_text(translator: Any, encode: Callable[[str], list[int]], shared: Path, part: int) -> None:
+    """Sentences of mixed lengths as they stand in the text, batch by batch and with waiting ones filling the batch."""
+    lines = (shared / "data" / "ddtp-en-de" / "train.en").read_text(encoding="utf-8").splitlines()
+    every = len(lines) // (PARTS * PART)
+    sentences = [encode(line) for line in lines[part * PART * every :: every][:PART]]
+    pad = translator.generation_config.pad_token_id
+    options: dict[str, Any] = dict(num_beams=BEAMS, max_new_tokens=120)
+    batches = [_padded(sentences[start : start + BATCH], pad) for start in range(0, PART, BATCH)]
+    outputs: list[torch.Tensor] = []
+    total, wrong = _differing(translator, batches, outputs, **options)
+    assert total == PART and not wrong, wrong
+
+    refilled = fastgen.generate(translator, sentences, batch_size=BATCH, refill=True, **options)
+    assert fastgen.status().calls[-1].batch == PART
+    expected = [_unpadded(row, pad) for batch in outputs for row in batch.tolist()]
+    differ = [number for number, row in enumerate(refilled) if row[0].tolist() != expected[number]]
+    assert not differ, differ
+
+
+def _unpadded(row: list[int], pad: int) -> list[int]:
+    while row and row[-1] == pad:
+        row = row[:-1]
+    return row
 
 
 def _batches(rows: list[list[int]], pad: int) -> list[dict[str, torch.Tensor]]:

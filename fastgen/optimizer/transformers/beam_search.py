@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -18,12 +18,22 @@ from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, select
 from fastgen.optimizer.transformers.processors import Processing
 from fastgen.optimizer.transformers.requests import Request
 
-# A sentence that has left saves its share of every step; letting one out copies all the others' keys.
-_EVICT_FROM = 1 / 16  # of the sentences still running
+Steps = Generator[dict[str, Any], Any, Any]
 
 
 def fast(request: Request, decoder: TreeDecoder) -> Any:
     """Our loop: the host's search rules, sentences leave as they finish. Returns what the host returns."""
+    loop = steps(request, decoder)
+    try:
+        inputs = next(loop)
+        while True:
+            inputs = loop.send(decoder.step(inputs))
+    except StopIteration as end:
+        return end.value
+
+
+def steps(request: Request, decoder: TreeDecoder) -> Steps:
+    """Our loop, which yields the host's inputs of each step, one row per beam, and is sent the model's outputs."""
     model, config, beams = request.model, request.generation_config, request.beams
     keeps_all = request.keeps_all_rows
     all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
@@ -52,19 +62,18 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
             all_scores += (log_probs.clone(),)
         parents = search.choose(log_probs, stops, config.do_sample)
         del logits, log_probs
-        decoder.cache.reorder_cache(parents)
+        decoder.reorder(parents)
         if search.done:
             break
         if may_evict:
-            stay = search.evict(at_least=max(1, int(search.batch * _EVICT_FROM)))
-            if stay is not None:
-                index = (stay[:, None] * beams + torch.arange(beams, device=device)).flatten()
-                rows = _kept(rows, index, decoder.tree.batch * beams)
+            settled = search.settled()
+            if decoder.lets_go(int(settled.sum()), search.batch):
+                index = torch.arange(search.batch * beams, device=device)
+                index = index[~settled.repeat_interleave(beams)]
+                rows = _kept(rows, index, search.batch * beams)
                 request.keep(index)
-                decoder.keep(stay)
-        inputs = host.next_inputs(model, search.running(), rows)
-        with decoder.session.active():
-            outputs = model(**decoder.step_inputs(inputs), return_dict=True)
+                decoder.keep(search.evict(settled))
+        outputs = yield host.next_inputs(model, search.running(), rows)
         logits = _last(outputs, device)
 
     found = search.result()

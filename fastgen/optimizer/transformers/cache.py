@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -15,6 +17,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from fastgen.cache.joint import Seats
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.optimizer.transformers.session import Session
 
@@ -91,12 +94,17 @@ class TreeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        while len(self.layers) <= layer_idx:
-            index = len(self.layers)
-            layer = TreeLayer(self.session.tree, self.windows[index] if index < len(self.windows) else None)
-            self.session.tree.layers.append(layer)
-            self.layers.append(_Layer(self.session, layer))
+        layers = self.session.tree.layers
+        while len(layers) <= layer_idx:
+            window = self.windows[len(layers)] if len(layers) < len(self.windows) else None
+            layers.append(TreeLayer(self.session.tree, window))
+        self.cover()
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def cover(self) -> None:
+        """Have a layer for each of the tree's."""
+        for layer in self.session.tree.layers[len(self.layers) :]:
+            self.layers.append(_Layer(self.session, layer))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0 if layer_idx >= len(self.layers) else self.layers[layer_idx].get_seq_length()
@@ -115,12 +123,31 @@ class TreeCache(Cache):
 class TreeEncoderDecoderCache(EncoderDecoderCache):
     """Both caches of a decoder; the source's keys are the sentence's, whatever the beams."""
 
+    _seats: list[tuple[Seats, Seats]]  # keys' and values' of each layer, once sentences come and go
+    _capacity = 0
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.self_attention_cache.reorder_cache(beam_idx)
 
     def keep(self, sentences: Tensor) -> None:
         for layer in self.cross_attention_cache.layers:
             layer.batch_select_indices(sentences)
+
+    def regroup(self, stay: Tensor, newcomers: list[Any], length: int, rows: int) -> None:
+        """Drop all sentences but `stay` (int64 `[S]`), put those of other caches behind, all with `length` slots."""
+        mine = self.cross_attention_cache.layers
+        others = [cache.cross_attention_cache.layers for cache in newcomers]
+        if not mine:
+            self.cross_attention_cache.layers = [copy.copy(layer) for layer in others[0]]
+            self.is_updated = dict.fromkeys(range(len(others[0])), True)
+            self._seats = [(Seats(rows), Seats(rows)) for _ in others[0]]
+        self._capacity = max(self._capacity, length)
+        for index, layer in enumerate(self.cross_attention_cache.layers):
+            for name, seats in zip(("keys", "values"), self._seats[index], strict=True):
+                taken = getattr(layer, name) if mine else None
+                new = [getattr(layers[index], name) for layers in others]
+                held = seats.regroup(taken, stay, None, new, length, self._capacity)
+                setattr(layer, name, held[:, :, :length])
 
     @property
     def cross_bytes(self) -> int:
@@ -133,6 +160,13 @@ def tree_cache(session: Session, stock: Cache) -> Cache:
     if isinstance(stock, EncoderDecoderCache):
         return TreeEncoderDecoderCache(TreeCache(session, stock.self_attention_cache), DynamicCache())
     return TreeCache(session, stock)
+
+
+def resized(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """Cut off, or fill up with zeros, to this length along `dim`."""
+    if tensor.shape[dim] >= length:
+        return tensor.narrow(dim, 0, length)
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim]))
 
 
 class _Rows(DynamicLayer):

@@ -13,6 +13,8 @@ from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_c
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.session import Session
 
+# A sentence that has left saves its share of every step; letting one out copies all the others' keys.
+_EVICT_FROM = 1 / 16  # of the sentences still running
 NOT_ROWS = ("past_key_values", "cache_position")  # of the host's inputs, those that have no row per beam
 
 
@@ -23,11 +25,11 @@ class TreeDecoder:
     only masks, encoder outputs and the cache have one row per sentence.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, tree: BeamTree | None = None) -> None:
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
         max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
-        self.tree = BeamTree(request.batch, self.beams, max_steps)
+        self.tree = BeamTree(request.batch, self.beams, max_steps) if tree is None else tree
         self.session = Session(self.tree, self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.peak_bytes = 0
@@ -46,8 +48,8 @@ class TreeDecoder:
     def plant(self, inputs: dict[str, Any]) -> None:
         """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`."""
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
-        self.encoder_outputs = inputs.get("encoder_outputs")
-        self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
+        self.encoder_outputs: Any = inputs.get("encoder_outputs")
+        self.source_mask: Any = inputs.get("attention_mask") if self.is_encoder_decoder else None
         self.tree.plant(mask)
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -63,6 +65,19 @@ class TreeDecoder:
                 padding = padding[:, None, None].bool()  # [B, 1, 1, N]: taken as it is, with no host sync
             inputs["attention_mask"] = padding
         return inputs
+
+    def step(self, inputs: dict[str, Any]) -> Any:
+        """The model's outputs for the host's inputs of one step, one row per beam."""
+        with self.session.active():
+            return self.model(**self.step_inputs(inputs), return_dict=True)
+
+    def reorder(self, parents: Tensor) -> None:
+        """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
+        self.cache.reorder_cache(parents)
+
+    def lets_go(self, settled: int, of: int) -> bool:
+        """Whether so many sentences, of so many still here, are worth letting out now."""
+        return settled > 0 and settled >= int(of * _EVICT_FROM)
 
     def keep(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastgen import config, report
@@ -13,8 +15,30 @@ from fastgen.optimizer.transformers.proof import disproof
 from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
 
 
+class Intercepted(BaseException):  # no user's `except Exception` is to see it
+    """Carries a request out of the host's `generate`, which has prepared it."""
+
+    def __init__(self, request: Request, stock: Callable[..., Any]) -> None:
+        self.request, self.stock = request, stock
+
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def intercepting() -> Iterator[None]:
+    """Inside the block, a request of this thread is not run but raised."""
+    _local.intercepts = True
+    try:
+        yield
+    finally:
+        _local.intercepts = False
+
+
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search` or `_sample`."""
+    if getattr(_local, "intercepts", False):
+        raise Intercepted(request, stock)
     settings = config.current()
     if settings.tier == "stock":
         return _stock(request, stock, "tier='stock' is configured")

@@ -40,7 +40,7 @@ def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
     config = getattr(model.config, "decoder", None)
     model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
     # Where eager attention can't be found, not even the tested ones are sure; nor are classes derived from theirs.
-    if model_type in _TESTED and FINDS_EAGER and _is_the_hosts_own(model):
+    if model_type in _TESTED and FINDS_EAGER and is_the_hosts_own(model):
         return None
     verdicts = _verdicts.setdefault(model, {})
     key = (getattr(model.config, "_attn_implementation", None), model.dtype, request.is_search, request.beams > 1)
@@ -76,7 +76,7 @@ def _try(request: Request, stock: Callable[..., Any], expected: Any) -> str | No
     return None
 
 
-def _is_the_hosts_own(model: Any) -> bool:
+def is_the_hosts_own(model: Any) -> bool:
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
     return packages <= {"torch", "transformers"}
 

@@ -35,6 +35,8 @@ class Session:
         self.tree = tree
         self.packing = Packing(model, config.current().packing)
         self.patches = {**modules.hand_written_attention(model), **_PACKED}
+        # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
+        self.spans: list[tuple[int, int]] | None = None
         self.folds = 0  # calls folded so far: proof that the path ran
         self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
         self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}

@@ -1,0 +1,139 @@
+"""A tree whose sentences come and go, so that the batch stays full: waiting ones take the places of those that left.
+
+Every sentence is at a position of its own. What attention needs is how far back a slot lies, so positions are kept
+relative to one clock, by which all sentences are at the same position; absolute ones are the adapters' business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.cache.tree import FIRST_STEPS, BeamTree, TreeLayer
+
+_ROOM = 32  # steps allocated ahead
+_FOREVER = 2**40
+
+
+class Seats:
+    """A tensor `[batch, H, slots, D]` within a larger one that is kept, so that rows leave and enter in place.
+
+    Fresh memory of this size would cost more page faults than the copying itself.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._buffer: Tensor | None = None
+
+    def regroup(
+        self,
+        taken: Tensor | None,
+        stay: Tensor,
+        slots: Tensor | None,
+        newcomers: list[Tensor],
+        used: int,
+        capacity: int,
+    ) -> Tensor:
+        """The new tensor, `[S + newcomers', H, capacity, D]`; slots up to `used` that were never written are zeros.
+
+        Args:
+            taken: the tensor so far, `[batch, H, slots, D]`.
+            stay: its rows to keep, int64 `[S]`, in ascending order.
+            slots: which of their slots to keep, int64 `[S, W]`; None keeps the first `used`.
+            newcomers: rows to put behind, each `[rows, H, slots, D]`.
+        """
+        like = newcomers[0] if taken is None else taken
+        batch = len(stay) + sum(len(rows) for rows in newcomers)
+        self._rows = max(self._rows, batch)
+        buffer = self._buffer
+        if buffer is None or buffer.shape[0] < batch or buffer.shape[2] != capacity:
+            buffer = like.new_zeros(self._rows, like.shape[1], capacity, like.shape[3])
+        if taken is not None and len(stay):
+            # Indexing copies, so that rows may be written where others were.
+            if slots is None:
+                width = min(used, taken.shape[2])
+                buffer[: len(stay), :, :width] = taken[:, :, :width].index_select(0, stay)
+            else:
+                width = slots.shape[1]
+                buffer[: len(stay), :, :width] = taken.transpose(1, 2)[stay[:, None], slots].transpose(1, 2)
+            buffer[: len(stay), :, width:used] = 0
+        first = len(stay)
+        for rows in newcomers:
+            width = min(used, rows.shape[2])
+            buffer[first : first + len(rows), :, :width] = rows[:, :, :width]
+            # Nobody sees them, but nothing times infinity is no number.
+            buffer[first : first + len(rows), :, width:used] = 0
+            first += len(rows)
+        self._buffer = buffer
+        return buffer[:batch]
+
+
+class JointLayer(TreeLayer):
+    """A layer of a joint tree."""
+
+    def __init__(self, tree: JointTree, window: int | None, rows: int) -> None:
+        super().__init__(tree, window)
+        self._keys, self._values = Seats(rows), Seats(rows)
+
+    def regroup(self, stay: Tensor, slots: Tensor, newcomers: list[TreeLayer], used: int) -> None:
+        """Of the sentences `stay` (int64 `[S]`) keep these slots, int64 `[S, W]`, and put others' prompts behind."""
+        prompts = [(layer.tree.prompt_length, *layer.stored()) for layer in newcomers]
+        capacity = self.tree.capacity
+        keys, values = [k[:, :, :length] for length, k, _ in prompts], [v[:, :, :length] for length, _, v in prompts]
+        self.keys = self._keys.regroup(self.keys, stay, slots, keys, used, capacity)
+        self.values = self._values.regroup(self.values, stay, slots, values, used, capacity)
+
+
+class JointTree(BeamTree):
+    """Sentences of several trees. A prompt's slots are like all others: they go when nobody sees them."""
+
+    def __init__(self, rows: int, beams: int, device: torch.device) -> None:
+        """`rows`: sentences to make room for at once."""
+        super().__init__(0, beams, _FOREVER)
+        self._rows = rows
+        self.capacity = FIRST_STEPS * beams
+        self.plant(device=device)
+
+    @property
+    def length(self) -> int:
+        """The clock: every sentence's tokens so far, had all begun with the oldest."""
+        return max(self.steps - 1, 0)
+
+    def regroup(self, stay: Tensor, newcomers: list[BeamTree]) -> None:
+        """Drop all sentences but `stay` (int64 `[S]`) and put other trees', which hold their prompts, behind."""
+        self._ancestry = self._ancestry.index_select(0, stay)
+        self._positions = self._positions.expand(self.batch, -1).index_select(0, stay)
+        self.batch = len(stay)
+        slots = self._ancestors()  # [S, W]
+        most = max([slots.shape[1], *(tree.prompt_length for tree in newcomers)])
+        if self.capacity < most + self.beams or self.capacity > 2 * (most + _ROOM * self.beams):
+            self.capacity = most + _ROOM * self.beams
+
+        batch = self.batch + sum(tree.batch for tree in newcomers)
+        ancestry = self._ancestry.new_zeros(batch, self.beams, self.capacity)
+        ancestry[: self.batch, :, : slots.shape[1]] = self._ancestry.gather(
+            2, slots[:, None].expand(-1, self.beams, -1)
+        )
+        positions = self._positions.new_zeros(batch, self.capacity)
+        positions[: self.batch, : slots.shape[1]] = self._positions.gather(1, slots)
+        first = self.batch
+        for tree in newcomers:
+            sentences, prompt = slice(first, first + tree.batch), tree.prompt_length
+            ancestry[sentences, :, :prompt] = tree.ancestry()
+            positions[sentences, :prompt] = torch.arange(self.steps - prompt, self.steps, device=positions.device)
+            first += tree.batch
+        for index in range(max([len(self.layers), *(len(tree.layers) for tree in newcomers)])):
+            others = [tree.layers[index] for tree in newcomers]
+            if index == len(self.layers):
+                self.layers.append(JointLayer(self, others[0].window, self._rows))
+            layer = self.layers[index]
+            assert isinstance(layer, JointLayer)
+            layer.regroup(stay, slots, others, most)
+
+        # The clock starts anew with the oldest position that somebody sees: it stays below the slots in use.
+        if most:
+            lowest = int(positions.masked_fill(~ancestry.any(1), _FOREVER).min())
+            positions = (positions - lowest).clamp(min=0)
+            self.steps -= lowest
+        self._ancestry, self._positions, self.batch, self.generated = ancestry, positions, batch, most
+        self._masks.clear()

@@ -1,0 +1,323 @@
+"""A batch kept full: several calls of `generate` decode together, and as sentences leave the next call joins in.
+
+Each call keeps its own search, processors and prompt; the tree and the model's forward passes are shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+from transformers.generation.utils import GenerationMixin
+
+from fastgen import config, report
+from fastgen.cache.joint import JointTree
+from fastgen.optimizer.transformers import beam_search, dispatch, modules, proof
+from fastgen.optimizer.transformers import session as sessions
+from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, resized
+from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
+from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
+
+# `model_type` of those whose only absolute positions are `position_ids` or a module told `past_key_values_length`.
+_REFILLED = frozenset(
+    """bart blenderbot gemma gemma2 gpt2 gpt_neox llama m2m_100 marian mbart mistral mt5 opt pegasus phi3 qwen3 t5
+    umt5""".split()
+)
+_MOST_CALLS = 8  # at once: each adds its own few small operations to a step
+_CLEAR_FROM = 1 / 8  # of the sentences have finished: then it pays to copy the others' keys
+
+
+def unrefillable_model(model: Any) -> str | None:
+    """Why no batch of this model can be kept full, or None."""
+    if getattr(type(model), "generate", None) is not GenerationMixin.generate:
+        return "the model has its own generate"
+    if model.config.model_type not in _REFILLED or not proof.is_the_hosts_own(model):
+        return f"{type(model).__name__} has not been tried with sentences at different positions"
+    return None
+
+
+def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iterator[tuple[int, Any]]:
+    """What `model.generate(**call)` returns for each of `calls`, with the call's number, as it is ready.
+
+    A call begins when there is room for its sentences among the `batch_size` that decode together; one that cannot
+    be decoded with others runs alone. All calls have the same options: they differ in their inputs.
+    """
+    waiting = enumerate(calls)
+    following = next(waiting, None)
+    live: list[_Call] = []
+    joint: _Joint | None = None
+    start, sentences = time.perf_counter(), 0
+    while following is not None or live:
+        entering: list[_Call] = []
+        while following is not None and _has_room([*live, *entering], following[1], batch_size):
+            call = _Call(model, *following)
+            following = next(waiting, None)
+            if call.ended:
+                yield call.number, call.result
+            else:
+                entering.append(call)
+                sentences += call.request.batch
+        if not (live or entering):
+            continue
+        joint = joint or _Joint(entering[0].request, batch_size)
+        joint.regroup(entering)
+        joint.step_all()
+        live = [call for call in joint.calls if not call.ended]
+        for call in joint.calls:
+            if call.ended:
+                yield call.number, call.result
+    if joint is not None:
+        model_name, seconds = type(model).__name__, time.perf_counter() - start
+        steps, size = joint.steps, joint.cache_bytes()
+        report.record(
+            report.Call("transformers", model_name, "fast", None, sentences, joint.beams, steps, seconds, size)
+        )
+
+
+def _has_room(calls: list[_Call], kwargs: Mapping[str, Any], batch_size: int) -> bool:
+    size = next(value.shape[0] for value in kwargs.values() if isinstance(value, Tensor))
+    return not calls or (len(calls) < _MOST_CALLS and sum(call.sentences for call in calls) + size <= batch_size)
+
+
+def _unrefillable(request: Request, stock: Callable[..., Any]) -> str | None:
+    """Why this call cannot be decoded with others, or None."""
+    if config.current().tier not in ("auto", "fast"):
+        return "another tier is configured"
+    if not request.is_search or not request.may_evict:
+        return "its sentences cannot leave the batch"
+    return (
+        unrefillable_model(request.model)
+        or unsupported_reason(request)
+        or changed_rules(request.model)
+        or proof.disproof(request, stock)
+    )
+
+
+class _Call:
+    """One call of `generate`, suspended at each of its steps."""
+
+    def __init__(self, model: Any, number: int, kwargs: Mapping[str, Any]) -> None:
+        self.number = number
+        self.result: Any = None
+        self.ended = False
+        try:
+            with dispatch.intercepting():
+                self.result, self.ended = model.generate(**kwargs), True
+            return
+        except dispatch.Intercepted as intercepted:
+            self.request, stock = intercepted.request, intercepted.stock
+        self._start(stock)  # outside: what it raises has nothing to do with the interception
+
+    @torch.no_grad()
+    def _start(self, stock: Callable[..., Any]) -> None:
+        if _unrefillable(self.request, stock):
+            self.result, self.ended = dispatch.run(self.request, stock), True
+            return
+        self.decoder = _OneOfSeveral(self.request)
+        self._steps = beam_search.steps(self.request, self.decoder)
+        self.proceed(None)
+
+    def proceed(self, outputs: Any) -> None:
+        """Go on with the model's outputs, up to the `inputs` of the next step unless that was the last."""
+        try:
+            self.inputs = self._steps.send(outputs)
+        except StopIteration as end:
+            self.result, self.ended = end.value, True
+
+    @property
+    def sentences(self) -> int:
+        return self.decoder.tree.batch
+
+    @property
+    def rows(self) -> int:
+        return self.decoder.tree.batch * self.decoder.beams
+
+
+class _OneOfSeveral(TreeDecoder):
+    """The decoder of one call: it reads the prompt itself, then its sentences move to the joint tree.
+
+    From then on its own tree is but a clock, and what the search wants done is noted for the joint decoder.
+    """
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
+        self.has_moved = False
+        self.is_clearing = False  # sentences that have finished shall leave now
+        self.settled = 0  # sentences that could leave
+        self.parents: Tensor | None = None
+        self.stay: Tensor | None = None
+
+    def moved(self) -> None:
+        """Its sentences are in the joint tree: nothing need be kept here."""
+        self.has_moved = True
+        for layer in self.tree.layers:
+            layer.keys = layer.values = None
+        if isinstance(self.cache, TreeEncoderDecoderCache):
+            self.cache.cross_attention_cache = DynamicCache()
+        self.encoder_outputs = self.source_mask = None
+
+    def padding(self) -> Tensor:
+        """The mask of its sources, `[B, N]`, which the model may have been spared."""
+        if self.source_mask is not None:
+            return self.source_mask
+        states: Tensor = self.encoder_outputs.last_hidden_state
+        return torch.ones(states.shape[:2], dtype=torch.int64, device=states.device)
+
+    def reorder(self, parents: Tensor) -> None:
+        if self.has_moved:
+            self.parents = parents
+        else:
+            super().reorder(parents)
+
+    def lets_go(self, settled: int, of: int) -> bool:
+        self.settled = settled
+        return settled > 0 and (self.is_clearing or not self.has_moved)
+
+    def keep(self, sentences: Tensor) -> None:
+        if self.has_moved:
+            self.stay, self.tree.batch = sentences, len(sentences)
+        else:
+            super().keep(sentences)
+        self.settled = 0
+
+
+class _Joint(TreeDecoder):
+    """Runs the model over the sentences of several calls at once."""
+
+    tree: JointTree
+
+    def __init__(self, request: Request, rows: int) -> None:
+        """`rows`: sentences to make room for at once."""
+        super().__init__(request, JointTree(rows, request.beams, request.input_ids.device))
+        self._rows = rows
+        self.session.patches |= _absolute_positions(self.model)
+        self.encoder_outputs = self.source_mask = None
+        self.calls: list[_Call] = []  # in the order of their rows
+        self.steps = 0
+
+    @torch.no_grad()
+    def regroup(self, entering: list[_Call]) -> None:
+        """Do what the calls' searches have noted, drop the sentences that have left and take in new calls'."""
+        beams, device = self.beams, self.tree.ancestry().device
+        first, parents, stay = 0, [], []
+        for call in self.calls:
+            decoder = call.decoder
+            assert decoder.parents is not None
+            before = len(decoder.parents) // beams
+            parents.append(decoder.parents + first * beams)
+            if not call.ended:
+                stay.append(first + (torch.arange(before, device=device) if decoder.stay is None else decoder.stay))
+            decoder.parents = decoder.stay = None
+            first += before
+        if parents:
+            self.tree.reorder(torch.cat(parents))
+        staying = torch.cat(stay) if stay else torch.arange(0, device=device)
+        if entering or len(staying) < first:
+            self._move(staying, [call.decoder for call in entering])
+        self.calls = [*(call for call in self.calls if not call.ended), *entering]
+
+    def _move(self, stay: Tensor, newcomers: list[_OneOfSeveral]) -> None:
+        self._measure()
+        self.tree.regroup(stay, [decoder.tree for decoder in newcomers])
+        if isinstance(self.cache, TreeEncoderDecoderCache):
+            self._move_sources(self.cache, stay, newcomers)
+            self.cache.self_attention_cache.cover()
+        else:
+            self.cache.cover()
+        for decoder in newcomers:
+            decoder.moved()
+
+    def _move_sources(self, cache: TreeEncoderDecoderCache, stay: Tensor, newcomers: list[_OneOfSeveral]) -> None:
+        """The same for the encoder's outputs, and cross-attention's keys and values."""
+        outputs = [decoder.encoder_outputs for decoder in newcomers]
+        masks = [decoder.padding() for decoder in newcomers]
+        if self.source_mask is not None:
+            outputs.insert(0, selected(self.encoder_outputs, stay, len(self.source_mask)))
+            masks.insert(0, self.source_mask.index_select(0, stay))
+        # No longer than the longest source that is still here: padding costs attention.
+        length = max(int(mask.any(0).nonzero().max()) + 1 for mask in masks if len(mask))
+        states = [resized(output.last_hidden_state, 1, length) for output in outputs]
+        self.encoder_outputs = type(outputs[0])(last_hidden_state=torch.cat(states))
+        self.source_mask = torch.cat([resized(mask, 1, length) for mask in masks])
+        cache.regroup(stay, [decoder.cache for decoder in newcomers], length, self._rows)
+
+    @torch.no_grad()
+    def step_all(self) -> None:
+        """One step of the model for all calls, and of each call's search."""
+        for call in self.calls:
+            call.decoder.tree.steps += 1
+        self.session.spans = [(call.rows, call.decoder.tree.length) for call in self.calls]
+        outputs = self.step(self._inputs())
+        self.steps += 1
+        # Decided for all: the joint tree is copied once, whoever leaves.
+        settled = sum(call.decoder.settled for call in self.calls)
+        is_clearing = settled >= max(1, int(self.tree.batch * _CLEAR_FROM))
+        logits = outputs.logits.split([call.rows for call in self.calls])
+        for call, part in zip(self.calls, logits, strict=True):
+            call.decoder.is_clearing = is_clearing
+            call.proceed(type(outputs)(logits=part, past_key_values=call.decoder.cache))
+
+    def _inputs(self) -> dict[str, Any]:
+        """The calls' inputs, one below the other; what has no rows is the same for all."""
+        inputs: dict[str, Any] = {}
+        for name, value in self.calls[0].inputs.items():
+            if isinstance(value, Tensor) and value.ndim and value.shape[0] == self.calls[0].rows:
+                # Masks are of different lengths, and the tree has its own.
+                is_mask = name in ("attention_mask", "decoder_attention_mask")
+                value = value if is_mask else torch.cat([call.inputs[name] for call in self.calls])
+            inputs[name] = value
+        inputs["past_key_values"] = self.cache
+        if inputs.get("cache_position") is not None:
+            inputs["cache_position"] = torch.full_like(inputs["cache_position"], self.tree.length)
+        return inputs
+
+
+def _absolute_positions(model: torch.nn.Module) -> dict[tuple[type, str], modules.Wrapper]:
+    """Wrappers for the modules that are told how many tokens came before: each call has its own number."""
+    return {
+        (owner, "forward"): _at_each_position
+        for owner in {type(module) for module in model.modules()}
+        if _BEFORE in inspect.signature(owner.forward).parameters
+    }
+
+
+_BEFORE = "past_key_values_length"
+
+
+def _at_each_position(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`forward` once for the rows of each call; it returns `[rows, 1, d]` or, the same for all rows, without them."""
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def at_each_position(*args: Any, **kwargs: Any) -> Tensor:
+        session = sessions.current()
+        if session is None or session.spans is None:
+            return forward(*args, **kwargs)
+        arguments = signature.bind(*args, **kwargs).arguments
+        total, first, parts = sum(rows for rows, _ in session.spans), 0, []
+        for rows, position in session.spans:
+            own = {name: _of_rows(value, first, rows, total) for name, value in arguments.items()}
+            own[_BEFORE] = position
+            if isinstance(own.get("position_ids"), Tensor) and own["position_ids"].shape[:1] != (rows,):
+                own["position_ids"] = torch.full_like(own["position_ids"], position)
+            part = forward(**own)
+            parts.append(part.reshape(-1, 1, part.shape[-1]).expand(rows, -1, -1))
+            first += rows
+        return torch.cat(parts)
+
+    return at_each_position
+
+
+def _of_rows(value: Any, first: int, rows: int, total: int) -> Any:
+    """The part of a tensor, or of a shape, that belongs to these of all rows."""
+    if isinstance(value, Tensor) and value.ndim and value.shape[0] == total:
+        return value[first : first + rows]
+    if isinstance(value, tuple) and value[:1] == (total,):
+        return (rows, *value[1:])
+    return value

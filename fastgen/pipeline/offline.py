@@ -1,0 +1,123 @@
+"""Generation for a list of sources that is longer than a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_PARTS = 4  # a batch is refilled by so much of it at a time
+_NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs past_key_values
+    return_dict_in_generate streamer""".split()
+
+
+def generate(
+    model: Any,
+    sources: Sequence[Any],
+    *,
+    batch_size: int = 64,
+    refill: bool | None = None,
+    progress: bool = False,
+    **options: Any,
+) -> list[Tensor]:
+    """Generate for all `sources` with a model of Hugging Face transformers, sources of like length together.
+
+    Each gets what `model.generate` returns for it alone, whatever shares its batch. Sentences leave the batch as they
+    finish; with `refill`, waiting ones take their places, each at its own position.
+
+    Args:
+        model: on its device, in evaluation mode.
+        sources: token ids of each, a sequence of ints or a 1-D tensor, without padding; decoder-only models continue
+            them.
+        batch_size: sentences that decode together, at most.
+        refill: keep the batch full. By default where a step takes equally long however few sentences are left, that
+            is on a GPU; on a CPU a smaller batch is a faster one. Models that cannot do it decode batch by batch.
+        progress: show a progress line on standard error.
+        options: `model.generate`'s own: `num_beams`, `max_new_tokens`, ...
+
+    Returns: for each source, in the order given, int64 `[num_return_sequences, length]`, padded among themselves only.
+
+    Raises:
+        ValueError: a source is empty, or an option cannot be used here.
+    """
+    from fastgen.pipeline.progress import Progress
+
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} is not 1 or more")
+    for name in _NOT_OPTIONS:
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is not for fastgen.generate; call model.generate instead")
+    for index, source in enumerate(sources):
+        if len(source) == 0:
+            raise ValueError(f"source {index} has no tokens")
+    found: list[Any] = [None] * len(sources)
+    show = Progress(len(sources), enabled=progress)
+    try:
+        for index, hypotheses in _generated(model, sources, batch_size, refill, options):
+            found[index] = hypotheses
+            show.update(1, int(hypotheses.numel()))
+    finally:
+        show.close()
+    return found
+
+
+def _generated(
+    model: Any, sources: Sequence[Any], batch_size: int, refill: bool | None, options: dict[str, Any]
+) -> Iterator[tuple[int, Tensor]]:
+    """Indices of sources and their hypotheses, in the order in which they are ready."""
+    from fastgen.optimizer.transformers.refill import run, unrefillable_model
+
+    if refill is None:
+        refill = model.device.type != "cpu"
+    refill = refill and unrefillable_model(model) is None
+    size = max(1, batch_size // _PARTS) if refill else batch_size
+    # The longest first: what doesn't fit into memory shows at once.
+    order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
+    parts = [order[first : first + size] for first in range(0, len(order), size)]
+    pad, ends = _special_tokens(model, options)
+    calls = ({**_padded(model, [sources[index] for index in part], pad), **options} for part in parts)
+    results = run(model, calls, batch_size) if refill else ((i, model.generate(**call)) for i, call in enumerate(calls))
+    causal = not model.config.is_encoder_decoder
+    for number, result in results:
+        sequences, part = getattr(result, "sequences", result), parts[number]
+        longest = max(len(sources[index]) for index in part)
+        for index, hypotheses in zip(part, sequences.unflatten(0, (len(part), -1)), strict=True):
+            own = hypotheses[:, longest - len(sources[index]) :] if causal else hypotheses
+            yield index, _without_padding(own, pad, pad in ends)
+
+
+def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
+    """The token that pads and those that end, as `generate` will find them."""
+    configs = (options, vars(options.get("generation_config") or model.generation_config), vars(model.config))
+
+    def first(name: str) -> Any:
+        return next((config[name] for config in configs if config.get(name) is not None), None)
+
+    ends, pad = first("eos_token_id"), first("pad_token_id")
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return (int([*ends, 0][0]) if pad is None else int(pad)), ends
+
+
+def _padded(model: Any, sources: Sequence[Any], pad: int) -> dict[str, Tensor]:
+    import torch
+
+    longest = max(map(len, sources))
+    ids = torch.full((len(sources), longest), pad)  # [B, N]
+    mask = torch.zeros_like(ids)
+    for row, source in enumerate(sources):
+        # A decoder-only model goes on from the last position: its padding is on the left.
+        place = slice(len(source)) if model.config.is_encoder_decoder else slice(longest - len(source), None)
+        ids[row, place] = torch.as_tensor(source)
+        mask[row, place] = 1
+    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+
+
+def _without_padding(hypotheses: Tensor, pad: int, pad_ends: bool) -> Tensor:
+    """Cut the columns off in which every hypothesis, `[n, length]`, is padded; a token that ends one may look so."""
+    length = hypotheses.shape[1]
+    padded = (hypotheses == pad).all(0).tolist()
+    while length and padded[length - 1]:
+        length -= 1
+    return hypotheses[:, : min(length + pad_ends, hypotheses.shape[1])]

@@ -1,0 +1,314 @@
+"""Calls that decode together, and lists longer than a batch: every sentence gets what it gets alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import pytest
+import torch
+import transformers
+import zoo
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import fastgen
+from fastgen import report
+from fastgen.cache.joint import JointTree
+from fastgen.cache.tree import BeamTree
+from fastgen.optimizer.transformers import refill
+
+FAMILIES = sorted(set(zoo.ACCELERATED) & refill._REFILLED)
+SHAPES = ((3, 9), (2, 7), (4, 12), (1, 5), (3, 6), (2, 11), (3, 4))  # batch and length of each call
+ROWS = 8
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": dict(num_beams=4, max_new_tokens=16),
+    "early": dict(num_beams=3, max_new_tokens=14, early_stopping=True, length_penalty=-1.0),
+    "ranked": dict(num_beams=4, max_new_tokens=12, num_return_sequences=3, no_repeat_ngram_size=2, min_new_tokens=4),
+    "processors": dict(
+        num_beams=2, max_new_tokens=10, repetition_penalty=1.3, bad_words_ids=[[7], [9, 11]], forced_eos_token_id=2
+    ),
+    "sources": dict(num_beams=3, max_new_tokens=12, encoder_no_repeat_ngram_size=2),
+}
+
+
+def calls_of(family: str, max_new_tokens: int = 16, **options: Any) -> list[dict[str, Any]]:
+    """Calls that end at different steps even if none of their sentences does."""
+    return [
+        {
+            **zoo.inputs_for(family, seed=seed, batch=batch, length=length),
+            **options,
+            "max_new_tokens": max_new_tokens - 2 * (seed % 3),
+        }
+        for seed, (batch, length) in enumerate(SHAPES)
+    ]
+
+
+def stock_results(model: Any, calls: list[dict[str, Any]]) -> list[Any]:
+    return [harness.run_stock(model, call, generate=_own_generate) for call in calls]
+
+
+def _own_generate(model: Any, inputs: dict[str, Any]) -> Any:
+    return model.generate(**inputs)
+
+
+def refilled(model: Any, calls: list[dict[str, Any]], rows: int = ROWS, strict: bool = True) -> list[Any]:
+    report.reset()
+    results: list[Any] = [None] * len(calls)
+    with harness.configured(strict=strict, history=64):
+        for number, result in refill.run(model, [harness.request(call, {}) for call in calls], rows):
+            assert results[number] is None
+            results[number] = result
+    return results
+
+
+def assert_equal(stock: list[Any], results: list[Any]) -> None:
+    for number, (theirs, mine) in enumerate(zip(stock, results, strict=True)):
+        assert mine.shape == theirs.shape and torch.equal(mine, theirs), f"call {number} differs"
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
+    """Rows and position of every call, at every joint step."""
+    seen: list[list[tuple[int, int]]] = []
+    step = refill._Joint.step
+
+    def counted(self: Any, inputs: dict[str, Any]) -> Any:
+        seen.append(list(self.session.spans))
+        return step(self, inputs)
+
+    monkeypatch.setattr(refill._Joint, "step", counted)
+    return seen
+
+
+@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_identical(family: str, options: str, spans: list[list[tuple[int, int]]]) -> None:
+    model = zoo.load(family)
+    if options == "sources" and not model.config.is_encoder_decoder:
+        pytest.skip("there is no source beside the prompt")
+    calls = calls_of(family, **OPTIONS[options])
+    assert_equal(stock_results(model, calls), refilled(model, calls))
+    assert any(len({position for _, position in step}) > 1 for step in spans), "all were at one position"
+    assert max(sum(rows for rows, _ in step) for step in spans) <= ROWS * calls[0]["num_beams"]
+    (call,) = report.calls()[-1:]
+    assert (call.tier, call.batch, call.steps) == ("fast", sum(batch for batch, _ in SHAPES), len(spans))
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "llama", "mistral"])
+def test_pruned_at_every_step(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = zoo.load(family), calls_of(family, **OPTIONS["plain"])
+    stock = stock_results(model, calls)
+    monkeypatch.setattr(BeamTree, "_is_full", lambda self: True)
+    monkeypatch.setattr("fastgen.cache.tree._WORTH_PRUNING", 1.0)
+    assert_equal(stock, refilled(model, calls))
+
+
+@pytest.mark.parametrize("family", ["marian", "t5", "gpt2"])
+def test_leaving_one_by_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refill, "_CLEAR_FROM", 0.0)
+    model, calls = zoo.load(family), calls_of(family, **OPTIONS["early"])
+    assert_equal(stock_results(model, calls), refilled(model, calls))
+    assert_equal(stock_results(model, calls), refilled(model, calls, rows=1))  # each call alone
+    assert_equal(stock_results(model, calls), refilled(model, calls, rows=100))  # all at once
+
+
+def test_a_call_that_ends_at_once() -> None:
+    model, calls = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
+    for number in (0, 3, 6):
+        calls[number]["max_new_tokens"] = 1
+    assert_equal(stock_results(model, calls), refilled(model, calls))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_beams=1),
+        dict(num_beams=3, do_sample=True, top_k=0),
+        dict(num_beams=3, logits_processor=lambda: LogitsProcessorList([_Shift()])),
+    ],
+    ids=["greedy", "sampled", "a user's processor"],
+)
+def test_calls_that_stay_alone(options: dict[str, Any], spans: list[Any]) -> None:
+    """What cannot leave its batch, or is no search, runs as always, one call after the other."""
+    model, calls = zoo.load("bart"), calls_of("bart", max_new_tokens=9, **options)
+    results = []
+    for call in calls:  # the judge reseeds for each
+        results += refilled(model, [call]) if not options.get("do_sample") else [_seeded(model, call)]
+    assert_equal(stock_results(model, calls), results)
+    assert not spans
+
+
+def _seeded(model: Any, call: dict[str, Any]) -> Any:
+    torch.manual_seed(harness.SEED)
+    return refilled(model, [call])[0]
+
+
+class _Shift(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + torch.arange(scores.shape[0])[:, None] * 0.01
+
+
+def test_some_calls_together_and_some_alone(spans: list[Any]) -> None:
+    model, calls = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
+    for number in (1, 4):
+        calls[number]["logits_processor"] = lambda: LogitsProcessorList([_Shift()])
+    assert_equal(stock_results(model, calls), refilled(model, calls))
+    assert spans
+
+
+@pytest.mark.parametrize("switch", ["tier", "disabled"])
+def test_switched_off(switch: str, spans: list[Any]) -> None:
+    model, calls = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
+    stock = stock_results(model, calls)
+    if switch == "tier":
+        with harness.configured(tier="stock"):
+            assert_equal(stock, refilled(model, calls))
+    else:
+        with fastgen.disabled():
+            assert_equal(stock, refilled(model, calls))
+    assert not spans
+
+
+def test_models_that_cannot_be_refilled() -> None:
+    assert "own generate" in str(refill.unrefillable_model(zoo.load("whisper")))
+    assert "not been tried" in str(refill.unrefillable_model(zoo.load("bert2bert")))
+
+    class Derived(type(zoo.load("bart").model.decoder.layers[0])):  # type: ignore[misc]
+        pass
+
+    model = transformers.BartForConditionalGeneration(zoo.load("bart").config)
+    assert refill.unrefillable_model(model) is None
+    model.model.decoder.layers[0].__class__ = Derived
+    assert "not been tried" in str(refill.unrefillable_model(model))
+
+
+def test_an_error_in_one_call_is_raised_and_leaves_nothing_behind() -> None:
+    model, calls = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
+    wrong = [*calls[:3], {**calls[3], "nonsense": 1}, *calls[4:]]
+    with pytest.raises(ValueError, match="nonsense"):
+        refilled(model, wrong, strict=False)
+    assert_equal(stock_results(model, calls), refilled(model, calls))
+
+
+def test_abandoned_half_way() -> None:
+    model, calls = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
+    with harness.configured(strict=True):
+        running = refill.run(model, [harness.request(call, {}) for call in calls], ROWS)
+        next(running)
+        running.close()
+    assert torch.is_grad_enabled()
+    assert_equal(stock_results(model, calls), refilled(model, calls))
+
+
+def test_gradients_are_as_before_between_results() -> None:
+    model, calls = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
+    for _ in refill.run(model, [harness.request(call, {}) for call in calls], ROWS):
+        assert torch.is_grad_enabled()
+
+
+# ---------------------------------------------------------------------------------------------- negative controls
+def _no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refill, "_absolute_positions", lambda model: {})
+
+
+def _one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newcomers' prompts lie where their positions say, not as far back as they are."""
+    regroup = JointTree.regroup
+
+    def shifted(self: JointTree, stay: torch.Tensor, newcomers: list[BeamTree]) -> None:
+        regroup(self, stay, newcomers)
+        self._positions[len(stay) :] = torch.arange(self._positions.shape[1])
+
+    monkeypatch.setattr(JointTree, "regroup", shifted)
+
+
+@pytest.mark.parametrize(
+    ("family", "damage"), [("bart", _no_positions), ("m2m_100", _no_positions), ("t5", _one_clock)]
+)
+def test_wrong_positions_are_seen(
+    family: str, damage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, calls = zoo.load(family), calls_of(family, **OPTIONS["plain"])
+    stock = stock_results(model, calls)
+    damage(monkeypatch)
+    with pytest.raises(AssertionError, match="differs"):
+        assert_equal(stock, refilled(model, calls))
+
+
+# ---------------------------------------------------------------------------------------------- the public function
+def _sources(family: str) -> list[list[int]]:
+    """Of all lengths from 1 to 12, in no order."""
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randint(zoo.FIRST_WORD, zoo.VOCAB - 1, (1 + 5 * number % 12,), generator=generator).tolist()
+        for number in range(17)
+    ]
+
+
+def _alone(model: Any, source: list[int], **options: Any) -> torch.Tensor:
+    with fastgen.disabled():
+        ids = torch.tensor([source])
+        result: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return result
+
+
+@pytest.mark.parametrize("refilling", [True, False, None])
+@pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
+def test_each_source_gets_what_it_gets_alone(family: str, refilling: bool | None, spans: list[Any]) -> None:
+    model, sources = zoo.load(family), _sources(family)
+    options = dict(num_beams=3, max_new_tokens=8, num_return_sequences=2)
+    results = fastgen.generate(model, sources, batch_size=6, refill=refilling, **options)
+    for number, (source, result) in enumerate(zip(sources, results, strict=True)):
+        expected = _alone(model, source, **options)
+        assert result.dtype == torch.int64 and result.shape == expected.shape, number
+        assert torch.equal(result, expected), number
+    assert bool(spans) == bool(refilling)
+
+
+def test_a_token_that_pads_and_ends() -> None:
+    model, sources = zoo.load("gpt2"), _sources("gpt2")
+    end = model.generation_config.eos_token_id
+    end = end if isinstance(end, int) else end[0]
+    options = dict(num_beams=3, max_new_tokens=8, pad_token_id=end, eos_token_id=end)
+    results = fastgen.generate(model, sources, batch_size=5, refill=True, **options)
+    lengths = set()
+    for source, result in zip(sources, results, strict=True):
+        assert torch.equal(result, _alone(model, source, **options))
+        lengths.add(result.shape[1] - len(source))
+    assert len(lengths) > 1, "all went on to the end"
+
+
+def test_other_models_decode_batch_by_batch(spans: list[Any]) -> None:
+    model, sources = zoo.load("bert2bert"), _sources("bert2bert")
+    options = dict(num_beams=3, max_new_tokens=8, **zoo.FAMILIES["bert2bert"].generate)
+    results = fastgen.generate(model, sources, batch_size=4, refill=True, **options)
+    for source, result in zip(sources, results, strict=True):
+        assert torch.equal(result, _alone(model, source, **options))
+    assert not spans
+
+
+def test_kinds_of_sources_and_none(capsys: pytest.CaptureFixture[str]) -> None:
+    model = zoo.load("bart")
+    options: dict[str, Any] = dict(num_beams=2, max_new_tokens=6)
+    assert fastgen.generate(model, [], **options) == []
+    lists = _sources("bart")[:5]
+    expected = fastgen.generate(model, lists, batch_size=1, **options)
+    for sources in ([torch.tensor(source) for source in lists], tuple(map(tuple, lists))):
+        results = fastgen.generate(model, sources, progress=True, **options)
+        assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
+    assert "5 / 5 (100%)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(sources=[[5, 6], []]), "source 1 has no tokens"),
+        (dict(batch_size=0), "batch_size=0 is not 1 or more"),
+        (dict(attention_mask=torch.ones(1, 2)), "attention_mask is not for fastgen.generate"),
+        (dict(return_dict_in_generate=True), "return_dict_in_generate is not for fastgen.generate"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fastgen.generate(zoo.load("bart"), **{"sources": [[5, 6]], "num_beams": 2, **arguments})
