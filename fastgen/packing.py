@@ -2,7 +2,8 @@
 
 oneDNN multiplies by a weight in its own blocked layout; torch's `linear` lays it out anew, or hands it to a
 library that is slow on some processors. So a decode keeps a packed copy of each weight, wherever a timing
-of the shape says that it pays. The arithmetic is float32 in another order.
+of the shape says that it pays, and one for projections that share an input. The arithmetic is float32 in another
+order.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastgen.siblings import Siblings, loners
+
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
 _MIN_ELEMENTS = 2**16  # below, calling costs as much as multiplying
@@ -34,18 +37,18 @@ _PASSING_BYTES = 2**26  # of weights that pass by while a shape is timed
 _MEMORY_SHARE = 4  # all copies together take at most this part of the memory that is free without them
 
 
-@dataclass
-class _Packed:
-    """A packed copy, and what tells whether its weight is still the same."""
+class _Source:
+    """A weight that was packed, and what tells whether it is still the same."""
 
-    weight: weakref.ref[Tensor]
-    address: int
-    version: int
-    checksum: int
-    copy: Tensor  # oneDNN's own layout
-    nbytes: int
+    def __init__(self, layer: nn.Module) -> None:
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        self.layer, self.weight = weakref.ref(layer), weakref.ref(weight)
+        self.address, self.version, self.checksum = weight.data_ptr(), weight._version, _checksum(weight)
+        self.nbytes = weight.numel() * weight.element_size()
 
-    def is_current(self, weight: Tensor | None) -> bool:
+    def is_current(self) -> bool:
+        layer = self.layer()
+        weight = None if layer is None else layer._parameters.get("weight")
         return (
             weight is not None
             and self.weight() is weight
@@ -56,8 +59,30 @@ class _Packed:
         )
 
 
+@dataclass
+class _Packed:
+    """A packed copy of a weight or, one below the other, of those of siblings."""
+
+    sources: list[_Source]
+    copy: Tensor  # oneDNN's own layout
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in self.sources)
+
+
+@dataclass
+class _Plan:
+    """How one decode multiplies by a layer."""
+
+    copy: Tensor
+    bias: Tensor | None
+    layers: tuple[nn.Module, ...] = ()  # of a joint product, this one first
+
+
 _lock = threading.RLock()
 _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
+_joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()  # by the first of the siblings
 _verdicts: dict[tuple[int, int, int, int], bool] = {}  # (out, in, rows up to, threads) -> whether packing pays
 
 
@@ -79,19 +104,20 @@ def _waves(*shape: int) -> Tensor:
 def nbytes() -> int:
     """The memory that packed copies take now."""
     with _lock:
-        return sum(packed.nbytes for packed in _copies.values())
+        return sum(packed.nbytes for packed in (*_copies.values(), *_joint.values()))
 
 
 def count() -> int:
     """How many weights have a packed copy now."""
     with _lock:
-        return len(_copies)
+        return sum(len(packed.sources) for packed in (*_copies.values(), *_joint.values()))
 
 
 def release() -> None:
     """Drop all packed copies; what was learnt about shapes stays."""
     with _lock:
         _copies.clear()
+        _joint.clear()
 
 
 class Packing:
@@ -103,7 +129,8 @@ class Packing:
     def __init__(self, model: nn.Module, mode: str) -> None:
         self.products = 0  # on packed weights
         self._mode = mode
-        self._plans: dict[tuple[int, int], Tensor | None] = {}  # (id of a layer, rows) -> packed copy
+        self._plans: dict[tuple[int, int], _Plan | None] = {}  # by id of a layer and number of rows
+        self._siblings = Siblings()
         self._off = mode == "off" or unavailable() is not None
         if not self._off:
             _drop_outdated(model)
@@ -117,16 +144,40 @@ class Packing:
         """
         if self._off or rows.dim() < 2 or torch.compiler.is_compiling():
             return stock(layer, rows)
+        if (output := self._siblings.take(layer, rows)) is not None:
+            self.products += 1
+            return output
         number = rows.numel() // rows.shape[-1]
         key = (id(layer), number)
         if key not in self._plans:
-            pays = self._pays(layer, rows, number, transposed)
-            self._plans[key] = _copy_of(layer, transposed) if pays else None
-        copy = self._plans[key]
-        if copy is None:
+            self._plans[key] = self._plan(layer, rows, number, transposed)
+        plan = self._plans[key]
+        if plan is not None and plan.layers and layer in loners:
+            plan = self._plans[key] = self._plan(layer, rows, number, transposed)
+        if plan is None:
             return stock(layer, rows)
         self.products += 1
-        return _product(rows, copy, layer.bias)  # type: ignore[arg-type]
+        if (siblings := self._siblings.turn_to(rows)) and _join(siblings):
+            joined = set(map(id, siblings))
+            self._plans = {key: plan for key, plan in self._plans.items() if key[0] not in joined}
+        output = _product(rows, plan.copy, plan.bias)
+        if plan.layers:
+            return self._siblings.split(plan.layers, output)
+        if not transposed:
+            self._siblings.note(layer)
+        return output
+
+    def _plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
+        if not self._pays(layer, rows, number, transposed):
+            return None
+        joint = _joint.get(layer)
+        if joint is not None and not rows.is_inference():
+            layers: list[Any] = [source.layer() for source in joint.sources]
+            if loners.isdisjoint(layers):
+                return _Plan(joint.copy, _joint_bias(layers), tuple(layers))
+            del _joint[layer]
+        copy = _copy_of(layer, transposed)
+        return None if copy is None else _Plan(copy, layer.bias)  # type: ignore[arg-type]
 
     def _pays(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> bool:
         weight = layer._parameters.get("weight")
@@ -195,26 +246,50 @@ def _copy_of(layer: nn.Module, transposed: bool) -> Tensor | None:
         packed = _copies.get(layer)
         if packed is None:
             weight: Tensor = layer.weight  # type: ignore[assignment]
-            size = weight.numel() * weight.element_size()
-            free, taken = _free_memory(), nbytes()
-            if free is not None and (taken + size) * _MEMORY_SHARE > taken + free:
+            packed = _packed([layer], weight.detach().t() if transposed else weight.detach())
+            if packed is None:
                 return None
-            try:
-                copy = _pack(weight.detach().t().contiguous() if transposed else weight.detach())
-            except (RuntimeError, MemoryError):  # no memory after all: a copy is only ever an extra
-                return None
-            checksum = _checksum(weight)
-            packed = _Packed(weakref.ref(weight), weight.data_ptr(), weight._version, checksum, copy, size)
             _copies[layer] = packed
         return packed.copy
+
+
+def _join(siblings: list[nn.Module]) -> bool:
+    """Give these layers one packed copy instead of one each; False if memory is short."""
+    with _lock:
+        packed = _packed(siblings, torch.cat([layer.weight.detach() for layer in siblings]))  # type: ignore[operator]
+        if packed is None:
+            return False
+        _joint[siblings[0]] = packed
+        for layer in siblings:
+            _copies.pop(layer, None)
+        return True
+
+
+def _packed(layers: list[nn.Module], weight: Tensor) -> _Packed | None:
+    sources = [_Source(layer) for layer in layers]
+    size = sum(source.nbytes for source in sources)
+    free, taken = _free_memory(), nbytes()
+    if free is not None and (taken + size) * _MEMORY_SHARE > taken + free:
+        return None
+    try:
+        return _Packed(sources, _pack(weight.contiguous()))
+    except (RuntimeError, MemoryError):  # no memory after all: a copy is only ever an extra
+        return None
+
+
+def _joint_bias(layers: list[Any]) -> Tensor | None:
+    if all(layer.bias is None for layer in layers):
+        return None
+    return torch.cat([torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers])
 
 
 def _drop_outdated(model: nn.Module) -> None:
     with _lock:
         for module in model.modules():
-            packed = _copies.get(module)
-            if packed is not None and not packed.is_current(module._parameters.get("weight")):
-                del _copies[module]
+            for copies in (_copies, _joint):
+                packed = copies.get(module)
+                if packed is not None and not all(source.is_current() for source in packed.sources):
+                    del copies[module]
 
 
 def _drop_useless(shape: torch.Size) -> None:
@@ -223,7 +298,7 @@ def _drop_useless(shape: torch.Size) -> None:
     if any(verdict is True and key[:2] in sizes for key, verdict in _verdicts.items()):
         return
     for module, packed in list(_copies.items()):
-        if (weight := packed.weight()) is not None and weight.shape == shape:
+        if (weight := packed.sources[0].weight()) is not None and weight.shape == shape:
             del _copies[module]
 
 

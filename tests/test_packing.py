@@ -241,3 +241,137 @@ def test_a_copy_goes_with_its_layer() -> None:
     assert packing.nbytes() == 48 * 64 * 4
     del layer
     assert packing.nbytes() == 0
+
+
+# ---------------------------------------------------------------------------------------------- siblings
+class Block(torch.nn.Module):
+    """Three projections of one input, two of another, one by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = dict(q=(32, 48), k=(32, 16), v=(32, 16), out=(80, 32), gate=(32, 64), up=(32, 64))
+        for name, size in sizes.items():
+            setattr(self, name, torch.nn.Linear(*size, bias=name in "qvo"))
+
+    def run(self, x: Any, call: Any) -> list[Any]:
+        outputs = [call(layer, x) for layer in (self.q, self.k, self.v)]
+        hidden = call(self.out, torch.cat(outputs, dim=-1))
+        return [*outputs, hidden, call(self.gate, hidden), call(self.up, hidden)]
+
+
+@pytest.fixture
+def block() -> Block:
+    torch.manual_seed(1)
+    return Block()
+
+
+def _calls(decode: Packing) -> Any:
+    return lambda layer, x: decode(layer, x, stock)
+
+
+def _same(block: Block, x: Any, outputs: list[Any]) -> None:
+    for theirs, mine in zip(block.run(x, stock), outputs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of outputs of each product that was computed."""
+    widths: list[int] = []
+    product = packing._product
+
+    def counted(rows: Any, packed: Any, bias: Any) -> Any:
+        output = product(rows, packed, bias)
+        widths.append(output.shape[-1])
+        return output
+
+    monkeypatch.setattr(packing, "_product", counted)
+    return widths
+
+
+@torch.no_grad()
+def test_siblings_share_a_product_from_the_second_step_on(block: Block, products: list[int]) -> None:
+    decode, rows = Packing(block, "always"), torch.randn(3, 5, 1, 32)
+    for step, x in enumerate(rows):
+        products.clear()
+        _same(block, x, block.run(x, _calls(decode)))
+        assert products == ([48, 16, 16, 32, 64, 64] if step == 0 else [80, 32, 128])
+    assert decode.products == 3 * 6 and packing.count() == 6
+    # the next call knows them already, for other numbers of rows too
+    products.clear()
+    x = torch.randn(2, 32)
+    _same(block, x, block.run(x, _calls(Packing(block, "always"))))
+    assert products == [80, 32, 128]
+    weights = sum(layer.weight.nbytes for layer in block.children())
+    assert packing.nbytes() == weights
+    packing.release()
+    assert packing.count() == packing.nbytes() == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["q", "v", "up"])
+def test_a_changed_sibling_is_packed_anew(block: Block, name: str) -> None:
+    x = torch.randn(4, 32)
+    for change in (None, _in_place, _replaced_data):
+        if change is not None:
+            change(getattr(block, name))
+        decode = Packing(block, "always")
+        for _ in range(3):
+            _same(block, x, block.run(x.clone(), _calls(decode)))
+
+
+def _replaced_data(layer: Any) -> None:
+    layer.weight.data = torch.randn_like(layer.weight)
+
+
+@torch.no_grad()
+def test_an_input_written_to_in_between(block: Block) -> None:
+    call = _calls(Packing(block, "always"))
+    for _ in range(3):
+        x = torch.randn(4, 32)
+        before = call(block.q, x)
+        torch.testing.assert_close(before, stock(block.q, x))
+        x.mul_(2)
+        torch.testing.assert_close(call(block.k, x), stock(block.k, x))
+        torch.testing.assert_close(call(block.v, x), stock(block.v, x))
+
+
+@torch.no_grad()
+def test_siblings_that_part(block: Block, products: list[int]) -> None:
+    """Once a joint product was for nothing, each layer goes its own way."""
+    decode = Packing(block, "always")
+    call = _calls(decode)
+    for _ in range(2):
+        x = torch.randn(4, 32)
+        _same(block, x, block.run(x, call))
+    for _ in range(4):
+        products.clear()
+        x = torch.randn(4, 32)
+        torch.testing.assert_close(call(block.q, x), stock(block.q, x))
+        hidden = call(block.out, torch.randn(4, 80))
+        torch.testing.assert_close(call(block.gate, hidden), stock(block.gate, hidden))
+        torch.testing.assert_close(call(block.up, hidden), stock(block.up, hidden))
+    assert products[0] == 48
+    _same(block, x, block.run(x, call))
+    assert packing.count() == 6
+
+
+def test_siblings_in_inference_mode(block: Block, products: list[int]) -> None:
+    """Its tensors don't tell whether they were written to, so nothing is shared."""
+    with torch.inference_mode():
+        decode = Packing(block, "always")
+        for x in torch.randn(3, 4, 32):
+            products.clear()
+            _same(block, x, block.run(x, _calls(decode)))
+            assert products == [48, 16, 16, 32, 64, 64]
+
+
+@torch.no_grad()
+def test_siblings_without_memory(block: Block, products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Packing(block, "always")
+    x = torch.randn(4, 32)
+    monkeypatch.setattr(packing, "_join", lambda siblings: False)
+    for _ in range(3):
+        products.clear()
+        _same(block, x, block.run(x.clone(), _calls(decode)))
+    assert products == [48, 16, 16, 32, 64, 64]

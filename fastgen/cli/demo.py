@@ -412,7 +412,7 @@ def _settings(threads: int | None) -> Iterator[None]:
     if threads:
         torch.set_num_threads(threads)
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             yield
     finally:
         torch.set_num_threads(old_threads)

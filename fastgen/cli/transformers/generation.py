@@ -92,7 +92,7 @@ class Generator:
             place = slice(longest - len(record.tokens), None) if causal else slice(len(record.tokens))
             ids[row, place] = torch.tensor(record.tokens)
             mask[row, place] = 1
-        with torch.inference_mode():
+        with torch.no_grad():
             output = model.generate(
                 input_ids=ids.to(model.device),
                 attention_mask=mask.to(model.device),

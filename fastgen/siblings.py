@@ -1,0 +1,57 @@
+"""Layers that are given the same input one after the other, as the projections of an attention are.
+
+Which those are shows in the first step of a decode, whatever the model calls them; from then on they share a product.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+# Were once not all called in turn, so that a part of their joint product was for nothing.
+loners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class Siblings:
+    """The last input of one decode, which layers have multiplied it, and which need not any more."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None  # held, so that no other can pass for it
+        self._version = 0
+        self._alone: list[nn.Module] = []  # each in a product of its own
+        self._together: Sequence[nn.Module] = ()
+        self._waiting: dict[int, Tensor] = {}  # id of a layer -> its part of a joint product
+
+    def take(self, layer: nn.Module, rows: Tensor) -> Tensor | None:
+        """The product of `rows` and the layer if it was computed with a sibling's."""
+        return self._waiting.pop(id(layer), None) if self._waiting and self._is_same(rows) else None
+
+    def turn_to(self, rows: Tensor) -> list[nn.Module]:
+        """A layer is about to multiply `rows`. Returns those that turn out to share the input before, if several."""
+        if self._is_same(rows):
+            return []
+        if self._waiting:
+            loners.update(self._together)
+        found = self._alone if loners.isdisjoint(self._alone) else []
+        # Tensors of inference mode have no version that would tell whether they were written to in between.
+        self._rows = None if rows.is_inference() else rows
+        self._version = 0 if self._rows is None else rows._version
+        self._alone, self._waiting = [], {}
+        return found if len(found) > 1 else []
+
+    def note(self, layer: nn.Module) -> None:
+        """The layer has multiplied the input by itself."""
+        self._alone.append(layer)
+
+    def split(self, layers: Sequence[nn.Module], output: Tensor) -> Tensor:
+        """Return the first layer's part of `output`, the joint product of the input and these, and keep the others'."""
+        sizes = [len(layer.weight) for layer in layers]  # type: ignore[arg-type]
+        first, *others = output.split(sizes, dim=-1)
+        self._together = layers
+        self._waiting = {id(layer): part for layer, part in zip(layers[1:], others, strict=True)}
+        return first
+
+    def _is_same(self, rows: Tensor) -> bool:
+        return rows is self._rows and rows._version == self._version
