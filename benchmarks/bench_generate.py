@@ -255,10 +255,12 @@ class Verified:
     tiers: dict[str, int]
 
 
-def verify(job: Job, bar: tqdm[Any]) -> Verified:
-    """Both sides once: the comparison, the caches, and the warm-up."""
+def verify(job: Job, bar: tqdm[Any], outputs: list[list[int]] | None = None) -> Verified:
+    """Both sides once: the comparison, the caches, and the warm-up. Stock's rows are added to `outputs`."""
     cache = StockCache(job.model)
     stock = _generate(job, "stock", bar)
+    if outputs is not None:
+        outputs += stock
     cache.remove()
     report.reset()
     ours = _generate(job, "fastgen", bar)
@@ -303,6 +305,19 @@ def time_rounds(job: Job, rounds: int, bar: tqdm[Any]) -> list[Round]:
     return results
 
 
+def environment() -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "fastgen": fastgen.__version__,
+        },
+    }
+
+
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     scenario = SCENARIOS[name]
     torch.manual_seed(0)
@@ -313,14 +328,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "scenario": name,
         "what": scenario.what,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads()},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "fastgen": fastgen.__version__,
-        },
+        **environment(),
         "options": job.options,
         "dtype": str(job.model.dtype),
         "verified": asdict(verified),
@@ -336,7 +344,11 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     header = ("scenario", "outputs", "stock s", "fastgen s", "end to end", "decode alone", "caches MiB")
-    rows = [header, *(_cells(result) for result in results)]
+    return aligned([header, *(_cells(result) for result in results)])
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Columns, the first row above a line."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

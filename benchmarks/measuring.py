@@ -42,14 +42,14 @@ class OtherProcesses:
         return round(max(0.0, (now[0] - before[0]) / (now[1] - before[1])), 2)
 
 
-def ratios(sides: list[dict[str, float]]) -> dict[str, float]:
-    """Median, least and largest of the rounds' stock / fastgen, and each side's median seconds."""
-    each = [one["stock"] / one["fastgen"] for one in sides]
+def ratios(rounds: list[dict[str, float]], sides: tuple[str, str] = SIDES) -> dict[str, float]:
+    """Median, least and largest of the rounds' stock / fastgen (or other sides), and each side's median seconds."""
+    each = [one[sides[0]] / one[sides[1]] for one in rounds]
     return {
         "ratio": statistics.median(each),
         "min": min(each),
         "max": max(each),
-        **{side: statistics.median(one[side] for one in sides) for side in SIDES},
+        **{side: statistics.median(one[side] for one in rounds) for side in sides},
     }
 
 
