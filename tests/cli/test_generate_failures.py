@@ -152,12 +152,25 @@ def test_a_signal_keeps_what_is_done_and_exits_130(
     flags += ["--results-path", str(tmp_path), "--workers", "1"]
     results = tmp_path / "generate-test.txt"
     with monkeypatch.context() as patch:
-        _slow_down(patch)
+        _wait_at(patch, call=10)
         assert kill_kit.interrupt(lambda: generate.main(flags), journal_path(results), number) == 130
     kept = fairseq_kit.result_lines(results.read_text("utf-8"))
     assert 0 < len(kept) < len(whole) and kept == whole[: len(kept)]
     assert generate.main([*flags, "--resume"]) == 0
     assert fairseq_kit.result_lines(results.read_text("utf-8")) == whole
+
+
+def _wait_at(patch: pytest.MonkeyPatch, call: int) -> None:
+    """So that the run can't end before the signal comes, however late that is."""
+    real, calls = Generation.infer, []
+
+    def infer(self: Any, sample: Any) -> Any:
+        calls.append(sample)
+        if len(calls) == call:
+            time.sleep(50)
+        return real(self, sample)
+
+    patch.setattr(Generation, "infer", infer)
 
 
 def _slow_down(patch: pytest.MonkeyPatch) -> None:
