@@ -196,7 +196,7 @@ def _copy_of(layer: nn.Module, transposed: bool) -> Tensor | None:
         if packed is None:
             weight: Tensor = layer.weight  # type: ignore[assignment]
             size = weight.numel() * weight.element_size()
-            free, taken = _free_memory(), nbytes()
+            free, taken = free_memory(), nbytes()
             if free is not None and (taken + size) * _MEMORY_SHARE > taken + free:
                 return None
             try:
@@ -262,7 +262,7 @@ def _control_groups() -> list[tuple[Path, str, str]]:
 _CONTAINER = _control_groups()
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
     """Bytes that can still be taken, by the machine and by the container; None where nobody says."""
     free: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgen.buffers import Buffers
+
 _DEAD = -1.0e9  # the host's mark of a beam that must not be chosen
 
 IsStopped = Callable[[Tensor, Callable[[], Tensor]], Tensor]  # see BeamSearch.choose
@@ -66,8 +68,18 @@ class _Live:
 class BeamSearch:
     """One request's search. `choose` takes a step; `done` and `result` say how it ended."""
 
-    def __init__(self, prompt: Tensor, beams: int, candidates: int, policy: FinishingPolicy, fill: int) -> None:
-        """`prompt`: int64 `[B*M, prompt_length]`; `candidates`: K; `fill`: token after the end."""
+    def __init__(
+        self,
+        prompt: Tensor,
+        beams: int,
+        candidates: int,
+        policy: FinishingPolicy,
+        fill: int,
+        buffers: Buffers | None = None,
+    ) -> None:
+        """`prompt`: int64 `[B*M, prompt_length]`; `candidates`: K; `fill`: token after the end; `buffers`: where large
+        ones come from."""
+        self._buffers = Buffers(None) if buffers is None else buffers
         self.beams, self.candidates, self.policy = beams, candidates, policy
         self.length = policy.prompt_length
         self.done = False
@@ -179,7 +191,7 @@ class BeamSearch:
         if like.dtype != self.live.scores.dtype:
             return None  # a processor's doing: the sum's dtype is torch's business
         if self._totals is None or self._totals.dtype != like.dtype:
-            self._totals = torch.empty_like(like)
+            self._totals = self._buffers.empty(like.shape, like.dtype, like.device)
         return self._totals[: like.shape[0]]
 
     def _request_rows(self, parents: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
@@ -26,10 +27,11 @@ class TreeDecoder:
     """
 
     def __init__(self, request: Request, tree: BeamTree | None = None) -> None:
+        """`close` it when the call ends, however it does."""
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
         max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
-        self.tree = BeamTree(request.batch, self.beams, max_steps) if tree is None else tree
+        self.tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model)) if tree is None else tree
         self.session = Session(self.tree, self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.peak_bytes = 0
@@ -94,6 +96,12 @@ class TreeDecoder:
         """The most bytes that keys and values have taken, self- and cross-attention's."""
         self._measure()
         return self.peak_bytes
+
+    def close(self) -> None:
+        """Let go of all keys and values; those that the result refers to live on with it."""
+        self.tree.close()
+        if isinstance(self.cache, TreeEncoderDecoderCache):
+            self.cache.close()
 
     def _measure(self) -> None:
         size = self.tree.nbytes
