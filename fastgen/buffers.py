@@ -76,7 +76,9 @@ def _take(model: nn.Module, size: int) -> Tensor | None:
     if not _COUNTS or (free is not None and (taken + size) * _MEMORY_SHARE > taken + free):
         return None
     with torch.inference_mode(False):  # or nobody could write to it outside of that mode
-        buffer = torch.empty(size, dtype=torch.uint8)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+    if type(buffer) is not Tensor:  # a mode that fakes tensors is active, which no later call should see
+        return None
     bisect.insort(mine, buffer, key=Tensor.numel)
     return buffer
 
@@ -87,7 +89,7 @@ def _references(buffer: Tensor) -> int:
 
 
 _COUNTS = hasattr(torch._C, "_storage_Use_Count")  # private to torch, and younger than the oldest one we run on
-_ALONE = _references(torch.empty(1)) if _COUNTS else 0  # references to memory that only one tensor has
+_ALONE = _references(torch.empty(1, device="cpu")) if _COUNTS else 0  # references to memory that only one tensor has
 
 
 def _is_idle(buffer: Tensor) -> bool:

@@ -120,6 +120,7 @@ class BeamTree:
         slots = prompt_length + self.capacity
         self._ancestry = torch.zeros(self.batch, self.beams, slots, dtype=torch.bool, device=device)
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()
+        self._own = torch.eye(self.beams, dtype=torch.bool, device=device)
         self._positions = torch.arange(slots, device=device)[None]  # those of generated slots are set as they open
 
     @property
@@ -139,9 +140,8 @@ class BeamTree:
         start = self.used
         self.steps += 1
         self.generated += self.beams
-        own = torch.eye(self.beams, dtype=torch.bool, device=self._ancestry.device)
-        self._ancestry[:, :, start : self.used] = own
-        self._positions[:, start : self.used] = self.length
+        self._ancestry[:, :, start : self.used] = self._own
+        self._positions[:, start : self.used].fill_(self.length)
         self._masks.clear()
 
     def _is_full(self) -> bool:
@@ -244,4 +244,4 @@ def _beams_as_positions(rows: Tensor, beams: int) -> Tensor:
     """`[B*M, H, 1, D]` -> `[B, H, M, D]`; the latter is returned as it is."""
     if rows.shape[2] == beams:
         return rows
-    return rows.unflatten(0, (-1, beams)).squeeze(3).transpose(1, 2)
+    return rows.view(-1, beams, rows.shape[1], rows.shape[3]).transpose(1, 2)

@@ -35,6 +35,7 @@ class TreeDecoder:
         self.session = Session(self.tree, self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.peak_bytes = 0
+        self._finished_mask: tuple[Tensor, Tensor] | None = None
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
         self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
 
@@ -62,11 +63,17 @@ class TreeDecoder:
             return {**inputs, "attention_mask": mask}
         inputs = {**inputs, "decoder_attention_mask": mask, "encoder_outputs": self.encoder_outputs}
         if inputs.get("attention_mask") is not None:
-            padding: Any = self.source_mask
-            if padding.ndim == 2 and host.TAKES_SOURCE_MASK and not self._derives_mask:
-                padding = padding[:, None, None].bool()  # [B, 1, 1, N]: taken as it is, with no host sync
-            inputs["attention_mask"] = padding
+            inputs["attention_mask"] = self._padding()
         return inputs
+
+    def _padding(self) -> Tensor:
+        """The source's mask as the model takes it; the same object until sentences leave or enter."""
+        mask: Tensor = self.source_mask
+        if mask.ndim != 2 or not host.TAKES_SOURCE_MASK or self._derives_mask:
+            return mask
+        if self._finished_mask is None or self._finished_mask[0] is not mask:
+            self._finished_mask = (mask, mask[:, None, None].bool())  # [B, 1, 1, N]: taken as it is, with no host sync
+        return self._finished_mask[1]
 
     def step(self, inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step, one row per beam."""
