@@ -184,7 +184,8 @@ def status() -> Status:
     with _lock:
         hosts = tuple(host.status() for host in _hosts)
         on = _switch.on
-    packing = sys.modules.get("fastgen.packing")  # loaded by the first beam search
+    packing = sys.modules.get("fastgen.packing")  # loaded by the first beam search, as are the buffers
+    buffers = sys.modules.get("fastgen.buffers")
     return Status(
         __version__,
         on,
@@ -193,14 +194,16 @@ def status() -> Status:
         report.calls(),
         packed_weights=packing.count() if packing else 0,
         packed_bytes=packing.nbytes() if packing else 0,
+        buffer_bytes=buffers.nbytes() if buffers else 0,
         operators=report.operators(),
     )
 
 
 def release() -> None:
-    """Free what fastgen keeps between calls: the packed copies of weights."""
-    if packing := sys.modules.get("fastgen.packing"):
-        packing.release()
+    """Free what fastgen keeps between calls: the packed copies of weights, and the buffers of keys and values."""
+    for name in ("fastgen.packing", "fastgen.buffers"):
+        if module := sys.modules.get(name):
+            module.release()
 
 
 if not config.flag("FASTGEN_DISABLE"):

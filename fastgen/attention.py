@@ -12,6 +12,7 @@ from torch import Tensor
 # On the CPU torch's fused attention works in blocks of many query rows; with a handful of rows, two
 # batched products win until the keys no longer fit the cache. benchmarks/bench_attention.py measures it.
 _FUSED_FROM_KEYS = 800
+_NOTHING = torch.empty(1, dtype=torch.float32, device="cpu")  # what `baddbmm` adds to the products, 0 times
 
 
 def fold_beams(query: Tensor, batch: int, key_heads: int) -> Tensor:
@@ -43,19 +44,19 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     Returns: `[B, Hkv, G, M, Dv]`.
     """
     batch, key_heads, group, beams, size = query.shape
-    query = query.reshape(batch, key_heads, group * beams, size)
     if query.device.type != "cpu" or query.dtype != torch.float32 or key.shape[2] >= _FUSED_FROM_KEYS:
         if bias is not None and group > 1:
             bias = _per_group(bias, key_heads, group).expand(-1, -1, group, -1, -1).flatten(2, 3)
+        query = query.reshape(batch, key_heads, group * beams, size)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     else:
         keys = key.flatten(0, 1)  # a view: slots beyond those in use only change the stride of B*Hkv
-        rows = query.flatten(0, 1)
-        scores = torch.baddbmm(rows.new_empty(1), rows, keys.transpose(1, 2), beta=0, alpha=scale)
+        rows = query.reshape(batch * key_heads, group * beams, size)
+        scores = torch.baddbmm(_NOTHING, rows, keys.transpose(1, 2), beta=0, alpha=scale)
         if bias is not None:
             scores.view(batch, key_heads, group, beams, -1).add_(_per_group(bias, key_heads, group))
-        output = torch.bmm(scores.softmax(-1), value.flatten(0, 1)).unflatten(0, (batch, key_heads))
-    return output.unflatten(2, (group, beams))
+        output = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
+    return output.view(batch, key_heads, group, beams, value.shape[-1])
 
 
 def _per_group(bias: Tensor, key_heads: int, group: int) -> Tensor:

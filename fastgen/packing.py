@@ -268,7 +268,7 @@ def _join(siblings: list[nn.Module]) -> bool:
 def _packed(layers: list[nn.Module], weight: Tensor) -> _Packed | None:
     sources = [_Source(layer) for layer in layers]
     size = sum(source.nbytes for source in sources)
-    free, taken = _free_memory(), nbytes()
+    free, taken = free_memory(), nbytes()
     if free is not None and (taken + size) * _MEMORY_SHARE > taken + free:
         return None
     try:
@@ -337,7 +337,7 @@ def _control_groups() -> list[tuple[Path, str, str]]:
 _CONTAINER = _control_groups()
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
     """Bytes that can still be taken, by the machine and by the container; None where nobody says."""
     free: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):

@@ -53,6 +53,7 @@ class Status:
     calls: tuple[Call, ...]  # the latest last
     packed_weights: int = 0  # with a packed copy
     packed_bytes: int = 0
+    buffer_bytes: int = 0  # kept for later calls, or in use
     operators: dict[str, str] = field(default_factory=dict)  # how each runs; empty until they are first used
 
     def __str__(self) -> str:
@@ -66,6 +67,8 @@ class Status:
         lines.append(f"calls so far: {total}")
         if self.packed_weights:
             lines.append(f"packed weights: {self.packed_weights}, {_size(self.packed_bytes)}")
+        if self.buffer_bytes:
+            lines.append(f"buffers kept for later calls: {_size(self.buffer_bytes)}")
         if self.calls:
             lines += _table(self.calls)
         return "\n".join(lines)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgen.buffers import Buffers
 from fastgen.cache.tree import FIRST_STEPS, BeamTree, TreeLayer
 
 _ROOM = 32  # steps allocated ahead
@@ -21,8 +22,8 @@ class Seats:
     Fresh memory of this size would cost more page faults than the copying itself.
     """
 
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
+    def __init__(self, rows: int, buffers: Buffers) -> None:
+        self._rows, self._buffers = rows, buffers
         self._buffer: Tensor | None = None
 
     def regroup(
@@ -47,7 +48,8 @@ class Seats:
         self._rows = max(self._rows, batch)
         buffer = self._buffer
         if buffer is None or buffer.shape[0] < batch or buffer.shape[2] != capacity:
-            buffer = like.new_zeros(self._rows, like.shape[1], capacity, like.shape[3])
+            shape = (self._rows, like.shape[1], capacity, like.shape[3])
+            buffer = self._buffers.empty(shape, like.dtype, like.device)
         if taken is not None and len(stay):
             # Indexing copies, so that rows may be written where others were.
             if slots is None:
@@ -67,13 +69,22 @@ class Seats:
         self._buffer = buffer
         return buffer[:batch]
 
+    def clear(self) -> None:
+        """Let go of the buffer."""
+        self._buffer = None
+
 
 class JointLayer(TreeLayer):
     """A layer of a joint tree."""
 
     def __init__(self, tree: JointTree, window: int | None, rows: int) -> None:
         super().__init__(tree, window)
-        self._keys, self._values = Seats(rows), Seats(rows)
+        self._keys, self._values = Seats(rows, tree.buffers), Seats(rows, tree.buffers)
+
+    def clear(self) -> None:
+        super().clear()
+        self._keys.clear()
+        self._values.clear()
 
     def regroup(self, stay: Tensor, slots: Tensor, newcomers: list[TreeLayer], used: int) -> None:
         """Of the sentences `stay` (int64 `[S]`) keep these slots, int64 `[S, W]`, and put others' prompts behind."""
@@ -87,9 +98,9 @@ class JointLayer(TreeLayer):
 class JointTree(BeamTree):
     """Sentences of several trees. A prompt's slots are like all others: they go when nobody sees them."""
 
-    def __init__(self, rows: int, beams: int, device: torch.device) -> None:
+    def __init__(self, rows: int, beams: int, device: torch.device, buffers: Buffers) -> None:
         """`rows`: sentences to make room for at once."""
-        super().__init__(0, beams, _FOREVER)
+        super().__init__(0, beams, _FOREVER, buffers)
         self._rows = rows
         self.capacity = FIRST_STEPS * beams
         self.plant(device=device)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen.buffers import Buffers
+
 FIRST_STEPS = 64  # steps allocated at first
 _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
 
@@ -29,7 +31,7 @@ class TreeLayer:
         """Store the prompt's keys and values, `[B, H, P, D]`."""
         self.tree.prompt_length = keys.shape[2]
         capacity = keys.shape[2] + self.tree.capacity
-        self.keys, self.values = _grown(keys, capacity), _grown(values, capacity)
+        self.keys, self.values = self._grown(keys, capacity), self._grown(values, capacity)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write this step's keys and values and return all slots in use, `[B, H, used, D]`.
@@ -41,8 +43,8 @@ class TreeLayer:
         start, used = tree.used - tree.beams, tree.used
         if used > stored_keys.shape[2]:
             capacity = tree.prompt_length + tree.capacity
-            self.keys = stored_keys = _grown(stored_keys[:, :, :start], capacity)
-            self.values = stored_values = _grown(stored_values[:, :, :start], capacity)
+            self.keys = stored_keys = self._grown(stored_keys[:, :, :start], capacity)
+            self.values = stored_values = self._grown(stored_values[:, :, :start], capacity)
         stored_keys[:, :, start:used] = _beams_as_positions(keys, tree.beams)
         stored_values[:, :, start:used] = _beams_as_positions(values, tree.beams)
         return stored_keys[:, :, :used], stored_values[:, :, :used]
@@ -57,8 +59,8 @@ class TreeLayer:
         if self.keys is None or self.values is None:
             return
         capacity, used = self.keys.shape[2], self.tree.used
-        self.keys = _grown(self.keys[:, :, :used].index_select(0, sentences), capacity)
-        self.values = _grown(self.values[:, :, :used].index_select(0, sentences), capacity)
+        self.keys = self._selected(self.keys[:, :, :used], sentences, capacity)
+        self.values = self._selected(self.values[:, :, :used], sentences, capacity)
 
     def prune(self, slots: Tensor) -> None:
         """Of the generated slots keep these, int64 `[B, W]`, in this order."""
@@ -69,15 +71,37 @@ class TreeLayer:
         for stored in (self.keys, self.values):
             stored[:, :, start:end] = stored[sentences, :, start + slots].transpose(1, 2)  # a copy, so in place
 
+    def clear(self) -> None:
+        """Let go of the buffers."""
+        self.keys = self.values = None
+
     @property
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values) if x is not None)
+
+    def _grown(self, tensor: Tensor, capacity: int) -> Tensor:
+        """A copy with room for `capacity` slots along dimension 2."""
+        grown = self._empty(tensor, len(tensor), capacity)
+        grown[:, :, : tensor.shape[2]] = tensor
+        return grown
+
+    def _selected(self, tensor: Tensor, sentences: Tensor, capacity: int) -> Tensor:
+        """The same of these sentences only."""
+        selected = self._empty(tensor, len(sentences), capacity)
+        torch.index_select(tensor, 0, sentences, out=selected[:, :, : tensor.shape[2]])
+        return selected
+
+    def _empty(self, like: Tensor, batch: int, capacity: int) -> Tensor:
+        _, heads, _, size = like.shape
+        return self.tree.buffers.empty((batch, heads, capacity, size), like.dtype, like.device)
 
 
 class BeamTree:
     """The state all layers share: how far generation is, and who descends from whom."""
 
-    def __init__(self, batch: int, beams: int, max_steps: int) -> None:
+    def __init__(self, batch: int, beams: int, max_steps: int, buffers: Buffers | None = None) -> None:
+        """`buffers`: where the layers take their memory from."""
+        self.buffers = Buffers(None) if buffers is None else buffers
         self.batch, self.beams, self.max_steps = batch, beams, max_steps
         self.capacity = max(1, min(max_steps, FIRST_STEPS)) * beams  # generated slots allocated
         self.prompt_length = 0
@@ -96,6 +120,7 @@ class BeamTree:
         slots = prompt_length + self.capacity
         self._ancestry = torch.zeros(self.batch, self.beams, slots, dtype=torch.bool, device=device)
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()
+        self._own = torch.eye(self.beams, dtype=torch.bool, device=device)
         self._positions = torch.arange(slots, device=device)[None]  # those of generated slots are set as they open
 
     @property
@@ -115,9 +140,8 @@ class BeamTree:
         start = self.used
         self.steps += 1
         self.generated += self.beams
-        own = torch.eye(self.beams, dtype=torch.bool, device=self._ancestry.device)
-        self._ancestry[:, :, start : self.used] = own
-        self._positions[:, start : self.used] = self.length
+        self._ancestry[:, :, start : self.used] = self._own
+        self._positions[:, start : self.used].fill_(self.length)
         self._masks.clear()
 
     def _is_full(self) -> bool:
@@ -200,6 +224,11 @@ class BeamTree:
             self._masks[key] = additive_mask(seen, dtype)[:, None]
         return self._masks[key]
 
+    def close(self) -> None:
+        """End the call: the layers' buffers are free, now and not when the garbage collector finds the tree."""
+        for layer in self.layers:
+            layer.clear()
+
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
@@ -215,12 +244,4 @@ def _beams_as_positions(rows: Tensor, beams: int) -> Tensor:
     """`[B*M, H, 1, D]` -> `[B, H, M, D]`; the latter is returned as it is."""
     if rows.shape[2] == beams:
         return rows
-    return rows.unflatten(0, (-1, beams)).squeeze(3).transpose(1, 2)
-
-
-def _grown(tensor: Tensor, capacity: int) -> Tensor:
-    """A copy with room for `capacity` slots along dimension 2."""
-    batch, heads, used, size = tensor.shape
-    grown = tensor.new_empty(batch, heads, capacity, size)
-    grown[:, :, :used] = tensor
-    return grown
+    return rows.view(-1, beams, rows.shape[1], rows.shape[3]).transpose(1, 2)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgen.buffers import Buffers
+
 _DEAD = -1.0e9  # the host's mark of a beam that must not be chosen
 
 IsStopped = Callable[[Tensor, Callable[[], Tensor]], Tensor]  # see BeamSearch.choose
@@ -66,8 +68,18 @@ class _Live:
 class BeamSearch:
     """One request's search. `choose` takes a step; `done` and `result` say how it ended."""
 
-    def __init__(self, prompt: Tensor, beams: int, candidates: int, policy: FinishingPolicy, fill: int) -> None:
-        """`prompt`: int64 `[B*M, prompt_length]`; `candidates`: K; `fill`: token after the end."""
+    def __init__(
+        self,
+        prompt: Tensor,
+        beams: int,
+        candidates: int,
+        policy: FinishingPolicy,
+        fill: int,
+        buffers: Buffers | None = None,
+    ) -> None:
+        """`prompt`: int64 `[B*M, prompt_length]`; `candidates`: K; `fill`: token after the end; `buffers`: where large
+        ones come from."""
+        self._buffers = Buffers(None) if buffers is None else buffers
         self.beams, self.candidates, self.policy = beams, candidates, policy
         self.length = policy.prompt_length
         self.done = False
@@ -94,10 +106,18 @@ class BeamSearch:
         self._evicted = False
         self._totals: Tensor | None = None
         self._best = torch.arange(candidates, device=device) < beams  # bool [K]
+        self._places = torch.arange(beams, device=device)
+        self._number_rows()
 
     @property
     def batch(self) -> int:
         return self.live.tokens.shape[0]
+
+    def _number_rows(self) -> None:
+        """The first row of each live sentence, int64 `[B, 1]`: among the live ones, and in the whole request."""
+        sentence = self.live.sentence
+        self._first_row = torch.arange(len(sentence), device=sentence.device)[:, None] * self.beams
+        self._request_row = sentence[:, None] * self.beams
 
     def running(self) -> Tensor:
         """The live hypotheses so far, int64 `[B*M, length]`."""
@@ -145,28 +165,27 @@ class BeamSearch:
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""
         live, beams, batch = self.live, self.beams, self.batch
-        first = torch.arange(batch, device=tokens.device)[:, None] * beams
-        rows_of_parents = (parents + first).flatten()
 
         def hypotheses() -> Tensor:
-            so_far = self.running().index_select(0, rows_of_parents)
+            so_far = self.running().index_select(0, (parents + self._first_row).flatten())
             return torch.cat([so_far, tokens.flatten()[:, None]], dim=1)
 
         stopped = is_stopped(tokens, hypotheses)
         self._finish(scores, tokens, parents, stopped)
 
         # The next beams are the best candidates that go on.
-        going_on = scores + stopped.to(torch.float32) * _DEAD
-        best = torch.topk(going_on, k=beams)[1]  # [B, M]
-        live.scores = going_on.gather(1, best)
-        parents = parents.gather(1, best)
-        local = (parents + first).flatten()
+        going_on = scores.add(stopped, alpha=_DEAD)
+        live.scores, best = torch.topk(going_on, k=beams)  # [B, M]
+        chosen = parents.gather(1, best)
+        local = (chosen + self._first_row).flatten()
         step = self.length - self.policy.prompt_length
         # Tokens and rows are reordered side by side.
-        live.tokens[:, :, : self.length] = self.running().index_select(0, local).unflatten(0, (batch, beams))
-        live.rows[:, :, :step] = live.rows[:, :, :step].flatten(0, 1)[local].unflatten(0, (batch, beams))
+        running = live.tokens[:, :, : self.length]
+        running.copy_(running.flatten(0, 1).index_select(0, local).unflatten(0, (batch, beams)))
+        rows = live.rows[:, :, :step]
+        rows.copy_(rows.flatten(0, 1).index_select(0, local).unflatten(0, (batch, beams)))
         live.tokens[:, :, self.length] = tokens.gather(1, best)
-        live.rows[:, :, step] = self._request_rows(parents)
+        live.rows[:, :, step] = chosen + self._request_row
         self.length += 1
 
         improvable = self.policy.is_improvable(live.scores, live.finished_scores, live.is_finished, self.length)
@@ -179,48 +198,45 @@ class BeamSearch:
         if like.dtype != self.live.scores.dtype:
             return None  # a processor's doing: the sum's dtype is torch's business
         if self._totals is None or self._totals.dtype != like.dtype:
-            self._totals = torch.empty_like(like)
+            self._totals = self._buffers.empty(like.shape, like.dtype, like.device)
         return self._totals[: like.shape[0]]
-
-    def _request_rows(self, parents: Tensor) -> Tensor:
-        """Beams `[B, ...]` of live sentences -> rows of the whole request, int32."""
-        return (parents + self.live.sentence[:, None] * self.beams).to(torch.int32)
 
     def _finish(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor) -> None:
         """Let the candidates that stopped here compete with the hypotheses finished before."""
         live, policy = self.live, self.policy
         finishing = stopped & self._best  # beyond the best M, candidates only keep the beam full
         normalised = scores / ((self.length + 1 - policy.prompt_length) ** policy.length_penalty)
-        full = torch.all(live.is_finished, dim=-1, keepdim=True) & (policy.early_stopping is True)
         # One after the other, as the host adds them: near -1e9 float32 rounds to multiples of 64.
-        normalised += full.to(torch.float32) * _DEAD
-        normalised += (~live.improvable).to(torch.float32) * _DEAD
-        normalised += (~finishing) * _DEAD
+        if policy.early_stopping is True:
+            normalised.add_(torch.all(live.is_finished, dim=-1, keepdim=True), alpha=_DEAD)
+        normalised.add_(~live.improvable, alpha=_DEAD)
+        normalised.add_(~finishing, alpha=_DEAD)
         merged = torch.cat([live.finished_scores, normalised], dim=1)  # [B, M + K]
-        best = torch.topk(merged, k=self.beams)[1]  # [B, M]
-        if torch.equal(best, torch.arange(self.beams, device=best.device).expand_as(best)):
+        finished_scores, best = torch.topk(merged, k=self.beams)  # [B, M]
+        if torch.equal(best, self._places.expand_as(best)):
             return  # nothing new
-        live.finished_scores = merged.gather(1, best)
+        live.finished_scores = finished_scores
         live.is_finished = torch.cat([live.is_finished, finishing], dim=1).gather(1, best)
 
         # Build only the hypotheses that enter: [new], each with the sentence, the place and the candidate.
         length, step = self.length, self.length - policy.prompt_length
-        old = best.clamp(max=self.beams - 1)[:, :, None]
-        live.finished_tokens = live.finished_tokens.take_along_dim(old, dim=1)
-        live.finished_rows = live.finished_rows.take_along_dim(old, dim=1)
+        old = (best.clamp(max=self.beams - 1) + self._first_row).flatten()
+        live.finished_tokens = live.finished_tokens.flatten(0, 1).index_select(0, old).view_as(live.tokens)
+        live.finished_rows = live.finished_rows.flatten(0, 1).index_select(0, old).view_as(live.rows)
         sentence, place = torch.nonzero(best >= self.beams, as_tuple=True)
         candidate = best[sentence, place] - self.beams
         parent = parents[sentence, candidate]
         new_tokens, new_rows = live.tokens[sentence, parent], live.rows[sentence, parent]
         new_tokens[:, length] = tokens[sentence, candidate]
-        new_rows[:, step] = (parent + live.sentence[sentence] * self.beams).to(torch.int32)
+        new_rows[:, step] = parent + self._request_row[sentence, 0]
         live.finished_tokens[sentence, place] = new_tokens
         live.finished_rows[sentence, place] = new_rows
 
     def _is_done(self, stopped: Tensor) -> bool:
         live = self.live
-        open_beam = ~(torch.all(live.is_finished) & (self.policy.early_stopping is True))
-        go_on = torch.any(live.improvable) & open_beam
+        go_on = torch.any(live.improvable)
+        if self.policy.early_stopping is True:
+            go_on = go_on & ~torch.all(live.is_finished)
         # Once sentences have left, theirs might be the candidates that go on; only the maximal length
         # is known to stop them all.
         if not self._evicted or self.length >= self.policy.max_length:
@@ -228,21 +244,21 @@ class BeamSearch:
         return not bool(go_on)
 
     def settled(self) -> Tensor:
-        """Which sentences' result can no longer change, bool `[B]`; none if the search is done anyway.
+        """Which sentences' result can no longer change, bool `[B]`; not asked of a search that is done.
 
         A sentence is settled when its M places hold finished hypotheses with real scores and, by the
         policy, nothing new is accepted: every later candidate is worth less than -1e9.
         """
         live = self.live
-        closed = ~live.improvable[:, 0] | (self.policy.early_stopping is True)
         real = torch.all(live.is_finished & (live.finished_scores > 0.1 * _DEAD), dim=1)
-        return closed & real & (not self.done)
+        return real if self.policy.early_stopping is True else real & ~live.improvable[:, 0]
 
     def evict(self, settled: Tensor) -> Tensor:
         """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""
         self._store(settled)
         stay = torch.nonzero(~settled)[:, 0]
         self.live.keep(stay)
+        self._number_rows()
         self._evicted = True
         return stay
 

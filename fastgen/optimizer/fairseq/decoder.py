@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config
+from fastgen.buffers import Buffers
 from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
@@ -31,7 +32,14 @@ class TreeEnsemble:
         self.reason: str | None = None  # why the tree turned out not to fit; then the host's own cache is used
         source = request.source
         assert source is not None
-        self.session = Session(request.batch, request.beams, request.max_steps, request.generator.pad, source.device)
+        self.session = Session(
+            request.batch,
+            request.beams,
+            request.max_steps,
+            request.generator.pad,
+            source.device,
+            Buffers(self.inner.models[0]),
+        )
         models = [replaced(model, decoder=over_the_tree(model.decoder, self.session)) for model in self.inner.models]
         self._over_the_tree = replaced(self.inner, models=models, single_model=models[0])
         self._prompt: Prompt | None = None

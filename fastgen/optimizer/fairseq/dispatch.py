@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable
@@ -31,12 +32,14 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
 
     view, sample = _mended(request)
     ensemble = None if reason else decode_over_the_tree(request, view)
-    result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
+    with contextlib.closing(ensemble.session.tree) if ensemble else contextlib.nullcontext():
+        result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
+        if ensemble is not None:
+            ensemble.session.measure()
     if ensemble is None or ensemble.reason:
         _record(request, "stock", ensemble.reason if ensemble else reason, start)
         return result
     session = ensemble.session
-    session.measure()
     reason = _NO_FAST_TIER if settings.tier == "fast" else None
     _record(request, "compat", reason, start, session.tree.steps, session.cache_bytes)
     return result

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
+from fastgen.buffers import Buffers
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.cache import stock_cache
@@ -38,8 +39,9 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
     keeps_all = request.keeps_all_rows
     all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
     all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
-    search = _search(request)
-    is_stopped, process, may_evict = request.stopper(), Processing(), request.may_evict
+    buffers = decoder.tree.buffers
+    search, process = _search(request, buffers), Processing(buffers)
+    is_stopped, may_evict = request.stopper(), request.may_evict
 
     def stops(tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
         return is_stopped(tokens, hypotheses, length=search.length, scores=all_scores)
@@ -121,7 +123,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     return result
 
 
-def _search(request: Request) -> BeamSearch:
+def _search(request: Request, buffers: Buffers) -> BeamSearch:
     config = request.generation_config
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
     policy = FinishingPolicy(
@@ -133,7 +135,7 @@ def _search(request: Request) -> BeamSearch:
     # Enough candidates that M go on although any of M beams may end with any of the end tokens.
     candidates = max(2, 1 + (len(eos) if eos is not None else 0)) * request.beams
     fill = int(pad or eos[0]) if eos is not None else -1
-    return BeamSearch(request.input_ids, request.beams, candidates, policy, fill)
+    return BeamSearch(request.input_ids, request.beams, candidates, policy, fill, buffers)
 
 
 def _last(outputs: Any, device: torch.device) -> Tensor:

@@ -140,7 +140,8 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
         if not mine:
             self.cross_attention_cache.layers = [copy.copy(layer) for layer in others[0]]
             self.is_updated = dict.fromkeys(range(len(others[0])), True)
-            self._seats = [(Seats(rows), Seats(rows)) for _ in others[0]]
+            buffers = self.self_attention_cache.session.tree.buffers
+            self._seats = [(Seats(rows, buffers), Seats(rows, buffers)) for _ in others[0]]
         self._capacity = max(self._capacity, length)
         for index, layer in enumerate(self.cross_attention_cache.layers):
             for name, seats in zip(("keys", "values"), self._seats[index], strict=True):
@@ -148,6 +149,11 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
                 new = [getattr(layers[index], name) for layers in others]
                 held = seats.regroup(taken, stay, None, new, length, self._capacity)
                 setattr(layer, name, held[:, :, :length])
+
+    def close(self) -> None:
+        """Let go of the source's keys."""
+        self.cross_attention_cache.layers = []
+        self._seats = []
 
     @property
     def cross_bytes(self) -> int:

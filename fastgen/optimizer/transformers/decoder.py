@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
@@ -26,13 +27,15 @@ class TreeDecoder:
     """
 
     def __init__(self, request: Request, tree: BeamTree | None = None) -> None:
+        """`close` it when the call ends, however it does."""
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
         max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
-        self.tree = BeamTree(request.batch, self.beams, max_steps) if tree is None else tree
+        self.tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model)) if tree is None else tree
         self.session = Session(self.tree, self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.peak_bytes = 0
+        self._finished_mask: tuple[Tensor, Tensor] | None = None
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
         self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
 
@@ -60,11 +63,17 @@ class TreeDecoder:
             return {**inputs, "attention_mask": mask}
         inputs = {**inputs, "decoder_attention_mask": mask, "encoder_outputs": self.encoder_outputs}
         if inputs.get("attention_mask") is not None:
-            padding: Any = self.source_mask
-            if padding.ndim == 2 and host.TAKES_SOURCE_MASK and not self._derives_mask:
-                padding = padding[:, None, None].bool()  # [B, 1, 1, N]: taken as it is, with no host sync
-            inputs["attention_mask"] = padding
+            inputs["attention_mask"] = self._padding()
         return inputs
+
+    def _padding(self) -> Tensor:
+        """The source's mask as the model takes it; the same object until sentences leave or enter."""
+        mask: Tensor = self.source_mask
+        if mask.ndim != 2 or not host.TAKES_SOURCE_MASK or self._derives_mask:
+            return mask
+        if self._finished_mask is None or self._finished_mask[0] is not mask:
+            self._finished_mask = (mask, mask[:, None, None].bool())  # [B, 1, 1, N]: taken as it is, with no host sync
+        return self._finished_mask[1]
 
     def step(self, inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step, one row per beam."""
@@ -94,6 +103,12 @@ class TreeDecoder:
         """The most bytes that keys and values have taken, self- and cross-attention's."""
         self._measure()
         return self.peak_bytes
+
+    def close(self) -> None:
+        """Let go of all keys and values; those that the result refers to live on with it."""
+        self.tree.close()
+        if isinstance(self.cache, TreeEncoderDecoderCache):
+            self.cache.close()
 
     def _measure(self) -> None:
         size = self.tree.nbytes

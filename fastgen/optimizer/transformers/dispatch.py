@@ -49,16 +49,17 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     reason = changed_rules(request.model) if request.is_search else None
     if reason and settings.strict and settings.tier == "fast":
         raise report.FallbackError(reason)
-    decoder = TreeDecoder(request)
     start = time.perf_counter()
-    # What greedy search and sampling do between two steps is cheap: the host's own loop keeps all of its rules.
-    if reason or settings.tier == "compat" or not request.is_search:
-        tier, result = "compat", beam_search.compat(request, decoder, stock)
-    else:
-        tier, result = "fast", beam_search.fast(request, decoder)
+    with contextlib.closing(TreeDecoder(request)) as decoder:
+        # What greedy search and sampling do between two steps is cheap: the host's own loop keeps all of its rules.
+        if reason or settings.tier == "compat" or not request.is_search:
+            tier, result = "compat", beam_search.compat(request, decoder, stock)
+        else:
+            tier, result = "fast", beam_search.fast(request, decoder)
+        cache_bytes = decoder.cache_bytes()
     seconds = time.perf_counter() - start
     steps = decoder.tree.steps + 1  # the prompt's own forward pass chooses tokens too
-    _record(request, tier, reason, steps, seconds, decoder.cache_bytes())
+    _record(request, tier, reason, steps, seconds, cache_bytes)
     return result
 
 

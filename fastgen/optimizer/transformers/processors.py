@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
+from fastgen.buffers import Buffers
+
 Bans = Callable[[Any, int], "Tensor | None"]  # (processor, length) -> token ids int64 [n], or nothing at this length
 
 
@@ -51,7 +53,9 @@ def _bans_ngrams(processor: Any, rows: int) -> bool:
 class Processing:
     """The processors of one request, from logits to the scores that beams are chosen by."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        """`buffers`: where its memory comes from."""
+        self._buffers = Buffers(None) if buffers is None else buffers
         self._tensors: dict[Any, Tensor] = {}  # processor -> the tokens it bans, or its source; looked up once
         self._buffer: Tensor | None = None
 
@@ -68,7 +72,7 @@ class Processing:
         if all(type(processor) in _BANS or _bans_ngrams(processor, rows) for processor in processors):
             # Nobody else sees the scores, so the last step's memory serves again: fresh pages cost as much as the sums.
             if self._buffer is None:
-                self._buffer = torch.empty_like(logits)
+                self._buffer = self._buffers.empty(logits.shape, logits.dtype, logits.device)
             scores = torch.log_softmax(logits, -1, out=self._buffer[:rows])
         else:
             scores = logits.log_softmax(-1)

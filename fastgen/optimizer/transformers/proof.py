@@ -7,6 +7,7 @@ logits are equal.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable
@@ -58,8 +59,8 @@ def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
 def _try(request: Request, stock: Callable[..., Any], expected: Any) -> str | None:
     ours = _sample(request)
     try:
-        decoder = TreeDecoder(ours)
-        result = beam_search.fast(ours, decoder) if ours.is_search else beam_search.compat(ours, decoder, stock)
+        with contextlib.closing(TreeDecoder(ours)) as decoder:
+            result = beam_search.fast(ours, decoder) if ours.is_search else beam_search.compat(ours, decoder, stock)
     # Here, and only here, an unknown model's code meets the tree: whatever it raises is the verdict.
     except Exception as error:
         return f"it cannot run on the tree ({type(error).__name__}: {_first_line(error)})"

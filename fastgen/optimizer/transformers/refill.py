@@ -5,6 +5,7 @@ Each call keeps its own search, processors and prompt; the tree and the model's 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import GenerationMixin
 
 from fastgen import config, report
+from fastgen.buffers import Buffers
 from fastgen.cache.joint import JointTree
 from fastgen.optimizer.transformers import beam_search, dispatch, modules, proof
 from fastgen.optimizer.transformers import session as sessions
@@ -53,31 +54,32 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
     live: list[_Call] = []
     joint: _Joint | None = None
     start, sentences = time.perf_counter(), 0
-    while following is not None or live:
-        entering: list[_Call] = []
-        while following is not None and _has_room([*live, *entering], following[1], batch_size):
-            call = _Call(model, *following)
-            following = next(waiting, None)
-            if call.ended:
-                yield call.number, call.result
-            else:
-                entering.append(call)
-                sentences += call.request.batch
-        if not (live or entering):
-            continue
-        joint = joint or _Joint(entering[0].request, batch_size)
-        joint.regroup(entering)
-        joint.step_all()
-        live = [call for call in joint.calls if not call.ended]
-        for call in joint.calls:
-            if call.ended:
-                yield call.number, call.result
-    if joint is not None:
-        model_name, seconds = type(model).__name__, time.perf_counter() - start
-        steps, size = joint.steps, joint.cache_bytes()
-        report.record(
-            report.Call("transformers", model_name, "fast", None, sentences, joint.beams, steps, seconds, size)
-        )
+    with contextlib.ExitStack() as ending:
+        while following is not None or live:
+            entering: list[_Call] = []
+            while following is not None and _has_room([*live, *entering], following[1], batch_size):
+                call = _Call(model, *following)
+                following = next(waiting, None)
+                if call.ended:
+                    yield call.number, call.result
+                else:
+                    entering.append(call)
+                    sentences += call.request.batch
+            if not (live or entering):
+                continue
+            joint = joint or ending.enter_context(contextlib.closing(_Joint(entering[0].request, batch_size)))
+            joint.regroup(entering)
+            joint.step_all()
+            live = [call for call in joint.calls if not call.ended]
+            for call in joint.calls:
+                if call.ended:
+                    yield call.number, call.result
+        if joint is not None:
+            model_name, seconds = type(model).__name__, time.perf_counter() - start
+            steps, size = joint.steps, joint.cache_bytes()
+            report.record(
+                report.Call("transformers", model_name, "fast", None, sentences, joint.beams, steps, seconds, size)
+            )
 
 
 def _has_room(calls: list[_Call], kwargs: Mapping[str, Any], batch_size: int) -> bool:
@@ -129,6 +131,7 @@ class _Call:
             self.inputs = self._steps.send(outputs)
         except StopIteration as end:
             self.result, self.ended = end.value, True
+            self.decoder.close()
 
     @property
     def sentences(self) -> int:
@@ -156,10 +159,7 @@ class _OneOfSeveral(TreeDecoder):
     def moved(self) -> None:
         """Its sentences are in the joint tree: nothing need be kept here."""
         self.has_moved = True
-        for layer in self.tree.layers:
-            layer.keys = layer.values = None
-        if isinstance(self.cache, TreeEncoderDecoderCache):
-            self.cache.cross_attention_cache = DynamicCache()
+        self.close()
         self.encoder_outputs = self.source_mask = None
 
     def padding(self) -> Tensor:
@@ -194,7 +194,8 @@ class _Joint(TreeDecoder):
 
     def __init__(self, request: Request, rows: int) -> None:
         """`rows`: sentences to make room for at once."""
-        super().__init__(request, JointTree(rows, request.beams, request.input_ids.device))
+        tree = JointTree(rows, request.beams, request.input_ids.device, Buffers(request.model))
+        super().__init__(request, tree)
         self._rows = rows
         self.session.patches |= _absolute_positions(self.model)
         self.encoder_outputs = self.source_mask = None

@@ -39,6 +39,7 @@ class Session:
         self.spans: list[tuple[int, int]] | None = None
         self.folds = 0  # calls folded so far: proof that the path ran
         self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
+        self._cross: tuple[Tensor, Tensor] | None = None  # the source's mask and its bias: the same at every step
         self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def appended(self, layer: TreeLayer) -> None:
@@ -112,7 +113,9 @@ class Session:
             return None
         if mask.dtype != torch.bool:
             return mask
-        return self._once("cross", mask, lambda: additive_mask(mask, dtype))
+        if self._cross is None or self._cross[0] is not mask or self._cross[1].dtype != dtype:
+            self._cross = (mask, additive_mask(mask, dtype))
+        return self._cross[1]
 
     def position_bias(self, bias: Tensor) -> Tensor:
         """T5: a bias computed for consecutive slots -> for the position each slot stands for."""

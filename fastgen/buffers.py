@@ -1,0 +1,96 @@
+"""Large buffers that outlive the call that made them: on a CPU, fresh memory costs a page fault every 4 KiB.
+
+A model keeps the buffers of its calls, and a later call takes whichever fits and nobody uses. Whether somebody does is
+read off the memory itself, torch's count of references to a storage: a view that a result, a hook or a traceback still
+holds keeps a buffer from being taken, so nothing need be handed back, not even after an exception.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastgen.packing import free_memory
+
+_MIN_BYTES = 2**17  # what is smaller, the C library keeps by itself
+_MEMORY_SHARE = 4  # all buffers together take at most this part of the memory that is free without them
+
+_lock = threading.RLock()  # reentrant: a model may die, and its buffers with it, anywhere
+_kept: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()  # uint8 [size], by size
+
+
+def nbytes() -> int:
+    """The memory that kept buffers take now, those in use included."""
+    with _lock:
+        return sum(buffer.numel() for buffers in _kept.values() for buffer in buffers)
+
+
+def release() -> None:
+    """Keep no buffer any longer; one in use is freed when its call ends."""
+    with _lock:
+        _kept.clear()
+
+
+class Buffers:
+    """Where the calls of one model take their large buffers from; for any thread."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        """`model`: whose buffers are kept; None keeps none."""
+        self._model = None if model is None else weakref.ref(model)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor with anything in it, contiguous, which shares its memory with no other."""
+        size = math.prod(shape) * dtype.itemsize
+        model = None if self._model is None else self._model()
+        # On other devices torch's own allocator keeps memory.
+        if model is None or size < _MIN_BYTES or device.type != "cpu" or torch.compiler.is_compiling():
+            return torch.empty(shape, dtype=dtype, device=device)
+        with _lock:
+            buffer = _take(model, size)
+            if buffer is None:
+                return torch.empty(shape, dtype=dtype, device=device)
+            return buffer[:size].view(dtype).view(shape)  # in use from now on, so still under the lock
+
+
+def _take(model: nn.Module, size: int) -> Tensor | None:
+    """The smallest idle buffer of `size` bytes or more, perhaps a new one; None if no more can be kept."""
+    mine = _kept.setdefault(model, [])
+    first = bisect.bisect_left(mine, size, key=Tensor.numel)
+    for buffer in mine[first:]:
+        if _is_idle(buffer):
+            return buffer
+    # A new one replaces one that was too small: so there are never more than were in use at once.
+    for place in reversed(range(first)):
+        if _is_idle(mine[place]):
+            del mine[place]
+            break
+    step = 1 << max(size.bit_length() - 3, 0)  # so that sizes which differ by little fit one buffer
+    size = -(-size // step) * step
+    taken, free = nbytes(), free_memory()
+    if not _COUNTS or (free is not None and (taken + size) * _MEMORY_SHARE > taken + free):
+        return None
+    with torch.inference_mode(False):  # or nobody could write to it outside of that mode
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+    if type(buffer) is not Tensor:  # a mode that fakes tensors is active, which no later call should see
+        return None
+    bisect.insort(mine, buffer, key=Tensor.numel)
+    return buffer
+
+
+def _references(buffer: Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
+    return count
+
+
+_COUNTS = hasattr(torch._C, "_storage_Use_Count")  # private to torch, and younger than the oldest one we run on
+_ALONE = _references(torch.empty(1, device="cpu")) if _COUNTS else 0  # references to memory that only one tensor has
+
+
+def _is_idle(buffer: Tensor) -> bool:
+    return _references(buffer) == _ALONE
