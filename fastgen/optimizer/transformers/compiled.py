@@ -101,6 +101,10 @@ def _unsupported(model: nn.Module) -> str | None:
         return "the model's forward has been replaced"
     if modules.hand_written_attention(model):
         return "its attention is folded at the module's boundary"
+    for module in model.modules():
+        attention = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if attention not in (None, "sdpa"):
+            return f"its attention is {attention!r}, and only 'sdpa' is compiled"
     return None
 
 
