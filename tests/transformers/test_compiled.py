@@ -20,7 +20,8 @@ from fastgen.optimizer.transformers import compiled
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), reason="needs a C++ compiler"
 )
-OPTIONS: dict[str, Any] = dict(num_beams=4, max_new_tokens=20, early_stopping=True, length_penalty=-1.0)
+TOKENS = dict(return_dict_in_generate=False)  # sentences may leave
+OPTIONS: dict[str, Any] = dict(num_beams=4, max_new_tokens=20, early_stopping=True, length_penalty=-1.0, **TOKENS)
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ def test_identical(family: str) -> None:
     assert step.failure is None and step.graphs > 0 and step.seconds > 0
     assert f"compiled {type(model).__name__}: {step}" in " ".join(str(fastgen.status()).split())
 
-    longer = dict(num_beams=3, min_new_tokens=70, max_new_tokens=70)  # more steps than are allocated at first
+    longer = dict(num_beams=3, min_new_tokens=70, max_new_tokens=70, **TOKENS)  # more steps than are allocated at first
     harness.compare(model, inputs, tier="fast", **longer)
     assert step.failure is None
 
@@ -92,13 +93,17 @@ def test_what_is_not_compiled_says_why(family: str) -> None:
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    attempts = []
+
     def fails(*_: Any) -> Any:
+        attempts.append(1)
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch._inductor, "compile", fails)
     model, inputs = zoo.load("bart"), zoo.inputs_for("bart")
     harness.compare(model, inputs, tier="fast", num_beams=3, max_new_tokens=6)
     assert "no compiler here" in (_step(model).failure or "")
+    assert len(attempts) == 1, "it is tried once"
 
 
 def test_release_and_disable_drop_compiled_code() -> None:

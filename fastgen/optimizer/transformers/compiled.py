@@ -55,7 +55,9 @@ class CompiledStep:
         return torch._inductor.compile(graph, inputs)
 
     def __call__(self, stock: Forward, model: nn.Module, kwargs: dict[str, Any]) -> Any:
-        """`stock(model, **kwargs)`; if it cannot be compiled, by itself."""
+        """`stock(model, **kwargs)`; if it cannot be compiled, by itself, from then on."""
+        if self.failure:
+            return stock(model, **kwargs)
         _local.is_ours, _local.has_compiled, start = True, False, time.perf_counter()
         try:
             return self._function(stock, model, kwargs)
