@@ -35,6 +35,8 @@ __all__ = [
     "status",
 ]
 
+_COMPILED = "fastgen.optimizer.transformers.compiled"
+
 # Guards the switch and every host's patches. Never held while a module is imported: another thread
 # may hold that module's import lock and wait for this one.
 _lock = threading.RLock()
@@ -174,7 +176,8 @@ def disabled() -> Iterator[None]:
 def configure(**options: Any) -> Config:
     """Change settings.
 
-    strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off").
+    strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off"),
+    compile (bool).
     """
     return config.configure(**options)
 
@@ -186,6 +189,7 @@ def status() -> Status:
         on = _switch.on
     packing = sys.modules.get("fastgen.packing")  # loaded by the first beam search, as are the buffers
     buffers = sys.modules.get("fastgen.buffers")
+    compiled = sys.modules.get(_COMPILED)
     return Status(
         __version__,
         on,
@@ -195,13 +199,14 @@ def status() -> Status:
         packed_weights=packing.count() if packing else 0,
         packed_bytes=packing.nbytes() if packing else 0,
         buffer_bytes=buffers.nbytes() if buffers else 0,
+        compiled=compiled.steps() if compiled else {},
         operators=report.operators(),
     )
 
 
 def release() -> None:
-    """Free what fastgen keeps between calls: the packed copies of weights, and the buffers of keys and values."""
-    for name in ("fastgen.packing", "fastgen.buffers"):
+    """Free what fastgen keeps between calls: packed copies of weights, buffers of keys and values, compiled code."""
+    for name in ("fastgen.packing", "fastgen.buffers", _COMPILED):
         if module := sys.modules.get(name):
             module.release()
 

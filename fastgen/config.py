@@ -22,10 +22,12 @@ class Config:
     tier: str = "auto"  # the best that a request allows, or the best to try
     history: int = 32  # calls that status() remembers
     packing: str = "auto"  # copies of weights, packed for the CPU: where a timing says so, "always", or "off"
+    compile: bool = False  # run decode steps through torch.compile
 
     def __post_init__(self) -> None:
-        if not isinstance(self.strict, bool):
-            raise TypeError(f"strict must be True or False, not {self.strict!r}.")
+        for name in ("strict", "compile"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {value!r}.")
         for name, choices in (("tier", TIERS), ("packing", PACKING)):
             value = getattr(self, name)
             if value not in choices:
@@ -55,9 +57,9 @@ def native() -> str:
 
 
 def from_environment() -> Config:
-    """The settings of FASTGEN_STRICT, _TIER, _PACKING and _HISTORY, defaults where unset."""
+    """The settings of FASTGEN_STRICT, _TIER, _PACKING, _COMPILE and _HISTORY, defaults where unset."""
     native()  # not a setting that can be changed later, but a mistake in it should show at once as well
-    options: dict[str, Any] = {"strict": flag("FASTGEN_STRICT")}
+    options: dict[str, Any] = {"strict": flag("FASTGEN_STRICT"), "compile": flag("FASTGEN_COMPILE")}
     for name in ("tier", "packing"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             options[name] = text.lower()

@@ -55,6 +55,7 @@ class Status:
     packed_bytes: int = 0
     buffer_bytes: int = 0  # kept for later calls, or in use
     operators: dict[str, str] = field(default_factory=dict)  # how each runs; empty until they are first used
+    compiled: dict[str, str] = field(default_factory=dict)  # how each model has fared with `compile=True`, by class
 
     def __str__(self) -> str:
         lines = [f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}"]
@@ -69,6 +70,8 @@ class Status:
             lines.append(f"packed weights: {self.packed_weights}, {_size(self.packed_bytes)}")
         if self.buffer_bytes:
             lines.append(f"buffers kept for later calls: {_size(self.buffer_bytes)}")
+        for model, how in self.compiled.items():
+            lines += textwrap.wrap(f"compiled {model}: {how}", _WIDTH, subsequent_indent="  ")
         if self.calls:
             lines += _table(self.calls)
         return "\n".join(lines)
@@ -146,6 +149,11 @@ def log_once(reason: str, model: str = "") -> None:
             return
         _logged.add((model, reason))
     _logger.info("%s runs the stock beam search: %s", model or "a model", reason)
+
+
+def log(text: str) -> None:
+    """Say it at INFO level."""
+    _logger.info("%s", text)
 
 
 def calls() -> tuple[Call, ...]:

@@ -9,7 +9,14 @@ import pytest
 import fastgen
 from fastgen import config
 
-VARIABLES = ("FASTGEN_STRICT", "FASTGEN_TIER", "FASTGEN_HISTORY", "FASTGEN_PACKING", "FASTGEN_NATIVE")
+VARIABLES = (
+    "FASTGEN_STRICT",
+    "FASTGEN_TIER",
+    "FASTGEN_HISTORY",
+    "FASTGEN_PACKING",
+    "FASTGEN_COMPILE",
+    "FASTGEN_NATIVE",
+)
 
 
 @pytest.fixture
@@ -33,6 +40,7 @@ def test_defaults(environment: pytest.MonkeyPatch) -> None:
         ("FASTGEN_TIER", "compat", "tier", "compat"),
         ("FASTGEN_TIER", "FAST", "tier", "fast"),
         ("FASTGEN_PACKING", "off", "packing", "off"),
+        ("FASTGEN_COMPILE", "1", "compile", True),
         ("FASTGEN_HISTORY", "7", "history", 7),
         ("FASTGEN_HISTORY", "0", "history", 0),
     ],
@@ -47,6 +55,7 @@ def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, 
     ("variable", "text", "message"),
     [
         ("FASTGEN_STRICT", "maybe", "FASTGEN_STRICT must be 0 or 1, not 'maybe'."),
+        ("FASTGEN_COMPILE", "all", "FASTGEN_COMPILE must be 0 or 1, not 'all'."),
         ("FASTGEN_NATIVE", "1", "FASTGEN_NATIVE must be 0, build or required, or not be set, not '1'."),
         ("FASTGEN_TIER", "faster", "FASTGEN_TIER must be one of auto, fast, compat, stock, not 'faster'."),
         ("FASTGEN_PACKING", "no", "FASTGEN_PACKING must be one of auto, always, off, not 'no'."),
@@ -76,10 +85,15 @@ def test_configure_changes_what_it_names_only() -> None:
         ({"tier": "slow"}, ValueError, "tier must be one of auto, fast, compat, stock, not 'slow'."),
         ({"tier": None}, TypeError, "tier must be one of auto, fast, compat, stock, not None."),
         ({"packing": True}, TypeError, "packing must be one of auto, always, off, not True."),
+        ({"compile": "yes"}, TypeError, "compile must be True or False, not 'yes'."),
         ({"history": "3"}, TypeError, "history must be a whole number, not '3'."),
         ({"history": True}, TypeError, "history must be a whole number, not True."),
         ({"history": -1}, ValueError, "history must be 0 or more, not -1."),
-        ({"beams": 4}, TypeError, "there is no option 'beams': the options are strict, tier, history, packing."),
+        (
+            {"beams": 4},
+            TypeError,
+            "there is no option 'beams': the options are strict, tier, history, packing, compile.",
+        ),
         (
             {"history": 5, "tier": "slow"},
             ValueError,

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 
 from fastgen.cache.joint import Seats
 from fastgen.cache.tree import BeamTree, TreeLayer
-from fastgen.optimizer.transformers.session import Session
+from fastgen.optimizer.transformers.session import Session, traced
 
 
 def unsupported_cache(cache: Any) -> str | None:
@@ -94,6 +94,8 @@ class TreeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if (compiled := traced()) is not None:
+            return compiled.append(self.session, key_states, value_states, layer_idx)
         layers = self.session.tree.layers
         while len(layers) <= layer_idx:
             window = self.windows[len(layers)] if len(layers) < len(self.windows) else None

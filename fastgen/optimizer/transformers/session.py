@@ -34,7 +34,13 @@ class Session:
     def __init__(self, tree: BeamTree, model: torch.nn.Module) -> None:
         self.tree = tree
         self.packing = Packing(model, config.current().packing)
-        self.patches = {**modules.hand_written_attention(model), **_PACKED}
+        self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
+        self._model, self._compiled_step = model, None
+        if config.current().compile:
+            from fastgen.optimizer.transformers import compiled  # brings the compiler with it
+
+            self._compiled_step = compiled.step_of(model)
+            self.patches |= compiled.seam(model)
         # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
         self.spans: list[tuple[int, int]] | None = None
         self.folds = 0  # calls folded so far: proof that the path ran
@@ -104,6 +110,21 @@ class Session:
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
         return output.flatten(0, 1)[:, None].contiguous(), None
 
+    def compiled_step_of(self, model: torch.nn.Module) -> Any:
+        """The compiled step of this session's model, if it has one, for calls of the model that are plain steps."""
+        return self._compiled_step if model is self._model and self.spans is None else None
+
+    def attend_compiled(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """`attend` from within a compiled step, whose graph has no keys of self-attention."""
+        self._derived.clear()  # compiled code uses a tensor again for something else
+        self._cross = None
+        if (layer := self._appended) is not None:
+            key, value = (stored[:, :, : self.tree.used] for stored in layer.stored())
+        kwargs = {name: option for name, option in kwargs.items() if option is not None}
+        return self.attend(sdpa_attention_forward, module, query, key, value, *args, **kwargs)[0]
+
     def self_bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         return self.tree.mask(window, dtype)
 
@@ -163,9 +184,31 @@ def _stack() -> list[Session]:
     return stack
 
 
-_PACKED: dict[tuple[type, str], modules.Wrapper] = {
-    (torch.nn.Linear, "forward"): lambda stock: wrapped(current, stock),
-    (Conv1D, "forward"): lambda stock: wrapped(current, stock, transposed=True),
+def traced() -> Any:
+    """While this thread's step is traced to be compiled, the module of what to call in place of the tree; else None."""
+    if not torch.compiler.is_compiling():
+        return None
+    from fastgen.optimizer.transformers import compiled
+
+    return compiled if compiled.is_ours() else None
+
+
+def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callable[..., Any]:
+    packed = wrapped(current, stock, transposed)
+
+    @functools.wraps(stock)
+    def forward(self: torch.nn.Module, input: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            compiled = traced()
+            return stock(self, input) if compiled is None else compiled.linear(self, input, transposed)
+        return packed(self, input)
+
+    return forward
+
+
+_PRODUCTS: dict[tuple[type, str], modules.Wrapper] = {
+    (torch.nn.Linear, "forward"): _wrap_product,
+    (Conv1D, "forward"): functools.partial(_wrap_product, transposed=True),
 }
 
 # While any thread decodes, `AttentionInterface`'s look-up is ours; it looks at the thread's own session,
@@ -199,6 +242,10 @@ def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def lookup(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         inner = stock(self, *args, **kwargs)
+        if (compiled := traced()) is not None:
+            if inner is not sdpa_attention_forward:
+                raise NotImplementedError("its attention is not torch's scaled_dot_product_attention")
+            return compiled.attend
         session = current()
         return inner if session is None else functools.partial(session.attend, inner)
 
