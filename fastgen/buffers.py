@@ -49,7 +49,7 @@ class Buffers:
         size = math.prod(shape) * dtype.itemsize
         model = None if self._model is None else self._model()
         # On other devices torch's own allocator keeps memory.
-        if model is None or size < _MIN_BYTES or device.type != "cpu" or torch.compiler.is_compiling():
+        if model is None or size < _MIN_BYTES or device.type != "cpu" or torch.compiler.is_dynamo_compiling():
             return torch.empty(shape, dtype=dtype, device=device)
         with _lock:
             buffer = _take(model, size)

@@ -142,7 +142,7 @@ class Packing:
             layer: has `weight`, `[out, in]` or, if `transposed`, `[in, out]`, and perhaps `bias` `[out]`.
             rows: `[..., in]`.
         """
-        if self._off or rows.dim() < 2 or torch.compiler.is_compiling():
+        if self._off or rows.dim() < 2 or torch.compiler.is_dynamo_compiling():
             return stock(layer, rows)
         if (output := self._siblings.take(layer, rows)) is not None:
             self.products += 1

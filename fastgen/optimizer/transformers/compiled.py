@@ -118,7 +118,7 @@ def seam(model: nn.Module) -> dict[tuple[type, str], modules.Wrapper]:
 def _compiled(stock: Forward) -> Forward:
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_ours() or args:
+        if torch.compiler.is_dynamo_compiling() or is_ours() or args:
             return stock(self, *args, **kwargs)
         session = sessions.current()
         step = None if session is None else session.compiled_step_of(self)

@@ -186,7 +186,7 @@ def _stack() -> list[Session]:
 
 def traced() -> Any:
     """While this thread's step is traced to be compiled, the module of what to call in place of the tree; else None."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_dynamo_compiling():  # `is_compiling` is true while any thread compiles
         return None
     from fastgen.optimizer.transformers import compiled
 
@@ -198,7 +198,7 @@ def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callab
 
     @functools.wraps(stock)
     def forward(self: torch.nn.Module, input: Tensor) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             compiled = traced()
             return stock(self, input) if compiled is None else compiled.linear(self, input, transposed)
         return packed(self, input)
