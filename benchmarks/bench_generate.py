@@ -77,7 +77,7 @@ def _bart(batch: int, length: int, new: int, beams: int) -> Job:
     return _random_job(transformers.BartForConditionalGeneration(config), batch, length, new, beams)
 
 
-def _transformer_base(batch: int) -> Job:
+def _transformer_base(batch: int, beams: int = 4) -> Job:
     config = transformers.MarianConfig(
         vocab_size=32000,
         d_model=512,
@@ -93,14 +93,14 @@ def _transformer_base(batch: int) -> Job:
         decoder_start_token_id=0,
         forced_eos_token_id=None,
     )
-    return _random_job(transformers.MarianMTModel(config), batch, length=25, new=30, beams=4)
+    return _random_job(transformers.MarianMTModel(config), batch, length=25, new=30, beams=beams)
 
 
-def _gpt2() -> Job:
+def _gpt2(length: int, new: int) -> Job:
     config = transformers.GPT2Config(
         n_layer=12, n_embd=768, n_head=12, vocab_size=50257, n_positions=1024, pad_token_id=50256
     )
-    return _random_job(transformers.GPT2LMHeadModel(config), batch=4, length=512, new=64, beams=4)
+    return _random_job(transformers.GPT2LMHeadModel(config), batch=4, length=length, new=new, beams=4)
 
 
 # The trained models.
@@ -163,7 +163,7 @@ SCENARIOS = {
         "trained translation model (BART, 3+3 layers, 192 wide), 1,000 sentences, batches of 64, 5 beams",
         _translation,
         needs="shared",
-        at_least=1.8,
+        at_least=3.0,
     ),
     "bart-8x1022": Scenario(
         "BART-base shape, 8 x 1022 -> 32, 5 beams",
@@ -172,21 +172,25 @@ SCENARIOS = {
         decode_at_least=6.0,
     ),
     "bart-8x512": Scenario(
-        "BART-base shape, 8 x 512 -> 64, 4 beams", lambda _: _bart(8, 512, 64, beams=4), at_least=3.0
+        "BART-base shape, 8 x 512 -> 64, 4 beams", lambda _: _bart(8, 512, 64, beams=4), at_least=4.0
     ),
     "transformer-base-32": Scenario(
-        "transformer-base shape, 32 x 25 -> 30, 4 beams", lambda _: _transformer_base(32), at_least=1.2
+        "transformer-base shape, 32 x 25 -> 30, 4 beams", lambda _: _transformer_base(32), at_least=1.8
     ),
     "transformer-base-1": Scenario(
-        "transformer-base shape, 1 x 25 -> 30, 4 beams", lambda _: _transformer_base(1), at_least=1.0
+        "transformer-base shape, 1 x 25 -> 30, 4 beams", lambda _: _transformer_base(1), at_least=3.0
     ),
-    "gpt2-4x512": Scenario("GPT-2 shape, 4 prompts of 512 -> 64, 4 beams", lambda _: _gpt2(), at_least=3.0),
-    "whisper": Scenario("Whisper-base, trained, 4 x 11 s of speech, 5 beams", _whisper, needs="whisper", at_least=3.0),
+    "transformer-base-greedy": Scenario(
+        "transformer-base shape, 1 x 25 -> 30, greedy", lambda _: _transformer_base(1, beams=1), at_least=2.5
+    ),
+    "gpt2-4x512": Scenario("GPT-2 shape, 4 prompts of 512 -> 64, 4 beams", lambda _: _gpt2(512, 64), at_least=3.0),
+    "gpt2-4x128": Scenario("GPT-2 shape, 4 prompts of 128 -> 512, 4 beams", lambda _: _gpt2(128, 512), at_least=4.0),
+    "whisper": Scenario("Whisper-base, trained, 4 x 11 s of speech, 5 beams", _whisper, needs="whisper", at_least=4.0),
     "smollm": Scenario(
         "SmolLM2-135M, trained, prompts of 512, 512, 512 and 300 -> 48, 4 beams",
         _smollm,
         needs="smollm",
-        at_least=2.3,
+        at_least=3.5,
     ),
 }
 

@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from fastgen.siblings import Siblings, loners
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
 _MIN_ELEMENTS = 2**16  # below, calling costs as much as multiplying
-_MAX_ROWS = 512  # above, both are as fast as the machine
 _FEW_ROWS = 32  # one timing up to here, another from here on
+_TRIAL_ROWS = 512  # at most, in a timing
 # Timings of a shape on either side: as many as fit into these seconds, three at least; some calls before warm it up.
 _TRIALS, _TRIAL_SECONDS, _WARM_UP = 20, 0.02, 3
 _PASSING_BYTES = 2**26  # of weights that pass by while a shape is timed
@@ -83,7 +83,7 @@ class _Plan:
 _lock = threading.RLock()
 _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()  # by the first of the siblings
-_verdicts: dict[tuple[int, int, int, int], bool] = {}  # (out, in, rows up to, threads) -> whether packing pays
+_verdicts: dict[tuple[int, int, bool, int], bool] = {}  # (out, in, few rows, threads) -> whether packing pays
 
 
 @functools.cache
@@ -121,19 +121,18 @@ def release() -> None:
 
 
 class Packing:
-    """The products of one decode over `model`: an object for one thread, the copies are everyone's.
+    """The products of one call: an object for one thread, the copies are everyone's.
 
     `mode`: "auto" packs where a timing says so, "always" packs everything, "off" nothing.
     """
 
-    def __init__(self, model: nn.Module, mode: str) -> None:
+    def __init__(self, mode: str) -> None:
         self.products = 0  # on packed weights
         self._mode = mode
         self._plans: dict[tuple[int, int], _Plan | None] = {}  # by id of a layer and number of rows
         self._siblings = Siblings()
+        self._checked: set[int] = set()  # ids of layers whose copies are up to date
         self._off = mode == "off" or unavailable() is not None
-        if not self._off:
-            _drop_outdated(model)
 
     def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
         """`stock(layer, rows)` or the same product on the packed weight.
@@ -168,6 +167,9 @@ class Packing:
         return output
 
     def _plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
+        if id(layer) not in self._checked:
+            _drop_outdated(layer)
+            self._checked.add(id(layer))
         if not self._pays(layer, rows, number, transposed):
             return None
         joint = _joint.get(layer)
@@ -192,21 +194,21 @@ class Packing:
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         )
-        if not plain or number > _MAX_ROWS or self._mode == "always":
-            return plain and number <= _MAX_ROWS
+        if not plain or self._mode == "always":
+            return plain
         assert weight is not None
         # A timing decides, so two runs may round differently: not where the user has forbidden that.
         if weight.numel() < _MIN_ELEMENTS or torch.are_deterministic_algorithms_enabled():
             return False
         shape = weight.shape[::-1] if transposed else weight.shape
-        few = _FEW_ROWS if number <= _FEW_ROWS else _MAX_ROWS
-        key = (shape[0], shape[1], few, torch.get_num_threads())
+        key = (shape[0], shape[1], number <= _FEW_ROWS, torch.get_num_threads())
         if key not in _verdicts:
             copy = _copy_of(layer, transposed)
             if copy is None:
                 return False
+            sample = rows.flatten(0, -2)[:_TRIAL_ROWS]
             try:
-                pays = _is_faster_packed(weight.detach().t() if transposed else weight.detach(), rows, bias)
+                pays = _is_faster_packed(weight.detach().t() if transposed else weight.detach(), sample, bias)
             except (RuntimeError, MemoryError):  # no memory for the trial
                 pays = False
             with _lock:
@@ -283,13 +285,12 @@ def _joint_bias(layers: list[Any]) -> Tensor | None:
     return torch.cat([torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers])
 
 
-def _drop_outdated(model: nn.Module) -> None:
+def _drop_outdated(layer: nn.Module) -> None:
     with _lock:
-        for module in model.modules():
-            for copies in (_copies, _joint):
-                packed = copies.get(module)
-                if packed is not None and not all(source.is_current() for source in packed.sources):
-                    del copies[module]
+        for copies in (_copies, _joint):
+            packed = copies.get(layer)
+            if packed is not None and not all(source.is_current() for source in packed.sources):
+                del copies[layer]
 
 
 def _drop_useless(shape: torch.Size) -> None:
@@ -353,15 +354,26 @@ def free_memory() -> int | None:
     return min(free, default=None)
 
 
-def wrapped(current: Callable[[], Any], stock: Forward, transposed: bool = False) -> Forward:
-    """A layer's `forward` that multiplies on packed weights while `current()` has a `packing`."""
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def using(packing: Packing) -> Iterator[None]:
+    """Inside the block, layers of this thread whose `forward` is `wrapped` multiply by `packing`."""
+    outer: Packing | None = getattr(_thread, "packing", None)
+    _thread.packing = packing
+    try:
+        yield
+    finally:
+        _thread.packing = outer
+
+
+def wrapped(stock: Forward, transposed: bool = False) -> Forward:
+    """A layer's `forward` that multiplies on packed weights where this thread is `using` them."""
 
     @functools.wraps(stock)
     def forward(self: nn.Module, input: Tensor) -> Tensor:
-        session = current()
-        if session is None:
-            return stock(self, input)
-        output: Tensor = session.packing(self, input, stock, transposed)
-        return output
+        packing: Packing | None = getattr(_thread, "packing", None)
+        return stock(self, input) if packing is None else packing(self, input, stock, transposed)
 
     return forward

@@ -153,6 +153,18 @@ def test_identical_on_packed_weights(family: str, tier: str) -> None:
     packing.release()
 
 
+@pytest.mark.skipif(packing.unavailable() is not None, reason="this torch has no packed products")
+@pytest.mark.parametrize("tier", harness.TIERS)
+@pytest.mark.parametrize("family", sorted({"bart", "llama"}.intersection(zoo.ACCELERATED)))
+def test_the_prompt_is_read_on_packed_weights(family: str, tier: str) -> None:
+    """One new token: there is no step but the prompt's."""
+    packing.release()
+    fastgen.configure(packing="always")
+    harness.compare(zoo.load(family), _inputs(family), tier=tier, num_beams=2, max_new_tokens=1)
+    assert packing.count() > 0
+    packing.release()
+
+
 # ---------------------------------------------------------------------------------------------- Whisper's own way
 def _whisper_generate(model: Any, arguments: dict[str, Any]) -> Any:
     return model.generate(**arguments)

@@ -148,7 +148,7 @@ class Prompt:
 
 def over_the_tree(decoder: Any, session: Session) -> Any:
     """The decoder with attention over the session's tree, on packed weights; the decoder itself stays as it is."""
-    packing = Packing(decoder, config.current().packing)
+    packing = Packing(config.current().packing)
     biases: dict[int, Tensor | None] = {}
     layers = []
     for layer in decoder.layers:

@@ -48,7 +48,8 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
 
     started = host.started(model, request.input_ids, request.model_kwargs)
     shared = decoder.shared(started)
-    outputs = host.prefill(model, request.input_ids[::beams], config, shared)
+    with decoder.session.multiplying():
+        outputs = host.prefill(model, request.input_ids[::beams], config, shared)
     decoder.plant(shared)
     # From here on the host's inputs have one row per beam, as it prepares them itself.
     rows = {**started, "past_key_values": decoder.cache}
@@ -108,7 +109,8 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
             return model.forward(*args, **inputs)
         if not decoder.tree.layers:
             shared = decoder.shared(inputs)
-            outputs = model.forward(**shared)
+            with decoder.session.multiplying():
+                outputs = model.forward(**shared)
             decoder.plant(shared)
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs

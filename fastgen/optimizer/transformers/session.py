@@ -19,7 +19,7 @@ from fastgen._patching import PatchSet
 from fastgen.attention import beam_attention, fold_beams, unfold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.optimizer.transformers import host, modules
-from fastgen.packing import Packing, wrapped
+from fastgen.packing import Packing, using, wrapped
 
 _local = threading.local()
 
@@ -33,7 +33,7 @@ class Session:
 
     def __init__(self, tree: BeamTree, model: torch.nn.Module) -> None:
         self.tree = tree
-        self.packing = Packing(model, config.current().packing)
+        self.packing = Packing(config.current().packing)
         self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
         self._model, self._compiled_step = model, None
         if config.current().compile:
@@ -73,13 +73,19 @@ class Session:
         stack.append(self)
         self._derived.clear()
         try:
-            with _redirected(self.patches):
+            with _redirected(_ATTENTION | self.patches), using(self.packing):
                 yield
             self._check()
         finally:
             stack.pop()
             self._derived.clear()
             self._appended = None
+
+    @contextlib.contextmanager
+    def multiplying(self) -> Iterator[None]:
+        """Pack the products of this thread inside the block, and fold nothing."""
+        with _redirected(_PRODUCTS), using(self.packing):
+            yield
 
     def folds_rows(self, rows: int) -> bool:
         return rows == self.tree.batch * self.tree.beams
@@ -194,7 +200,7 @@ def traced() -> Any:
 
 
 def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callable[..., Any]:
-    packed = wrapped(current, stock, transposed)
+    packed = wrapped(stock, transposed)
 
     @functools.wraps(stock)
     def forward(self: torch.nn.Module, input: Tensor) -> Any:
@@ -219,7 +225,6 @@ _redirections: dict[tuple[type, str], list[Any]] = {}  # (owner, name) -> [users
 
 @contextlib.contextmanager
 def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[None]:
-    wrappers = {(AttentionInterface, host.ATTENTION_SEAM): _wrap_lookup, **wrappers}
     with _lock:
         for (owner, name), wrap in wrappers.items():
             entry = _redirections.setdefault((owner, name), [0, PatchSet()])
@@ -250,3 +255,6 @@ def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:
         return inner if session is None else functools.partial(session.attend, inner)
 
     return lookup
+
+
+_ATTENTION: dict[tuple[type, str], modules.Wrapper] = {(AttentionInterface, host.ATTENTION_SEAM): _wrap_lookup}
