@@ -201,6 +201,7 @@ def status() -> Status:
         buffer_bytes=buffers.nbytes() if buffers else 0,
         compiled=compiled.steps() if compiled else {},
         operators=report.operators(),
+        encoders=report.encoders(),
     )
 
 

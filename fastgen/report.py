@@ -56,6 +56,7 @@ class Status:
     buffer_bytes: int = 0  # kept for later calls, or in use
     operators: dict[str, str] = field(default_factory=dict)  # how each runs; empty until they are first used
     compiled: dict[str, str] = field(default_factory=dict)  # how each model has fared with `compile=True`, by class
+    encoders: dict[str, int] = field(default_factory=dict)  # batches read without padding: see `encoders`
 
     def __str__(self) -> str:
         lines = [f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}"]
@@ -66,6 +67,9 @@ class Status:
         lines += textwrap.wrap(f"operators: {used or 'not used yet'}", _WIDTH, subsequent_indent="  ")
         total = ", ".join(f"{self.counters.get(tier, 0)} {tier}" for tier in TIERS)
         lines.append(f"calls so far: {total}")
+        if self.encoders.get("batches"):
+            saved = 1 - self.encoders["read"] / self.encoders["positions"]
+            lines.append(f"encoders: {self.encoders['batches']} batches grouped by length, {saved:.0%} shorter")
         if self.packed_weights:
             lines.append(f"packed weights: {self.packed_weights}, {_size(self.packed_bytes)}")
         if self.buffer_bytes:
@@ -126,6 +130,7 @@ _calls: deque[Call] = deque()
 _counters: Counter[str] = Counter()
 _logged: set[tuple[str, str]] = set()
 _operators: dict[str, str] = {}
+_encoders: Counter[str] = Counter()
 
 
 def record(call: Call) -> None:
@@ -180,9 +185,22 @@ def operators() -> dict[str, str]:
         return dict(_operators)
 
 
+def note_encoder(read: int, positions: int) -> None:
+    """An encoder has read a batch without (most of) its padding: `read` of its `positions`."""
+    with _lock:
+        _encoders.update(batches=1, read=read, positions=positions)
+
+
+def encoders() -> dict[str, int]:
+    """The `batches` that encoders read in groups of like length, their `positions`, and how many were `read`."""
+    with _lock:
+        return dict(_encoders)
+
+
 def reset() -> None:
     """Forget all calls, counters and what was logged."""
     with _lock:
+        _encoders.clear()
         _calls.clear()
         _counters.clear()
         _logged.clear()

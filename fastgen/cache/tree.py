@@ -26,12 +26,21 @@ class TreeLayer:
         self.window = window  # sliding-window size in tokens, None: unlimited
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.prompt_length = 0  # of the prompt's slots, those stored so far
 
     def prefill(self, keys: Tensor, values: Tensor) -> None:
-        """Store the prompt's keys and values, `[B, H, P, D]`."""
-        self.tree.prompt_length = keys.shape[2]
-        capacity = keys.shape[2] + self.tree.capacity
-        self.keys, self.values = self._grown(keys, capacity), self._grown(values, capacity)
+        """Store the prompt's keys and values, `[B, H, P, D]`, or the next part of them."""
+        start = self.prompt_length
+        end = start + keys.shape[2]
+        self.tree.prompt_length = self.prompt_length = end
+        capacity = end + self.tree.capacity
+        if self.keys is None or self.values is None:
+            self.keys, self.values = self._grown(keys, capacity), self._grown(values, capacity)
+            return
+        self.keys = self._grown(self.keys[:, :, :start], capacity)
+        self.values = self._grown(self.values[:, :, :start], capacity)
+        self.keys[:, :, start:end] = keys
+        self.values[:, :, start:end] = values
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write this step's keys and values and return all slots in use, `[B, H, used, D]`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,12 @@ _SEAMS = {
     "_beam_search": _SEARCH,
     "_sample": (*_SEARCH[:-1], "streamer", "model_kwargs"),
 }
+# Adds the encoder's outputs, under the name of newer versions or of older ones.
+_ENCODES = (
+    "_prepare_text_encoder_decoder_kwargs_for_generation",
+    "_prepare_encoder_decoder_kwargs_for_generation",
+)
+_ENCODER = ("self", "inputs_tensor", "model_kwargs", "model_input_name", "generation_config")
 _NEEDED = (
     "_update_model_kwargs_for_generation",
     "_get_top_k_continuations",
@@ -31,7 +38,9 @@ _NEEDED = (
 
 
 def install(patches: PatchSet, module: ModuleType) -> None:
-    """Replace `_beam_search` and `_sample` of `module`'s GenerationMixin; the module is transformers.generation.utils.
+    """Replace `_beam_search`, `_sample` and what calls the encoder in `module`'s GenerationMixin.
+
+    The module is transformers.generation.utils.
 
     Raises SeamMismatch if this version's seams differ from those our code was written for.
     """
@@ -41,6 +50,11 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     for name in _NEEDED:
         if not hasattr(mixin, name):
             raise SeamMismatch(f"GenerationMixin has no {name}")
+    for name in _ENCODES:
+        with contextlib.suppress(AttributeError, SeamMismatch):  # an encoder that reads padding costs time, no more
+            prepare = getattr(mixin, name)
+            require_signature(prepare, _ENCODER)
+            patches.replace(mixin, name, _without_padding(prepare))
     for name in _SEAMS:
         patches.replace(mixin, name, _accelerated(getattr(mixin, name), patches))
     if not hasattr(mixin, "_prefill"):  # 4.57
@@ -73,6 +87,22 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
         return dispatch.run(Request(*args, model_kwargs, streamer, is_search=False), stock)
 
     return generate
+
+
+def _without_padding(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """`prepare` where the encoder doesn't read padding, see the module `encoder`."""
+
+    @functools.wraps(prepare)
+    def prepared(
+        self: Any, inputs_tensor: Any, model_kwargs: dict[str, Any], model_input_name: Any, generation_config: Any
+    ) -> Any:
+        try:
+            from fastgen.optimizer.transformers.encoder import encode
+        except (ImportError, AttributeError):  # the search, which follows, says so
+            return prepare(self, inputs_tensor, model_kwargs, model_input_name, generation_config)
+        return encode(prepare, self, inputs_tensor, model_kwargs, model_input_name, generation_config)
+
+    return prepared
 
 
 def _marking(prepare: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Generator
@@ -13,7 +14,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 
 from fastgen.buffers import Buffers
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import chunks, host
 from fastgen.optimizer.transformers.cache import stock_cache
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
 from fastgen.optimizer.transformers.processors import Processing
@@ -49,7 +50,7 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
     started = host.started(model, request.input_ids, request.model_kwargs)
     shared = decoder.shared(started)
     with decoder.session.multiplying():
-        outputs = host.prefill(model, request.input_ids[::beams], config, shared)
+        outputs = host.prefill(model, request.input_ids[::beams], chunks.configuration(request), shared)
     decoder.plant(shared)
     # From here on the host's inputs have one row per beam, as it prepares them itself.
     rows = {**started, "past_key_values": decoder.cache}
@@ -100,6 +101,8 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
 def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) -> Any:
     """The host's own loop over the tree: it runs on a shallow copy of the model whose `forward` is ours."""
     model = request.model
+    request = dataclasses.replace(request, generation_config=chunks.configuration(request))
+    is_chunked = request.generation_config.prefill_chunk_size is not None
     proxy = object.__new__(type(model))
     proxy.__dict__.update(model.__dict__)
 
@@ -107,10 +110,12 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     def forward(*args: Any, **inputs: Any) -> Any:
         if args or inputs.get("past_key_values") is not decoder.cache:
             return model.forward(*args, **inputs)
-        if not decoder.tree.layers:
+        if not decoder.is_planted:
             shared = decoder.shared(inputs)
             with decoder.session.multiplying():
                 outputs = model.forward(**shared)
+            if is_chunked and decoder.tree.prompt_length < request.input_ids.shape[1]:
+                return outputs  # of which the host uses the cache alone
             decoder.plant(shared)
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs

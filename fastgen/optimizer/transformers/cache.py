@@ -52,8 +52,13 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         tree = self.session.tree
         if not tree.steps:
+            is_first = not self.layer.prompt_length
             self.layer.prefill(key_states, value_states)
-            return key_states, value_states
+            if is_first:
+                return key_states, value_states
+            # The prompt is read in chunks, and this one sees those before.
+            keys, values = self.layer.stored()
+            return keys[:, :, : self.layer.prompt_length], values[:, :, : self.layer.prompt_length]
         self.session.appended(self.layer)
         return self.layer.append(key_states, value_states)
 
@@ -61,7 +66,7 @@ class _Layer(CacheLayerMixin):
         tree = self.session.tree
         if tree.steps:
             return tree.length
-        return 0 if self.layer.keys is None else tree.prompt_length
+        return self.layer.prompt_length
 
     def get_mask_sizes(self, query_length: int | Tensor, *args: Any) -> tuple[int, int]:
         if self.session.tree.steps:

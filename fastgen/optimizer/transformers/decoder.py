@@ -35,6 +35,7 @@ class TreeDecoder:
         self.session = Session(self.tree, self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.peak_bytes = 0
+        self.is_planted = False  # the prompt has been read
         self._finished_mask: tuple[Tensor, Tensor] | None = None
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
         self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
@@ -54,6 +55,7 @@ class TreeDecoder:
         self.encoder_outputs: Any = inputs.get("encoder_outputs")
         self.source_mask: Any = inputs.get("attention_mask") if self.is_encoder_decoder else None
         self.tree.plant(mask)
+        self.is_planted = True
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Open the next step and turn the host's inputs, one row per beam, into those of the tree."""

@@ -13,12 +13,12 @@ ATTENTION_SEAM = "get_interface" if hasattr(AttentionInterface, "get_interface")
 FINDS_EAGER = ATTENTION_SEAM == "get_interface"
 # 5.x takes a finished mask of the source as it is; 4.57 builds it from the two-dimensional one.
 TAKES_SOURCE_MASK = FINDS_EAGER
-_PREFILLS = hasattr(GenerationMixin, "_prefill")
+PREFILLS = hasattr(GenerationMixin, "_prefill")
 
 
 def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The host's inputs as its loop has them before the prompt's forward pass."""
-    if _PREFILLS:
+    if PREFILLS:
         return kwargs
     positioned: dict[str, Any] = model._get_initial_cache_position(input_ids.shape[1], input_ids.device, dict(kwargs))
     return positioned
@@ -26,13 +26,13 @@ def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, 
 
 def prefill(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
     """The prompt's forward pass."""
-    if _PREFILLS:
+    if PREFILLS:
         return model._prefill(input_ids, config, kwargs, is_first_iteration=True)
     return model(**model.prepare_inputs_for_generation(input_ids, **kwargs), return_dict=True)
 
 
 def next_inputs(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The inputs of the forward pass for the last token of each row."""
-    length = {"next_sequence_length": 1} if _PREFILLS else {}
+    length = {"next_sequence_length": 1} if PREFILLS else {}
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(input_ids, **length, **kwargs)
     return inputs

@@ -48,6 +48,12 @@ def unfoldable_attention(model: torch.nn.Module) -> str | None:
     return None
 
 
+def is_the_hosts_own(model: torch.nn.Module) -> bool:
+    """Whether all of the model's classes are the host's or torch's."""
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    return packages <= {"torch", "transformers"}
+
+
 def _hand_written(model: torch.nn.Module) -> set[Any]:
     types: set[Any] = {type(module) for module in model.modules()}
     return {owner for owner in types if _computes_attention_itself(owner.forward)}

@@ -21,6 +21,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 from fastgen.optimizer.transformers import beam_search
 from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
 from fastgen.optimizer.transformers.host import FINDS_EAGER
+from fastgen.optimizer.transformers.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.requests import Request
 
 # `model_type` of the configurations that the test suite compares with stock, in both tiers.
@@ -75,11 +76,6 @@ def _try(request: Request, stock: Callable[..., Any], expected: Any) -> str | No
     if len(expected.logits) != len(result.logits):
         return "its search ends at another step on the tree"
     return None
-
-
-def is_the_hosts_own(model: Any) -> bool:
-    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
-    return packages <= {"torch", "transformers"}
 
 
 def _first_line(error: Exception) -> str:

@@ -38,7 +38,7 @@ def unrefillable_model(model: Any) -> str | None:
     """Why no batch of this model can be kept full, or None."""
     if getattr(type(model), "generate", None) is not GenerationMixin.generate:
         return "the model has its own generate"
-    if model.config.model_type not in _REFILLED or not proof.is_the_hosts_own(model):
+    if model.config.model_type not in _REFILLED or not modules.is_the_hosts_own(model):
         return f"{type(model).__name__} has not been tried with sentences at different positions"
     return None
 

@@ -166,18 +166,13 @@ def unsupported_reason(request: Request) -> str | None:
         return "one sample of a prompt has nothing to share"  # on the CPU there are packed weights to gain from
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
-    if model.training or torch.is_grad_enabled():
-        return "the model is in training mode" if model.training else "gradients are enabled"
-    for option in ("output_attentions", "output_hidden_states"):
-        if getattr(config, option, False) or getattr(model.config, option, False):
-            return f"{option} asks for tensors of the host's own layout"
-    if config.low_memory or config.prefill_chunk_size is not None or config.is_assistant:
-        return "low_memory, prefill_chunk_size and assisted decoding are left to the host"
+    if reason := unsupported_configuration(model, config):
+        return reason
+    if config.prefill_chunk_size is not None and (model.config.is_encoder_decoder or "inputs_embeds" in kwargs):
+        return "prefill_chunk_size is for decoder-only models that are given tokens"
     long_rope_from = getattr(model.config, "original_max_position_embeddings", None)
     if long_rope_from is not None and config.max_length > long_rope_from:
         return f"from {long_rope_from} tokens on the model may drop its cache and begin anew"
-    if config.cache_implementation not in (None, "dynamic"):
-        return f"cache_implementation={config.cache_implementation!r} was asked for"
     if not kwargs.get("use_cache") or kwargs.get("past_key_values") is None:
         return "no cache of the standard kind is used"
     if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and not _is_absent(kwargs[name])):
@@ -193,8 +188,6 @@ def unsupported_reason(request: Request) -> str | None:
         value = kwargs.get(name)
         if isinstance(value, Tensor) and value.shape[:1] != request.input_ids.shape[:1]:
             return f"{name} of shape {tuple(value.shape)} does not begin with the rows of the batch"
-    if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
-        return "the model is spread over several devices"
     if reason := unsupported_cache(cache):
         return reason
     if reason := unsupported_model(model):
@@ -202,6 +195,22 @@ def unsupported_reason(request: Request) -> str | None:
     source_mask = kwargs.get("attention_mask") if isinstance(cache, EncoderDecoderCache) else None
     if source_mask is not None and not bool(source_mask.bool().flatten(1).any(1).all()):
         return "a source is empty, and how that is attended to depends on the host's attention function"
+    return None
+
+
+def unsupported_configuration(model: Any, config: Any) -> str | None:
+    """Why no call of this model with this generation configuration can decode over the tree; None if some can."""
+    if model.training or torch.is_grad_enabled():
+        return "the model is in training mode" if model.training else "gradients are enabled"
+    for option in ("output_attentions", "output_hidden_states"):
+        if getattr(config, option, False) or getattr(model.config, option, False):
+            return f"{option} asks for tensors of the host's own layout"
+    if config.low_memory or config.is_assistant:
+        return "low_memory and assisted decoding are left to the host"
+    if config.cache_implementation not in (None, "dynamic"):
+        return f"cache_implementation={config.cache_implementation!r} was asked for"
+    if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
+        return "the model is spread over several devices"
     return None
 
 

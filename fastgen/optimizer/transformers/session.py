@@ -81,11 +81,9 @@ class Session:
             self._derived.clear()
             self._appended = None
 
-    @contextlib.contextmanager
-    def multiplying(self) -> Iterator[None]:
-        """Pack the products of this thread inside the block, and fold nothing."""
-        with _redirected(_PRODUCTS), using(self.packing):
-            yield
+    def multiplying(self) -> contextlib.AbstractContextManager[None]:
+        """For the prompt's forward pass."""
+        return multiplying(self.packing)
 
     def folds_rows(self, rows: int) -> bool:
         return rows == self.tree.batch * self.tree.beams
@@ -241,6 +239,13 @@ def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[N
                 if not entry[0]:
                     entry[1].revert()
                     del _redirections[seam]
+
+
+@contextlib.contextmanager
+def multiplying(packing: Packing) -> Iterator[None]:
+    """Inside the block this thread multiplies on packed weights, and folds nothing."""
+    with _redirected(_PRODUCTS), using(packing):
+        yield
 
 
 def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:
