@@ -70,7 +70,9 @@ def _encode_groups(
     for rows, length in groups:
         index = torch.tensor(rows, device=inputs.device)
         part = {**model_kwargs, "attention_mask": mask[index, :length]}
-        outputs = stock(model, inputs[index, :length], part, input_name, generation_config)["encoder_outputs"]
+        # Some encoders draw a number for each layer even in evaluation mode: the random stream sees one call.
+        with torch.random.fork_rng(devices=[], enabled=joined is not None):
+            outputs = stock(model, inputs[index, :length], part, input_name, generation_config)["encoder_outputs"]
         if joined is None:
             joined = type(outputs)(**{name: _room(value, *inputs.shape) for name, value in outputs.items()})
         for name, value in outputs.items():
