@@ -66,7 +66,7 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | N
     batch, key_heads, group, beams, size = query.shape
     if query.device.type != "cpu" or query.dtype != torch.float32 or key.shape[2] >= _FUSED_FROM_KEYS:
         if bias is not None and group > 1:
-            bias = _per_group(bias, key_heads, group).expand(-1, -1, group, -1, -1).flatten(2, 3)
+            bias = _per_group(bias, key_heads, group).expand(-1, -1, group, beams, -1).flatten(2, 3)
         query = query.reshape(batch, key_heads, group * beams, size)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     else:

@@ -110,8 +110,8 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
         bias: float32, broadcastable to `[B, H, M, K]`, is added to the scores; or None.
         scale: factor of the scores.
 
-    Returns: float32 `[B*M, 1, H, Dv]`, contiguous. A NaN among the scores of a row makes it NaN, as in a softmax, and so
-        does -inf everywhere; but from 800 keys on plain torch, whose own attention then takes over, makes the latter 0.
+    Returns: float32 `[B*M, 1, H, Dv]`, contiguous. A row with a NaN among its scores is NaN, as in a softmax, and so is
+        one of -inf alone; only plain torch, from 800 keys on, has zeros there, as its own attention does.
 
     Raises:
         ValueError: for shapes or devices other than these.
