@@ -1,16 +1,17 @@
-"""The two CPU variants of beam attention, timed over shapes: which one to take from how many keys on.
+"""The CPU variants of beam attention, timed over shapes: the native operator and two of plain torch.
 
     python benchmarks/bench_attention.py                 # shapes of beam search, 2 threads, float32
     python benchmarks/bench_attention.py --rows 5 --keys 100 1000 --blocks 96
 
-"fused" is torch's scaled_dot_product_attention, "products" two batched matrix products with a softmax between.
-fastgen.attention takes the latter below `_FUSED_FROM_KEYS` keys.
+"fused" is torch's scaled_dot_product_attention, "products" two batched matrix products with a softmax between; where
+there is no native operator, fastgen.attention takes the latter below `_FUSED_FROM_KEYS` keys.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import statistics
 import sys
@@ -21,9 +22,11 @@ from typing import Any
 
 import torch
 from bench_generate import RESULTS, cpu_model
+from measuring import OtherProcesses
+from torch import Tensor
 from tqdm import tqdm
 
-from fastgen import attention
+from fastgen import attention, ops
 
 NEVER = sys.maxsize
 
@@ -32,7 +35,7 @@ def inputs(blocks: int, heads: int, group: int, beams: int, keys: int, size: int
     """Arguments of beam_attention: `blocks` = sentences x key heads, keys in a larger buffer as in the tree."""
     batch = max(1, blocks // heads)
     heads = blocks // batch
-    query = torch.randn(batch, heads, group, beams, size)
+    query = torch.randn(batch * beams, heads * group, 1, size)
     buffers = (torch.randn(batch, heads, keys + 64 * beams, size) for _ in range(2))
     key, value = (buffer[:, :, :keys] for buffer in buffers)
     bias = torch.zeros(batch, 1, beams, keys) if biased else None
@@ -51,36 +54,45 @@ def seconds(call: Callable[[], Any], at_least: float) -> float:
     return (time.perf_counter() - started) / times
 
 
-def variant(fused_from: int, arguments: list[Any]) -> Callable[[], Any]:
-    def call() -> Any:
-        attention._FUSED_FROM_KEYS = fused_from
-        return attention.beam_attention(*arguments)
+def plain(fused_from: int, query: Tensor, key: Tensor, *rest: Any) -> Tensor:
+    """As fastgen.attention does it where there is no native operator, with the choice of the variant made."""
+    attention._FUSED_FROM_KEYS = fused_from
+    folded = attention.fold_beams(query, *key.shape[:2])
+    return attention.unfold_beams(attention.folded_attention(folded, key, *rest))
 
-    return call
+
+VARIANTS: dict[str, Callable[..., Tensor]] = {
+    "fused": functools.partial(plain, 0),
+    "products": functools.partial(plain, NEVER),
+    "native": ops.beam_attention,
+}
 
 
 def measure(shape: dict[str, Any], rounds: int, at_least: float) -> dict[str, Any]:
-    """Both variants in turn; the median of each, and of products / fused."""
+    """All variants in turn; the median of each, of products / fused and of native / the better of these two."""
     arguments = inputs(**shape)
-    fused, products = variant(0, arguments), variant(NEVER, arguments)
-    torch.testing.assert_close(fused(), products(), rtol=1e-4, atol=1e-5)
-    pairs = [(seconds(fused, at_least), seconds(products, at_least)) for _ in range(rounds)]
+    calls = {name: functools.partial(function, *arguments) for name, function in VARIANTS.items()}
+    for name in ("products", "native"):
+        torch.testing.assert_close(calls["fused"](), calls[name](), rtol=1e-4, atol=1e-5)
+    times = [{name: seconds(call, at_least) for name, call in calls.items()} for _ in range(rounds)]
+    result = {f"{name}_us": 1e6 * statistics.median(one[name] for one in times) for name in VARIANTS}
+    read = 4 * (arguments[1].numel() + arguments[2].numel())  # bytes of keys and values
     return {
         **shape,
-        "fused_us": 1e6 * statistics.median(a for a, _ in pairs),
-        "products_us": 1e6 * statistics.median(b for _, b in pairs),
-        "products_over_fused": statistics.median(b / a for a, b in pairs),
+        **result,
+        "products_over_fused": statistics.median(one["products"] / one["fused"] for one in times),
+        "native_over_better": statistics.median(one["native"] / min(one["products"], one["fused"]) for one in times),
+        "native_gb_per_second": read / result["native_us"] / 1e3,
     }
 
 
-def table(results: list[dict[str, Any]], keys: list[int]) -> str:
-    """A line for each kind of shape: time of the products over time of fused, by number of keys."""
-    lines = ["products / fused (below 1: the products win)"]
-    lines.append(f"{'blocks':>7}{'group':>6}{'beams':>6}{'bias':>6}" + "".join(f"{k:>7}" for k in keys))
+def table(results: list[dict[str, Any]], keys: list[int], ratio: str) -> str:
+    """A line for each kind of shape: one of the ratios by number of keys."""
+    lines = [f"{'blocks':>7}{'group':>6}{'beams':>6}{'bias':>6}" + "".join(f"{k:>7}" for k in keys)]
     kinds: dict[tuple[Any, ...], dict[int, float]] = {}
     for result in results:
         kind = tuple(result[name] for name in ("blocks", "group", "beams", "biased"))
-        kinds.setdefault(kind, {})[result["keys"]] = result["products_over_fused"]
+        kinds.setdefault(kind, {})[result["keys"]] = result[ratio]
     for (blocks, group, beams, biased), row in kinds.items():
         cells = "".join(f"{row[k]:>7.2f}" for k in keys)
         lines.append(f"{blocks:>7}{group:>6}{beams:>6}{'yes' if biased else 'no':>6}" + cells)
@@ -105,6 +117,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     torch.set_num_threads(args.threads)
+    if not ops.is_native(torch.device("cpu")):
+        sys.exit("There is no native operator to compare with.")
     shapes = [
         {
             "blocks": blocks,
@@ -123,17 +137,20 @@ def main() -> int:
         for keys in args.keys
     ]
     torch.manual_seed(0)
+    others = OtherProcesses()
     results = [measure(shape, args.rounds, args.seconds) for shape in tqdm(shapes, unit="shape", leave=False)]
     document = {
         "machine": {"cpu": cpu_model(), "threads": args.threads},
         "torch": torch.__version__,
+        "other_processes": others.cores(),
         "results": results,
     }
     args.output.mkdir(parents=True, exist_ok=True)
     file = args.output / f"attention-{datetime.date.today().isoformat()}.json"
     file.write_text(json.dumps(document, indent=1) + "\n")
     print(f"{cpu_model()}, {args.threads} threads, torch {torch.__version__}, float32, heads of {args.size}")
-    print(table(results, args.keys))
+    print("products / fused (below 1: the products win)", table(results, args.keys, "products_over_fused"), sep="\n")
+    print("native / the better of both", table(results, args.keys, "native_over_better"), sep="\n")
     return 0
 
 

@@ -83,6 +83,39 @@ inline void check_topk(const at::Tensor& logits, int64_t k, const std::optional<
       banned->device() == logits.device(), "banned is on ", banned->device(), " and logits on ", logits.device(), ".");
 }
 
+inline void check_attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& bias) {
+  const int64_t batch = key.dim() == 4 ? key.size(0) : 0, key_heads = key.dim() == 4 ? key.size(1) : 0;
+  TORCH_CHECK_VALUE(batch > 0 && key_heads > 0, "key must be [batch, key heads, keys, size], not of shape ", key.sizes(), ".");
+  TORCH_CHECK_VALUE(
+      query.dim() == 4 && query.size(0) % batch == 0 && query.size(1) % key_heads == 0 && query.size(2) == 1 &&
+          query.size(3) == key.size(3),
+      "query must be [", batch, " * beams, heads, 1, ", key.size(3), "], heads a multiple of ", key_heads,
+      ", not of shape ", query.sizes(), ".");
+  TORCH_CHECK_VALUE(
+      value.dim() == 4 && value.size(0) == batch && value.size(1) == key_heads && value.size(2) == key.size(2),
+      "value must be [", batch, ", ", key_heads, ", ", key.size(2), ", size], not of shape ", value.sizes(), ".");
+  const int64_t sizes[] = {batch, query.size(1), query.size(0) / batch, key.size(2)};
+  bool fits = !bias || bias->dim() == 4;
+  for (int64_t i = 0; fits && bias && i < 4; ++i) {
+    fits = bias->size(i) == 1 || bias->size(i) == sizes[i];
+  }
+  TORCH_CHECK_VALUE(
+      fits, "bias must be broadcastable to ", at::IntArrayRef(sizes), ", not of shape ",
+      bias ? bias->sizes() : at::IntArrayRef(), ".");
+  const auto check_one = [&](const char* name, const at::Tensor& tensor) {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be float32, not ", tensor.dtype().name(), ".");
+    TORCH_CHECK_VALUE(
+        tensor.device() == query.device(), "query is on ", query.device(), " and ", name, " on ", tensor.device(), ".");
+  };
+  check_one("query", query);
+  check_one("key", key);
+  check_one("value", value);
+  if (bias) {
+    check_one("bias", *bias);
+  }
+}
+
 // Rows may lie anywhere; inside a row the kernels walk with stride one.
 inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
   return tensor.size(1) <= 1 || tensor.stride(1) == 1 ? tensor : tensor.contiguous();

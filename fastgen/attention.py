@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,20 +36,37 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     """Softmax attention of all beams over their sentence's shared keys.
 
     FastSeq's equations 3 and 4 (Yan et al., 2021), with the group axis of grouped-query attention beside
-    the beams and an ancestry mask in `bias`.
+    the beams and an ancestry mask in `bias`. In float32 on the CPU one native operator, where there is one.
 
     Args:
-        query: `[B, Hkv, G, M, D]`.
+        query: `[B*M, H, 1, D]`.
         key: `[B, Hkv, K, D]`; value: `[B, Hkv, K, Dv]`, same dtype as the query.
-        bias: added to the scores before the softmax, same dtype, broadcastable to `[B, Hkv*G, M, K]`.
+        bias: added to the scores before the softmax, same dtype, broadcastable to `[B, H, M, K]`.
         scale: factor of the scores.
 
-    Returns: `[B, Hkv, G, M, Dv]`.
+    Returns: `[B*M, 1, H, Dv]`, contiguous.
     """
+    # Neither autograd nor autocast knows the native operator.
+    is_plain = query.dtype == torch.float32 and not query.requires_grad and not torch.is_autocast_enabled("cpu")
+    if is_plain and query.device.type == "cpu" and (native := _native()) is not None:
+        output: Tensor = native(query, key, value, bias, scale)
+        return output
+    return unfold_beams(folded_attention(fold_beams(query, *key.shape[:2]), key, value, bias, scale))
+
+
+@functools.cache
+def _native() -> Any:
+    from fastgen import ops  # loads or even compiles them, so not before they are needed
+
+    return torch.ops.fastgen.beam_attention.default if ops.is_native(torch.device("cpu")) else None
+
+
+def folded_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """`beam_attention` in plain torch, of `[B, Hkv, G, M, D]`; returns `[B, Hkv, G, M, Dv]`."""
     batch, key_heads, group, beams, size = query.shape
     if query.device.type != "cpu" or query.dtype != torch.float32 or key.shape[2] >= _FUSED_FROM_KEYS:
         if bias is not None and group > 1:
-            bias = _per_group(bias, key_heads, group).expand(-1, -1, group, -1, -1).flatten(2, 3)
+            bias = _per_group(bias, key_heads, group).expand(-1, -1, group, beams, -1).flatten(2, 3)
         query = query.reshape(batch, key_heads, group * beams, size)
         output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     else:

@@ -3,63 +3,13 @@
 #include "topk_scan.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <string>
 #include <tuple>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-
-#define FASTGEN_ISA avx512
-#define FASTGEN_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,popcnt")))
-#define FASTGEN_LANES 16
-#define FASTGEN_FUSED 1
-#define FASTGEN_REACHED(a, b) static_cast<uint32_t>(_mm512_cmp_ps_mask((__m512)(a), (__m512)(b), _CMP_GE_OQ))
-#include "topk_scan_isa.h"
-#undef FASTGEN_ISA
-#undef FASTGEN_TARGET
-#undef FASTGEN_LANES
-#undef FASTGEN_FUSED
-#undef FASTGEN_REACHED
-
-#define FASTGEN_ISA avx2
-#define FASTGEN_TARGET __attribute__((target("avx2,fma,popcnt")))
-#define FASTGEN_LANES 8
-#define FASTGEN_FUSED 1
-#define FASTGEN_REACHED(a, b) \
-  static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps((__m256)(a), (__m256)(b), _CMP_GE_OQ)))
-#include "topk_scan_isa.h"
-#undef FASTGEN_ISA
-#undef FASTGEN_TARGET
-#undef FASTGEN_LANES
-#undef FASTGEN_FUSED
-#undef FASTGEN_REACHED
-
-#define FASTGEN_REACHED(a, b) static_cast<uint32_t>(_mm_movemask_ps(_mm_cmpge_ps((__m128)(a), (__m128)(b))))
-#else
-#define FASTGEN_REACHED(a, b) fastgen::reached((a), (b))
-
-namespace fastgen {
-template <typename Vector>
-inline uint32_t reached(const Vector& a, const Vector& b) {
-  const auto comparison = a >= b; // a lane is -1 where it holds
-  uint32_t bits = 0;
-  for (uint32_t lane = 0; lane < sizeof(Vector) / sizeof(float); ++lane) {
-    bits |= static_cast<uint32_t>(comparison[lane] != 0) << lane;
-  }
-  return bits;
-}
-} // namespace fastgen
-#endif
-
-#define FASTGEN_ISA baseline // what the compiler may use anyway: SSE2, NEON
-#define FASTGEN_TARGET
-#define FASTGEN_LANES 4
-#define FASTGEN_FUSED 0
-#include "topk_scan_isa.h"
+#define FASTGEN_LOOPS "topk_scan_isa.h"
+#include "each_isa.h"
 
 namespace fastgen {
 namespace {
@@ -70,19 +20,9 @@ struct Functions {
   std::vector<Candidate> (*sorted)(Scan&);
 };
 
-// By torch's own choice, so that ATEN_CPU_CAPABILITY holds here too.
 template <typename Logit>
 Functions<Logit> functions() {
-#if defined(__x86_64__)
-  const std::string capability = at::get_cpu_capability();
-  if (capability.rfind("AVX512", 0) == 0) {
-    return {&avx512::scan_part<Logit>, &avx512::sorted};
-  }
-  if (capability == "AVX2") {
-    return {&avx2::scan_part<Logit>, &avx2::sorted};
-  }
-#endif
-  return {&baseline::scan_part<Logit>, &baseline::sorted};
+  return {FASTGEN_CHOOSE(scan_part<Logit>), FASTGEN_CHOOSE(sorted)};
 }
 
 // The banned tokens of each row that count: ascending, no repetitions, inside the vocabulary.

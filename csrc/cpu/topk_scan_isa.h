@@ -1,64 +1,10 @@
-// The loops of topk_scan.h for one instruction set; included once for each, so without a guard.
-//
-// The includer defines FASTGEN_ISA (a namespace), FASTGEN_TARGET (a function attribute that allows the
-// instructions), FASTGEN_LANES (floats in a register), FASTGEN_FUSED (whether products are added unrounded) and
-// FASTGEN_REACHED(a, b) (bit i: a[i] >= b[i]).
-// Every function carries the attribute itself, so the file needs no flags of its own and nothing compiled
-// for a newer processor can be linked into code for an older one.
-//
-// Vectors are those of the compiler (GCC's vector extensions, also in Clang), of the target's own width.
+// The loops of topk_scan.h for one instruction set; included by each_isa.h once for each, so without a guard.
+#include "vectors_isa.h"
 
 namespace fastgen {
 namespace FASTGEN_ISA {
 
-typedef float Floats __attribute__((vector_size(4 * FASTGEN_LANES)));
-typedef uint32_t Bits __attribute__((vector_size(4 * FASTGEN_LANES)));
-constexpr int64_t kLanes = FASTGEN_LANES;
 constexpr int64_t kStrips = kBlock / kStrip;
-
-FASTGEN_TARGET inline Floats load(const float* from) {
-  Floats x;
-  __builtin_memcpy(&x, from, sizeof x);
-  return x;
-}
-
-FASTGEN_TARGET inline Floats splat(float value) {
-  return value - Floats{};
-}
-
-FASTGEN_TARGET inline Floats larger(Floats a, Floats b) { // b where a is NaN
-  return a > b ? a : b;
-}
-
-FASTGEN_TARGET inline float largest(Floats x) {
-  float result = x[0];
-  for (int64_t lane = 1; lane < kLanes; ++lane) {
-    result = x[lane] > result ? x[lane] : result;
-  }
-  return result;
-}
-
-// e^x for x <= 0 within 3 ulp; e^-86 below -86, too little to count beside the e^0 of the maximum; NaN for NaN.
-FASTGEN_TARGET inline Floats exponential(Floats x) {
-  const Floats lowest = splat(-86.0f);
-  x = lowest > x ? lowest : x;
-  // x = n ln 2 + r with |r| <= ln 2 / 2: adding 1.5 * 2^23 rounds to the integer n and leaves it in the low bits.
-  const Floats shifted = x * 1.44269504f + 12582912.0f;
-  const Floats n = shifted - 12582912.0f;
-#if FASTGEN_FUSED
-  const Floats r = x - n * 0.693147182f; // the product is not rounded
-#else
-  const Floats r = x - n * 0.693145752f - n * 1.42860677e-6f; // ln 2 in two parts: the first times n is exact
-#endif
-  // The polynomial of degree 5 with the least relative error (1.05e-7) on that interval.
-  Floats p = r * 0.00831250101f + 0.0418903306f;
-  p = p * r + 0.166671157f;
-  p = p * r + 0.499992311f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  const Bits power = ((Bits)shifted << 23) + 0x3f800000u; // the bits of 2^n
-  return p * (Floats)power;
-}
 
 // The maxima of each strip's lanes; returns the block's. `count`: floats, a multiple of kStrip.
 FASTGEN_TARGET inline float maxima_of_lanes(const float* x, int64_t count, Floats* maxima) {

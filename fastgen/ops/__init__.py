@@ -1,4 +1,5 @@
-"""Operators of the decode loop, for anybody to call: n-gram bans in place, and exact top-k of the log-softmax.
+"""Operators of the decode loop, for anybody to call: n-gram bans in place, exact top-k of the log-softmax, and
+attention of all beams of a sentence to its keys.
 
 They work on every device in plain torch, and natively where a library could be found or built (`fastgen.ops.native`;
 `fastgen.status()` says which). They can be traced by `torch.compile(fullgraph=True)` and captured in CUDA graphs, and
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from fastgen.ops import _schemas, native
 
-__all__ = ["ban_repeated_ngrams_", "ban_source_ngrams_", "is_native", "topk_log_softmax"]
+__all__ = ["ban_repeated_ngrams_", "ban_source_ngrams_", "beam_attention", "is_native", "topk_log_softmax"]
 
 
 def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length: int | None = None) -> None:
@@ -93,6 +94,31 @@ def topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> tu
     """
     log_probs, tokens, log_sum_exp = torch.ops.fastgen.topk_log_softmax(logits, k, banned)
     return log_probs, tokens, log_sum_exp
+
+
+def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention of a few query rows, the beams of a sentence, to keys and values that they share.
+
+    Equations 3 and 4 of FastSeq (Yan et al. 2021, https://arxiv.org/abs/2106.04718). Natively, on the CPU, each key and
+    value is read once for all rows that share it, block by block with a running maximum (Milakov and Gimelshein 2018,
+    https://arxiv.org/abs/1805.02867).
+
+    Args:
+        query: float32 `[B*M, H, 1, D]`, M beams of each of B sentences.
+        key: float32 `[B, Hkv, K, D]`, H a multiple of Hkv; value: float32 `[B, Hkv, K, Dv]`. The numbers of a key are
+            to lie side by side, or all are copied; so for queries and values.
+        bias: float32, broadcastable to `[B, H, M, K]`, is added to the scores; or None.
+        scale: factor of the scores.
+
+    Returns: float32 `[B*M, 1, H, Dv]`, contiguous. A row with a NaN among its scores is NaN, as in a softmax, and so is
+        one of -inf alone; only plain torch, from 800 keys on, has zeros there, as its own attention does.
+
+    Raises:
+        ValueError: for shapes or devices other than these.
+        TypeError: for other dtypes.
+    """
+    output: Tensor = torch.ops.fastgen.beam_attention(query, key, value, bias, scale)
+    return output
 
 
 def is_native(device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import reference
-from fastgen.ops.checks import check_ngrams, check_source, check_topk
+from fastgen.ops.checks import check_attention, check_ngrams, check_source, check_topk
 
 # The length is symbolic: it grows at every step, and a compiled step must not be compiled again each time.
 SCHEMAS = {
@@ -21,6 +21,7 @@ SCHEMAS = {
     "topk_log_softmax": (
         "(Tensor logits, int k, Tensor? banned=None) -> (Tensor log_probs, Tensor tokens, Tensor log_sum_exp)"
     ),
+    "beam_attention": "(Tensor query, Tensor key, Tensor value, Tensor? bias, float scale) -> Tensor",
 }
 
 _library = torch.library.Library("fastgen", "DEF")
@@ -51,3 +52,9 @@ def _topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> t
         logits.new_empty(rows, k, dtype=torch.int64),
         logits.new_empty(rows, dtype=torch.float32),
     )
+
+
+@torch.library.register_fake("fastgen::beam_attention", lib=_library)
+def _beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    check_attention(query, key, value, bias)
+    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])

@@ -67,3 +67,27 @@ def check_topk(logits: Tensor, k: int, banned: Tensor | None) -> None:
         raise TypeError(f"banned must be int64, not {banned.dtype}.")
     if banned.device != logits.device:
         raise ValueError(f"banned is on {banned.device} and logits on {logits.device}.")
+
+
+def check_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> None:
+    if key.dim() != 4 or not key.shape[0] or not key.shape[1]:
+        raise ValueError(f"key must be [batch, key heads, keys, size], not of shape {list(key.shape)}.")
+    batch, key_heads, keys, size = key.shape
+    rows, heads = query.shape[:2] if query.dim() == 4 else (1, 0)
+    if query.dim() != 4 or rows % batch or heads % key_heads or query.shape[2:] != (1, size):
+        raise ValueError(
+            f"query must be [{batch} * beams, heads, 1, {size}], heads a multiple of {key_heads}, "
+            f"not of shape {list(query.shape)}."
+        )
+    if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value must be [{batch}, {key_heads}, {keys}, size], not of shape {list(value.shape)}.")
+    shape = (batch, heads, rows // batch, keys)
+    if bias is not None and (
+        bias.dim() != 4 or any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True))
+    ):
+        raise ValueError(f"bias must be broadcastable to {list(shape)}, not of shape {list(bias.shape)}.")
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("bias", bias)):
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, not {tensor.dtype}.")
+        if tensor is not None and tensor.device != query.device:
+            raise ValueError(f"query is on {query.device} and {name} on {tensor.device}.")

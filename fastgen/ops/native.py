@@ -20,6 +20,8 @@ import torch
 from fastgen import config, report
 from fastgen.ops import builder
 
+_UNWRITTEN = {("beam_attention", "cuda"): "torch's own attention"}  # what has no kernel, and why
+
 _lock = threading.Lock()
 _loaded: dict[str, str] | None = None  # library -> "" if it is loaded, else why not
 
@@ -36,11 +38,17 @@ def load(operators: tuple[str, ...]) -> None:
             wanted = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
             mode = config.native()
             _loaded = {library: "FASTGEN_NATIVE=0" if mode == "0" else _load(library, mode) for library in wanted}
-        native = [library for library, why_not in _loaded.items() if not why_not]
-        missing = [f"{library}: {why_not}" for library, why_not in _loaded.items() if why_not]
-        parts = [f"native ({', '.join(native)})"] if native else []
-        parts += [f"reference ({'; '.join(missing)})"] if missing else []
-        report.set_operators({operator: ", ".join(parts) for operator in operators})
+        report.set_operators({operator: _how(operator, _loaded) for operator in operators})
+
+
+def _how(operator: str, loaded: dict[str, str]) -> str:
+    """How the operator runs, such as "native (cpu)"."""
+    why_not = {library: why or _UNWRITTEN.get((operator, library), "") for library, why in loaded.items()}
+    native = [library for library, why in why_not.items() if not why]
+    missing = [f"{library}: {why}" for library, why in why_not.items() if why]
+    parts = [f"native ({', '.join(native)})"] if native else []
+    parts += [f"reference ({'; '.join(missing)})"] if missing else []
+    return ", ".join(parts)
 
 
 def is_loaded(library: str) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.ops.checks import check_ngrams, check_no_overlap, check_source, check_topk
+from fastgen import attention
+from fastgen.ops.checks import check_attention, check_ngrams, check_no_overlap, check_source, check_topk
 
 _LOW_WORD = 2**32 - 1
 
@@ -70,3 +71,9 @@ def topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> tu
     tokens = vocabulary - 1 - (keys & _LOW_WORD)
     log_probs = (allowed.gather(1, tokens) - maximum) - log_sum
     return log_probs, tokens, (log_sum + maximum)[:, 0]
+
+
+def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    check_attention(query, key, value, bias)
+    folded = attention.fold_beams(query, *key.shape[:2])
+    return attention.unfold_beams(attention.folded_attention(folded, key, value, bias, scale))

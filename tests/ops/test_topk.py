@@ -205,11 +205,13 @@ def test_the_capability_is_the_one_asked_for() -> None:
 @pytest.mark.skipif(CAPABILITY in os.environ, reason="would start itself")
 @pytest.mark.parametrize("capability", ["avx2", "default"])
 def test_other_instruction_sets(native: Any, capability: str) -> None:
-    """The same tests once more with what torch would use on an older processor."""
-    here = torch.backends.cpu.get_cpu_capability()
-    if here not in ("AVX512", "AVX2") or here == capability.upper():
-        pytest.skip(f"this processor's capability is {here}")
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "native", str(Path(__file__))]
+    """The same tests, and those of attention, once more with what torch would use on an older processor."""
+    own = torch.backends.cpu.get_cpu_capability()
+    if own not in ("AVX512", "AVX2") or own == capability.upper():
+        pytest.skip(f"this processor's capability is {own}")
+    here = Path(__file__)
+    files = [str(here), str(here.with_name("test_attention.py"))]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "native", *files]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, CAPABILITY: capability, "FASTGEN_NATIVE": "required"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -17,9 +17,13 @@ from fastgen import ops
 TOKENS = torch.tensor([[1, 2, 3, 1, 2], [4, 4, 4, 4, 4]])
 SOURCE = torch.tensor([[7, 1, 2, 0]])
 SCORES = torch.linspace(-1, 1, 20).view(2, 10)
+QUERY = torch.linspace(-1, 1, 120).view(6, 4, 1, 5)
+KEY = torch.linspace(-1, 2, 210).view(3, 2, 7, 5)
+BIAS = torch.linspace(-1, 2, 42).view(3, 1, 2, 7)
 CALLS = {
     "ban_repeated_ngrams_": [(TOKENS, SCORES, 2, 5), (TOKENS.int(), SCORES.half(), 1, 3), (TOKENS, SCORES, 9, 0)],
     "ban_source_ngrams_": [(SOURCE, TOKENS, SCORES, 3, 5, 2), (SOURCE.int(), TOKENS, SCORES.bfloat16(), 1, 0, 2)],
+    "beam_attention": [(QUERY, KEY, KEY[..., :3], None, 0.5), (QUERY, KEY.mT.contiguous().mT, KEY, BIAS, 0.5)],
     "topk_log_softmax": [(SCORES, 3), (SCORES.bfloat16(), 10, torch.tensor([1, -1])), (SCORES, 1, TOKENS)],
 }
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.attention import beam_attention, unfold_beams
+from fastgen.attention import beam_attention, fold_beams, unfold_beams
 from fastgen.cache.tree import TreeLayer, additive_mask
 from fastgen.optimizer.fairseq.session import Session, Source
 
@@ -31,14 +31,12 @@ class _TreeAttention:
         return {}
 
     def _queries(self, query: Tensor) -> Tensor:
-        """`[1, B*M, C]` -> `[B, H, 1, M, D]`."""
-        tree = self._session.tree
-        rows = self._module.q_proj(query).view(tree.batch, tree.beams, self._heads, 1, self._size)
-        return rows.permute(0, 2, 3, 1, 4)
+        """`[1, B*M, C]` -> `[B*M, H, 1, D]`."""
+        return self._module.q_proj(query).view(-1, self._heads, 1, self._size)
 
-    def _output(self, heads: Tensor) -> Tensor:
-        """`[B, H, 1, M, D]` -> `[1, B*M, C]`."""
-        return self._module.out_proj(unfold_beams(heads).flatten(2).transpose(0, 1))
+    def _output(self, rows: Tensor) -> Tensor:
+        """`[B*M, 1, H, D]` -> `[1, B*M, C]`."""
+        return self._module.out_proj(rows.flatten(2).transpose(0, 1))
 
     def _by_head(self, x: Tensor) -> Tensor:
         """`[length, B, C]` -> `[B, H, length, D]`."""
@@ -113,11 +111,12 @@ class TreeCrossAttention(_TreeAttention):
         if not need_head_weights:
             output = beam_attention(queries, source.keys, source.values, source.bias, self._scale)
             return self._output(output), None
+        queries = fold_beams(queries, self._session.tree.batch, self._heads)
         scores = (queries[:, :, 0] * self._scale) @ source.keys.transpose(2, 3)  # [B, H, M, N]
         if source.bias is not None:
             scores += source.bias
         weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
-        output = (weights @ source.values)[:, :, None]
+        output = unfold_beams((weights @ source.values)[:, :, None])
         return self._output(output), weights.transpose(0, 1).flatten(1, 2)[:, :, None]
 
     def _project(self, source: Tensor, padding: Tensor | None) -> Source:

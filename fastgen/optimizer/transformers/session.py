@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastgen import config
 from fastgen._patching import PatchSet
-from fastgen.attention import beam_attention, fold_beams, unfold_beams
+from fastgen.attention import beam_attention, fold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.optimizer.transformers import host, modules
 from fastgen.packing import Packing, using, wrapped
@@ -103,14 +103,13 @@ class Session:
         if not self.folds_rows(query.shape[0]) or key.shape[0] != self.tree.batch:
             return inner(module, query, key, value, attention_mask, *args, **kwargs)
         bias = self._bias(module, self.folded(), query.dtype, attention_mask, kwargs)
-        folded = fold_beams(query, self.tree.batch, key.shape[1])  # [B, Hkv, G, M, D]
         if inner is sdpa_attention_forward:
             scale = kwargs.get("scaling")
             scale = query.shape[-1] ** -0.5 if scale is None else scale
-            return unfold_beams(beam_attention(folded, key, value, bias, scale)), None
+            return beam_attention(query, key, value, bias, scale), None
         # The model's own function knows what else belongs to its attention: soft-capping, sinks.
         kwargs = {name: option for name, option in kwargs.items() if name not in ("position_bias", "is_causal")}
-        rows = folded.flatten(1, 2)  # [B, H, M, D]
+        rows = fold_beams(query, self.tree.batch, key.shape[1]).flatten(1, 2)  # [B, H, M, D]
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
         return output.flatten(0, 1)[:, None].contiguous(), None
 

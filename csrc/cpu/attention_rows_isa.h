@@ -1,0 +1,237 @@
+// The loops of attention_rows.h for one instruction set; included by each_isa.h once for each, so without a guard.
+//
+// Tiles of rows x keys, and of rows x floats of a value, are as large as the registers hold, so that each load
+// serves several products.
+#include "vectors_isa.h"
+
+namespace fastgen {
+namespace FASTGEN_ISA {
+
+constexpr int64_t kTileRows = FASTGEN_LANES == 16 ? 6 : 2; // AVX-512 has 32 registers, the others 16
+constexpr int64_t kTileKeys = 4;
+constexpr int64_t kTileVectors = 4;
+constexpr int64_t kValuesAtOnce = 32; // they stay in the first-level cache from one tile to the next
+
+// Scores of `Rows` rows with four keys.
+template <int Rows>
+FASTGEN_TARGET inline void score_tile(
+    const float* queries, int64_t stride, const float* const* keys, int64_t size, float* scores) {
+  const float *const a = keys[0], *const b = keys[1], *const c = keys[2], *const d = keys[3];
+  Floats sums[Rows][kTileKeys] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Floats ka = load(a + i), kb = load(b + i), kc = load(c + i), kd = load(d + i);
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) {
+      const Floats q = load(queries + row * stride + i);
+      sums[row][0] += q * ka;
+      sums[row][1] += q * kb;
+      sums[row][2] += q * kc;
+      sums[row][3] += q * kd;
+    }
+  }
+  if (i < size) {
+    const int64_t rest = size - i;
+    const Floats ka = load_part(a + i, rest), kb = load_part(b + i, rest);
+    const Floats kc = load_part(c + i, rest), kd = load_part(d + i, rest);
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) {
+      const Floats q = load(queries + row * stride + i);
+      sums[row][0] += q * ka;
+      sums[row][1] += q * kb;
+      sums[row][2] += q * kc;
+      sums[row][3] += q * kd;
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) {
+    const Four four = sums_of_lanes(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
+    __builtin_memcpy(scores + row * kSlots, &four, sizeof four);
+  }
+}
+
+// Adds `count` values, weighted, to `Vectors` vectors of `Rows` rows; `part`: floats of a last vector, if not all.
+template <int Rows, int Vectors, bool IsPart = false>
+FASTGEN_TARGET inline void value_tile(
+    const float* weights, const float* values, int64_t slot, int64_t count, float* outputs, int64_t stride,
+    int64_t part = 0) {
+  Floats sums[Rows][Vectors] = {}; // sums of few, then of these: less is lost to rounding than in one long sum
+  for (int64_t k = 0; k < count; ++k) {
+    Floats v[Vectors];
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) {
+      v[j] = IsPart ? load_part(values + k * slot, part) : load(values + k * slot + j * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) {
+      const Floats weight = splat(weights[row * kSlots + k]);
+#pragma GCC unroll 8
+      for (int j = 0; j < Vectors; ++j) {
+        sums[row][j] += weight * v[j];
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) {
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) {
+      float* const into = outputs + row * stride + j * kLanes;
+      store(into, load(into) + sums[row][j]);
+    }
+  }
+}
+
+template <int Rows>
+FASTGEN_TARGET inline void add_values(
+    const float* weights, const float* values, int64_t slot, int64_t count, int64_t size, float* outputs,
+    int64_t stride) {
+  int64_t i = 0;
+  for (; i + kTileVectors * kLanes <= size; i += kTileVectors * kLanes) {
+    value_tile<Rows, kTileVectors>(weights, values + i, slot, count, outputs + i, stride);
+  }
+  for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
+    value_tile<Rows, 2>(weights, values + i, slot, count, outputs + i, stride);
+  }
+  for (; i + kLanes <= size; i += kLanes) {
+    value_tile<Rows, 1>(weights, values + i, slot, count, outputs + i, stride);
+  }
+  if (i < size) {
+    value_tile<Rows, 1, true>(weights, values + i, slot, count, outputs + i, stride, size - i);
+  }
+}
+
+// Calls `tile(std::integral_constant<int, rows>, first row)` over all rows, in tiles as even as can be.
+template <typename Tile>
+FASTGEN_TARGET inline void for_tiles(int64_t rows, const Tile& tile) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t i = 0, row = 0; i < tiles; ++i) {
+    const int64_t in_tile = rows / tiles + (i < rows % tiles);
+    switch (in_tile) {
+      case 1: tile(std::integral_constant<int, 1>(), row); break;
+      case 2: tile(std::integral_constant<int, 2>(), row); break;
+#if FASTGEN_LANES == 16
+      case 3: tile(std::integral_constant<int, 3>(), row); break;
+      case 4: tile(std::integral_constant<int, 4>(), row); break;
+      case 5: tile(std::integral_constant<int, 5>(), row); break;
+      case 6: tile(std::integral_constant<int, 6>(), row); break;
+#endif
+    }
+    row += in_tile;
+  }
+}
+
+// Scores of `count` keys become e^(score - maximum); the row's sum and outputs so far move to the new maximum.
+FASTGEN_TARGET inline void weigh(
+    float* scores, const float* bias, float scale, int64_t count, float* maximum, float* sum, float* outputs,
+    int64_t size) {
+  Bits lane = {};
+  for (int64_t i = 0; i < kLanes; ++i) {
+    lane[i] = static_cast<uint32_t>(i);
+  }
+  Floats highest = splat(kHidden);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t rest = count - i;
+    Floats score = load(scores + i) * scale;
+    if (bias != nullptr) {
+      score += rest >= kLanes ? load(bias + i) : load_part(bias + i, rest);
+    }
+    if (rest < kLanes) {
+      score = lane < (Bits{} + static_cast<uint32_t>(rest)) ? score : splat(kHidden);
+    }
+    store(scores + i, score);
+    highest = larger(score, highest);
+  }
+  const float before = *maximum;
+  *maximum = std::max(before, largest(highest));
+  const float base = base_of(*maximum);
+  Floats total = {};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats x = load(scores + i) - base;
+    const Floats weight = x < splat(-86.0f) ? Floats{} : exponential(x); // what is hidden counts for nothing
+    store(scores + i, weight);
+    total += weight;
+  }
+  if (before != *maximum && before != kHidden) {
+    const float factor = std::exp(before - base);
+    *sum *= factor;
+    for (int64_t i = 0; i < size; i += kLanes) {
+      store(outputs + i, load(outputs + i) * factor);
+    }
+  }
+  *sum += sums_of_lanes(total, total, total, total)[0];
+}
+
+// Asks for what comes next: the arithmetic hides the time that it needs to come.
+FASTGEN_TARGET inline void prefetch(const float* from, int64_t size) {
+  for (int64_t i = 0; i < size; i += 16) {
+    __builtin_prefetch(from + i, 0, 2); // into the second-level cache
+  }
+}
+
+// All rows of one pair of a sentence and a key head.
+FASTGEN_TARGET void attend(const Attention& all, int64_t pair, Rows& rows) {
+  const int64_t sentence = pair / all.key_heads, head = pair % all.key_heads, count = all.rows();
+  const int64_t query_stride = rows.query_stride(), output_stride = rows.output_stride();
+  const float* const keys = all.key + sentence * all.key_batch + head * all.key_head;
+  const float* const values = all.value + sentence * all.value_batch + head * all.value_head;
+  rows.reset();
+  for (int64_t row = 0; row < count; ++row) {
+    const int64_t beam = row % all.beams, query_head = head * all.group + row / all.beams;
+    const float* const from = all.query + (sentence * all.beams + beam) * all.query_row + query_head * all.query_head;
+    std::copy(from, from + all.size, rows.queries + row * query_stride);
+  }
+  for (int64_t first = 0; first < all.keys; first += kSlots) {
+    const int64_t slots = std::min(kSlots, all.keys - first);
+    for (int64_t k = 0; k < slots; k += kTileKeys) {
+      const float* four[kTileKeys];
+      for (int64_t i = 0; i < kTileKeys; ++i) { // the last key again where there are no more
+        const int64_t slot = first + std::min(k + i, slots - 1);
+        four[i] = keys + slot * all.key_slot;
+        prefetch(values + slot * all.value_slot, all.value_size);
+      }
+      for_tiles(count, [&](auto number, int64_t row) FASTGEN_TARGET {
+        score_tile<decltype(number)::value>(
+            rows.queries + row * query_stride, query_stride, four, all.size, rows.scores + row * kSlots + k);
+      });
+    }
+    for (int64_t row = 0; row < count; ++row) {
+      const float* bias = nullptr;
+      if (all.bias != nullptr) {
+        const int64_t query_head = head * all.group + row / all.beams;
+        bias = all.bias + sentence * all.bias_batch + query_head * all.bias_head +
+            row % all.beams * all.bias_beam + first;
+      }
+      weigh(
+          rows.scores + row * kSlots, bias, all.scale, slots, &rows.maxima[row], &rows.sums[row],
+          rows.outputs + row * output_stride, output_stride);
+    }
+    const float* next = keys + (first + slots) * all.key_slot;
+    int64_t coming = std::min(kSlots, all.keys - first - slots);
+    if (coming == 0 && pair + 1 < all.pairs()) {
+      next = all.key + (pair + 1) / all.key_heads * all.key_batch + (pair + 1) % all.key_heads * all.key_head;
+      coming = std::min(kSlots, all.keys);
+    }
+    for (int64_t k = 0; k < slots; k += kValuesAtOnce) {
+      for (int64_t i = k; i < std::min(k + kValuesAtOnce, coming); ++i) {
+        prefetch(next + i * all.key_slot, all.size);
+      }
+      for_tiles(count, [&](auto number, int64_t row) FASTGEN_TARGET {
+        add_values<decltype(number)::value>(
+            rows.scores + row * kSlots + k, values + (first + k) * all.value_slot, all.value_slot,
+            std::min(kValuesAtOnce, slots - k), all.value_size, rows.outputs + row * output_stride, output_stride);
+      });
+    }
+  }
+  for (int64_t row = 0; row < count; ++row) {
+    const int64_t beam = sentence * all.beams + row % all.beams, query_head = head * all.group + row / all.beams;
+    float* const from = rows.outputs + row * output_stride;
+    const Floats sum = splat(rows.sums[row]);
+    for (int64_t i = 0; i < all.value_size; i += kLanes) {
+      store(from + i, load(from + i) / sum); // 0 / 0 where all is hidden
+    }
+    std::copy(from, from + all.value_size, all.output + (beam * all.heads() + query_head) * all.value_size);
+  }
+}
+
+} // namespace FASTGEN_ISA
+} // namespace fastgen
