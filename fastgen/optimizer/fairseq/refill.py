@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ def unrefillable(generator: Any) -> str | None:
 
 def run(
     infer: Callable[[dict[str, Any]], list[Any]], samples: Iterable[dict[str, Any]], sentences: int, tokens: int
-) -> Iterator[tuple[int, list[Any]]]:
+) -> Generator[tuple[int, list[Any]], None, None]:
     """What `infer(sample)`, which generates once, returns for each of `samples`, with its number, as it is ready.
 
     All are generated with the same generator, one that is not `unrefillable`. A sample begins when there is room for
