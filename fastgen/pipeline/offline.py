@@ -79,8 +79,10 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
         wished = model.device.type != "cpu"
     if not wished:
         return "it was not asked for"
-    from fastgen.optimizer.transformers.refill import unrefillable
-
+    try:
+        from fastgen.optimizer.transformers.refill import unrefillable
+    except ImportError:
+        return "fastgen leaves this version of transformers alone"
     return unrefillable(model, _call(model, [source], options))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +178,16 @@ def test_why_calls_cannot_be_refilled() -> None:
     assert refill.unrefillable(model, {**call, "use_cache": False}) == "no cache of the standard kind is used"
     with fastgen.disabled():
         assert "disabled" in str(refill.unrefillable(model, call))
+
+
+def test_a_version_that_is_left_alone_decodes_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, refill.__name__, None)
+    model, sources = zoo.load("bart"), _sources("bart")[:3]
+    for refilling in (True, None):
+        for source, result in zip(
+            sources, fastgen.generate(model, sources, refill=refilling, num_beams=2, max_new_tokens=6), strict=True
+        ):
+            assert torch.equal(result, _alone(model, source, num_beams=2, max_new_tokens=6))
 
 
 def test_models_that_cannot_be_refilled() -> None:

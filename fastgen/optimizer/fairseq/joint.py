@@ -62,6 +62,8 @@ class Joint:
             first += before
         if self.parts:
             self._tree.reorder(rows)
+        for part in entering:
+            part.width = len(part.step.encoder_out["encoder_out"][0])
         self.parts = [*(part for part in self.parts if not part.ended), *entering]
         staying = torch.cat(stay)
         if entering or len(staying) < first:

@@ -142,7 +142,7 @@ class Part(Suspendable):
     def __init__(self, infer: Callable[[dict[str, Any]], list[Any]], number: int, sample: dict[str, Any]) -> None:
         super().__init__(lambda: self._infer(infer, sample))
         self.number = number
-        # Sentences in the joint tree, or that will be.
+        # Sentences in the joint tree, or that will be; positions of their source, later of the encoder's output.
         self.sentences, self.width = source_of(sample).shape[:2]
 
     def _infer(self, infer: Callable[[dict[str, Any]], list[Any]], sample: dict[str, Any]) -> list[Any]:
