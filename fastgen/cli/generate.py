@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from fastgen.cli.exits import exit_code, refuse_arguments, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
+from fastgen.pipeline.offline import REFILL
 
 NAME = "fastgen-generate"
 WORKERS = 2
@@ -69,13 +70,21 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
             action="store_true",
             help="go on with the killed or interrupted run that wrote to --results-path",
         )
+        group.add_argument(
+            "--refill",
+            dest="fastgen_refill",
+            choices=tuple(REFILL),
+            default=AUTO,
+            help="keep the batch full, waiting sentences in the places of finished ones; auto: on a GPU (default)",
+        )
         args = options.parse_args_and_arch(parser, arguments)
     own = argparse.Namespace(
         workers=args.fastgen_workers,
         resume=args.fastgen_resume,
+        refill=args.fastgen_refill,
         auto=[name for name in ("batch_size", "max_tokens") if getattr(args, name) == AUTO],
     )
-    del args.fastgen_workers, args.fastgen_resume
+    del args.fastgen_workers, args.fastgen_resume, args.fastgen_refill
     if len(own.auto) == 2:
         raise InputError("Only one of --batch-size and --max-tokens can be auto.")
     for name in own.auto:

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from fastgen.cli.exits import exit_code, refuse_arguments, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, INPUT_ERROR, InputError, first_line
+from fastgen.pipeline.offline import REFILL
 
 NAME = "fastgen-generate-transformers"
 WORKERS = 2
@@ -82,6 +83,12 @@ def parser() -> argparse.ArgumentParser:
         "--batch-size", type=_size, default=32, metavar="N|auto", help="records in a batch (default: %(default)s)"
     )
     sizes.add_argument("--max-tokens", type=_size, metavar="N|auto", help="padded input tokens in a batch")
+    result.add_argument(
+        "--refill",
+        choices=tuple(REFILL),
+        default=AUTO,
+        help="keep the batch full, waiting records in the places of finished ones; auto: on a GPU (default)",
+    )
     result.add_argument("--truncate", action="store_true", help="cut inputs that are too long instead of refusing them")
     result.add_argument("--no-scores", action="store_true", help="no scores in JSONL: fastgen is faster without")
     result.add_argument("--seed", type=whole_number, default=1, metavar="N", help="of sampling (default: %(default)s)")

@@ -76,6 +76,11 @@ class AutoBatch:
         self._growing = True
         self._best_speed = 0.0
 
+    @property
+    def settled(self) -> bool:
+        """Whether the size will not grow any more."""
+        return not self._growing
+
     @classmethod
     def on_device(cls, kind: str, start: int) -> AutoBatch:
         """As suits a device of torch's type `kind`."""

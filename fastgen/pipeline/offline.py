@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+REFILL = {"auto": None, "on": True, "off": False}  # what the commands call `generate`'s `refill`
 _PARTS = 4  # a batch is refilled by so much of it at a time
 _NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs past_key_values
     return_dict_in_generate streamer""".split()
@@ -54,38 +55,58 @@ def generate(
             raise ValueError(f"source {index} has no tokens")
     found: list[Any] = [None] * len(sources)
     show = Progress(len(sources), enabled=progress)
+    pad, ends = _special_tokens(model, options)
+    refilling = bool(sources) and why_not_refilled(model, min(sources, key=len), refill, options) is None
     try:
-        for index, hypotheses in _generated(model, sources, batch_size, refill, options):
-            found[index] = hypotheses
-            show.update(1, int(hypotheses.numel()))
+        for part, result, width in generated(model, sources, options, batch_size=batch_size, refill=refilling):
+            sequences = getattr(result, "sequences", result)
+            for index, hypotheses in zip(part, sequences.unflatten(0, (len(part), -1)), strict=True):
+                own = hypotheses if model.config.is_encoder_decoder else hypotheses[:, width - len(sources[index]) :]
+                found[index] = _without_padding(own, pad, pad in ends)
+                show.update(1, int(found[index].numel()))
     finally:
         show.close()
     return found
 
 
-def _generated(
-    model: Any, sources: Sequence[Any], batch_size: int, refill: bool | None, options: dict[str, Any]
-) -> Iterator[tuple[int, Tensor]]:
-    """Indices of sources and their hypotheses, in the order in which they are ready."""
-    from fastgen.optimizer.transformers.refill import run, unrefillable_model
+def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict[str, Any]) -> str | None:
+    """Why batches are not to be kept full, or None; `source` is any, to ask `model.generate` what it would do.
 
-    if refill is None:
-        refill = model.device.type != "cpu"
-    refill = refill and unrefillable_model(model) is None
+    Args:
+        wished: by default where it pays, see `generate`.
+    """
+    if wished is None:
+        wished = model.device.type != "cpu"
+    if not wished:
+        return "it was not asked for"
+    try:
+        from fastgen.optimizer.transformers.refill import unrefillable
+    except ImportError:
+        return "fastgen leaves this version of transformers alone"
+    return unrefillable(model, _call(model, [source], options))
+
+
+def generated(
+    model: Any, sources: Sequence[Any], options: dict[str, Any], *, batch_size: int, refill: bool
+) -> Iterator[tuple[list[int], Any, int]]:
+    """What `model.generate` returns for sources that were padded together, as it is ready.
+
+    With it come their indices, in the order of the rows, and the length that they were padded to. `refill` needs calls
+    that `why_not_refilled` has nothing against.
+    """
     size = max(1, batch_size // _PARTS) if refill else batch_size
     # The longest first: what doesn't fit into memory shows at once.
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
     parts = [order[first : first + size] for first in range(0, len(order), size)]
-    pad, ends = _special_tokens(model, options)
-    calls = ({**_padded(model, [sources[index] for index in part], pad), **options} for part in parts)
-    results = run(model, calls, batch_size) if refill else ((i, model.generate(**call)) for i, call in enumerate(calls))
-    causal = not model.config.is_encoder_decoder
+    calls = (_call(model, [sources[index] for index in part], options) for part in parts)
+    if refill:
+        from fastgen.optimizer.transformers.refill import run
+
+        results = run(model, calls, batch_size)
+    else:
+        results = ((number, model.generate(**call)) for number, call in enumerate(calls))
     for number, result in results:
-        sequences, part = getattr(result, "sequences", result), parts[number]
-        longest = max(len(sources[index]) for index in part)
-        for index, hypotheses in zip(part, sequences.unflatten(0, (len(part), -1)), strict=True):
-            own = hypotheses[:, longest - len(sources[index]) :] if causal else hypotheses
-            yield index, _without_padding(own, pad, pad in ends)
+        yield parts[number], result, len(sources[parts[number][0]])
 
 
 def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
@@ -100,9 +121,11 @@ def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[int, list[int]
     return (int([*ends, 0][0]) if pad is None else int(pad)), ends
 
 
-def _padded(model: Any, sources: Sequence[Any], pad: int) -> dict[str, Tensor]:
+def _call(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `model.generate`."""
     import torch
 
+    pad, _ = _special_tokens(model, options)
     longest = max(map(len, sources))
     ids = torch.full((len(sources), longest), pad)  # [B, N]
     mask = torch.zeros_like(ids)
@@ -111,7 +134,7 @@ def _padded(model: Any, sources: Sequence[Any], pad: int) -> dict[str, Tensor]:
         place = slice(len(source)) if model.config.is_encoder_decoder else slice(longest - len(source), None)
         ids[row, place] = torch.as_tensor(source)
         mask[row, place] = 1
-    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), **options}
 
 
 def _without_padding(hypotheses: Tensor, pad: int, pad_ends: bool) -> Tensor:

@@ -1,4 +1,5 @@
-"""One thread per test process, the helpers beside this file importable, and a tiny fairseq model with data."""
+"""One thread per test process, the helpers beside this file importable, a tiny fairseq model with data, and
+inputs for the shipped model of transformers."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ pytest.importorskip("torch", reason="the commands need torch")
 sys.path.insert(0, str(Path(__file__).parent))  # fairseq_kit, whatever pytest's import mode
 
 import torch
+
+from fastgen.cli import demo_task
 
 torch.set_num_threads(1)
 
@@ -37,3 +40,17 @@ def job(data: Path, model: Path) -> list[str]:
     """What both commands are given in most tests."""
     return [str(data), "--path", str(model), "--cpu", "--num-workers", "0", "--max-tokens", "60", "--max-len-b", "12",
             "--no-progress-bar", "--required-batch-size-multiple", "1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Inputs of many lengths for the shipped model."""
+    pairs = [next(demo_task.sentences(seed, held_out=True)) for seed in range(23)]
+    return [" ".join(source.split()[: 3 + 2 * i % 11]) for i, (source, _) in enumerate(pairs)]
+
+
+@pytest.fixture
+def source(tmp_path: Path, texts: list[str]) -> Path:
+    path = tmp_path / "in.txt"
+    path.write_text("".join(f"{text}\n" for text in texts), "utf-8")
+    return path

@@ -18,54 +18,14 @@ import torch
 import transformers
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers_kit import FLAGS, MODEL, run, stock
 
 import fastgen
-from fastgen.cli import demo_task, generate_transformers
-from fastgen.cli.demo import SHIPPED_MODEL
+from fastgen.cli import generate_transformers
 from fastgen.cli.transformers import batches, generation, records
 from fastgen.cli.transformers import flags as flags_of_generation
 from fastgen.pipeline import batching, resume
 from fastgen.pipeline.resume import journal_path
-
-MODEL = str(SHIPPED_MODEL)
-FLAGS = ["--num-beams", "3", "--max-new-tokens", "24", "--workers", "0", "--quiet", "--batch-size", "5"]
-
-
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    """Inputs of many lengths."""
-    pairs = [next(demo_task.sentences(seed, held_out=True)) for seed in range(23)]
-    return [" ".join(source.split()[: 3 + 2 * i % 11]) for i, (source, _) in enumerate(pairs)]
-
-
-@pytest.fixture
-def source(tmp_path: Path, texts: list[str]) -> Path:
-    path = tmp_path / "in.txt"
-    path.write_text("".join(f"{text}\n" for text in texts), "utf-8")
-    return path
-
-
-def run(*arguments: object) -> int:
-    return generate_transformers.main([str(argument) for argument in arguments])
-
-
-def stock(texts: Sequence[str], **options: int) -> tuple[list[str], list[float]]:
-    """Texts and scores, one input at a time by stock transformers."""
-    return _stock(tuple(texts), tuple(options.items()))
-
-
-@functools.cache
-def _stock(texts: tuple[str, ...], options: tuple[tuple[str, int], ...]) -> tuple[list[str], list[float]]:
-    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
-    flags = {"num_beams": 3, "max_new_tokens": 24, "return_dict_in_generate": True, "output_scores": True}
-    outputs: list[str] = []
-    scores: list[float] = []
-    with fastgen.disabled(), torch.inference_mode():
-        for text in texts:
-            output = model.generate(tokenizer(text, return_tensors="pt").input_ids, **flags, **dict(options))
-            outputs += tokenizer.batch_decode(output.sequences, skip_special_tokens=True)
-            scores += output.sequences_scores.tolist()
-    return outputs, scores
 
 
 def test_text_is_stocks_in_the_order_of_the_input(source: Path, texts: list[str], tmp_path: Path) -> None:

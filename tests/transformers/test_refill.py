@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,25 @@ def test_switched_off(switch: str, spans: list[Any]) -> None:
     assert not spans
 
 
+def test_why_calls_cannot_be_refilled() -> None:
+    model, (call, *_) = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
+    assert refill.unrefillable(model, call) is None
+    assert refill.unrefillable(model, {**call, "num_beams": 1}) == "it is no beam search"
+    assert refill.unrefillable(model, {**call, "use_cache": False}) == "no cache of the standard kind is used"
+    with fastgen.disabled():
+        assert "disabled" in str(refill.unrefillable(model, call))
+
+
+def test_a_version_that_is_left_alone_decodes_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, refill.__name__, None)
+    model, sources = zoo.load("bart"), _sources("bart")[:3]
+    for refilling in (True, None):
+        for source, result in zip(
+            sources, fastgen.generate(model, sources, refill=refilling, num_beams=2, max_new_tokens=6), strict=True
+        ):
+            assert torch.equal(result, _alone(model, source, num_beams=2, max_new_tokens=6))
+
+
 def test_models_that_cannot_be_refilled() -> None:
     assert "own generate" in str(refill.unrefillable_model(zoo.load("whisper")))
     assert "not been tried" in str(refill.unrefillable_model(zoo.load("bert2bert")))
@@ -286,6 +306,16 @@ def test_other_models_decode_batch_by_batch(spans: list[Any]) -> None:
     for source, result in zip(sources, results, strict=True):
         assert torch.equal(result, _alone(model, source, **options))
     assert not spans
+
+
+@pytest.mark.parametrize("options", [dict(num_beams=1), dict(num_beams=3, use_cache=False)], ids=["greedy", "no cache"])
+def test_calls_that_stay_alone_are_whole_batches(options: dict[str, Any], spans: list[Any]) -> None:
+    model, sources = zoo.load("bart"), _sources("bart")
+    report.reset()
+    results = fastgen.generate(model, sources, batch_size=8, refill=True, max_new_tokens=8, **options)
+    assert not spans and [call.batch for call in report.calls()] == [8, 8, 1]
+    for source, result in zip(sources, results, strict=True):
+        assert torch.equal(result, _alone(model, source, max_new_tokens=8, **options))
 
 
 def test_kinds_of_sources_and_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,11 @@ class Batches:
             )
         return "no sentence is left for this shard or below the model's length"
 
+    @property
+    def settled(self) -> bool:
+        """Whether the size of the batches will not grow any more."""
+        return self.auto is None or self.auto.settled
+
     def start(self, sentences_done: int, batches_done: int) -> Iterator[Any]:
         """What an earlier run left: numbered samples with the positions of their sentences, or with automatic sizes
         the positions that `cut` takes.

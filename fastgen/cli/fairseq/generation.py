@@ -49,21 +49,26 @@ class Generation:
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
-        generation = self._loaded.cfg.generation
-        self._check(sample)
+        self.check(sample)
         started = time.perf_counter()
         hypotheses = self._hypotheses(sample, positions)
+        return self.generated(number, sample, hypotheses, time.perf_counter() - started)
+
+    def generated(
+        self, number: int, sample: Any, hypotheses: list[list[Any]], seconds: float
+    ) -> tuple[lines.Batch, Done]:
+        """What is returned of a sample."""
         done = Done(
             number,
             sample["nsentences"] if "nsentences" in sample else sample["id"].numel(),
             sum(len(best[0]["tokens"]) for best in hypotheses),
-            time.perf_counter() - started,
+            seconds,
             sample["target"] is not None,
-            random_state() if generation.sampling else None,
+            random_state() if self._loaded.cfg.generation.sampling else None,
         )
         return self.plain(sample, hypotheses), done
 
-    def _check(self, sample: Any) -> None:
+    def check(self, sample: Any) -> None:
         """The flags that need more than sources in the data; which those have shows in a batch first."""
         generation, subset = self._loaded.cfg.generation, self._loaded.cfg.dataset.gen_subset
         if sample.get("target") is None:

@@ -17,8 +17,10 @@ from fastgen.cli.fairseq.batches import Batches
 from fastgen.cli.fairseq.generation import Done, Generation
 from fastgen.cli.fairseq.load import Loaded, can_travel, check, load
 from fastgen.cli.fairseq.output import Output, logging_to
+from fastgen.cli.fairseq.refilling import Refilling, why_not_refilled
 from fastgen.cli.fairseq.scoring import Scoring
 from fastgen.pipeline.errors import DONE, writing
+from fastgen.pipeline.offline import REFILL
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
 from fastgen.pipeline.stages import run_stages
@@ -62,7 +64,11 @@ def run(cfg: Any, own: argparse.Namespace) -> int:
 
 def _settings(cfg: Any, own: argparse.Namespace) -> dict[str, Any]:
     """What must be the same for a run to be resumed."""
-    settings: dict[str, Any] = {"auto": own.auto, "distributed_rank": cfg.distributed_training.distributed_rank}
+    settings: dict[str, Any] = {
+        "auto": own.auto,
+        "refill": own.refill,
+        "distributed_rank": cfg.distributed_training.distributed_rank,
+    }
     for section in _SECTIONS:
         value = cfg[section]
         if value is None:  # no subword codec, for one
@@ -129,19 +135,32 @@ class _Run:
         silent = self.cfg.common.no_progress_bar or self.cfg.common.log_format == "none"
         progress = Progress(batches.sentences, done=self.sentences, enabled=not silent)
 
+        refilling = None
+        why_not = why_not_refilled(loaded, batches, REFILL[self.own.refill])
+        if why_not is None:
+            refilling = Refilling(generation, batches, _warn)
+        elif self.own.refill == "on":
+            _warn(f"batch by batch, without refill: {why_not}.")
+
         with WorkerPool(workers, lines.build, loaded.form) as pool:
 
-            def generate(numbered: tuple[int, Any, list[int] | None]) -> tuple[Future[Any], Done] | None:
-                generated = generation(*numbered)
-                if generated is None:
+            def post_process(generated: tuple[lines.Batch, Done] | None) -> tuple[Future[Any], Done] | None:
+                if generated is None or generated[1].number < self.next:  # of an earlier run
                     return None
                 batch, done = generated
                 progress.update(done.sentences, done.tokens)
                 return pool.submit(batch), done
 
-            source = batches.start(self.sentences, self.next)
+            def generate(numbered: tuple[int, Any, list[int] | None]) -> tuple[Future[Any], Done] | None:
+                return post_process(generation(*numbered))
+
             try:
-                run_stages(source, generate, self._write, cut=batches.cut if batches.auto else None)
+                if refilling is not None:
+                    source, cut = refilling.stages(self.sentences, self.next)
+                    run_stages(source, post_process, self._write, cut=cut)
+                else:
+                    source = batches.start(self.sentences, self.next)
+                    run_stages(source, generate, self._write, cut=batches.cut if batches.auto else None)
             finally:
                 progress.close()
 

@@ -15,15 +15,19 @@ from fastgen.pipeline.workers import WorkerPool
 AUTO_SENTENCES = 4
 AUTO_TOKENS = 256
 WINDOW = 4096  # records that are sorted by length together
+# Batches that are kept full together: there the last sentences have nobody to follow them. A run that is resumed begins
+# with such a stretch anew, so that the same sentences meet and the scores are the same to the last digit.
+_STRETCH = 16
 _ENCODED = 64  # records that a worker tokenises at once
 
 
 @dataclass
 class Batch:
-    """Records that are generated together; those with an error only pass through."""
+    """Records that are generated in one go; those with an error only pass through."""
 
     records: list[Record]
     number: int  # the least index: seeds the sampling
+    size: int  # records that decode together: the others wait for room
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Source:
     auto: AutoBatch | None
     by_tokens: bool  # sizes are padded tokens, not records
     stop_at_error: bool
+    refill: bool = False
     finished: set[int] = field(default_factory=set)  # records that an earlier run did
     first: int = 0  # a multiple of WINDOW
 
@@ -53,7 +58,7 @@ class Source:
             window = window[: window.index(broken)]
         failed = [record for record in window if record.error is not None and record.index not in self.finished]
         if failed:
-            yield Batch(failed, failed[0].index)
+            yield Batch(failed, failed[0].index, len(failed))
         yield from self._batches([record for record in window if record.error is None])
         if broken is not None and self.stop_at_error:
             raise InputError(str(broken.error))
@@ -77,10 +82,13 @@ class Source:
             records = [record for record in records if record.index not in self.finished]
         position = 0
         while position < len(records):
-            batch = self._take(records, position)
+            # The longest first: as many of those that follow fit as well.
+            size = len(self._take(records, position))
+            is_full = self.refill and (self.auto is None or self.auto.settled)
+            batch = records[position : position + size * (_STRETCH if is_full else 1)]
             position += len(batch)
             if any(record.index not in self.finished for record in batch):
-                yield Batch(batch, min(record.index for record in batch))
+                yield Batch(batch, min(record.index for record in batch), size)
 
     def _take(self, records: Sequence[Record], position: int) -> list[Record]:
         size = self.fixed if self.auto is None else self.auto.size
@@ -96,6 +104,11 @@ class Source:
         """A batch of these records ran out of memory."""
         if self.auto is not None:
             self.auto.failed(self._units(records))
+
+    def failed_full(self, records: Sequence[Record]) -> None:
+        """It ran out of memory while a batch was kept full with these records."""
+        self.failed(records)
+        self.refill = self.auto is not None  # else it would again
 
     def _units(self, records: Sequence[Record]) -> int:
         return len(records) * (max(len(record.tokens) for record in records) if self.by_tokens else 1)

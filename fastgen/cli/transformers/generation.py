@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,12 @@ from transformers import GenerationConfig
 
 from fastgen.cli.transformers.batches import Batch, Source
 from fastgen.cli.transformers.records import Record
-from fastgen.pipeline.batching import is_out_of_memory, run_with_backoff
+from fastgen.pipeline import offline
+from fastgen.pipeline.batching import is_out_of_memory, release_memory, run_with_backoff
 from fastgen.pipeline.errors import InputError, first_line
+
+# The hypotheses of one record: tokens and scores.
+Found = tuple[list[list[int]], list[float | None]]
 
 
 @dataclass
@@ -22,7 +27,6 @@ class Hypotheses:
 
     rows: list[list[int]]
     scores: list[float | None]
-    tokens: int
 
 
 class Generator:
@@ -37,74 +41,101 @@ class Generator:
         seed: int,
         scores: bool,
         warn: Callable[[str], None],
+        progress: Callable[[int, int], None] = lambda records, tokens: None,
         tokenizer: Any = None,
     ) -> None:
-        """`tokenizer` is needed for `stop_strings` alone."""
+        """`progress` is told of records as they are ready; `tokenizer` is needed for `stop_strings` alone."""
         self._model, self._config, self._source = model, config, source
-        self._seed, self._scores, self._warn = seed, scores, warn
-        self._stopping = {"tokenizer": tokenizer} if config.stop_strings else {}
+        self._seed, self._scores, self._warn, self._progress = seed, scores, warn, progress
         self.per_record = int(config.num_return_sequences or 1)
         # Else the log-probabilities of all tokens would be kept at each step: 64 MB for 64 sentences and 5 beams.
         config._fastgen_sequence_scores_only = scores
+        self._options = {"generation_config": config, "return_dict_in_generate": scores, "output_scores": scores}
+        if config.stop_strings:
+            self._options["tokenizer"] = tokenizer
+
+    def why_not_refilled(self, wished: bool | None) -> str | None:
+        """Why batches are not to be kept full, or None."""
+        with _refusals():
+            return offline.why_not_refilled(self._model, [self._config.pad_token_id], wished, self._options)
 
     def __call__(self, batch: Batch) -> Hypotheses:
         """All hypotheses of `batch`; a record that doesn't fit into memory alone gets its `error` set, and none."""
         if self._config.do_sample:
             # By batch, not by run: a run that is resumed draws the same numbers.
             torch.manual_seed(((self._seed << 32) + batch.number) % 2**63)
-        found = run_with_backoff(batch.records, self._run, self._out_of_memory)
-        rows = [row for rows, _ in found for row in rows]
-        scores = [score for _, scores in found for score in scores]
-        pad = self._config.pad_token_id
-        return Hypotheses(rows, scores, sum(len(row) - row.count(pad) for row in rows))
+        full = self._refilled(batch) if batch.size < len(batch.records) else {}
+        rest = [record for record in batch.records if record.index not in full]
+        found: list[Found] = []
+        for first in range(0, len(rest), batch.size):
+            found += run_with_backoff(rest[first : first + batch.size], self._run, self._out_of_memory)
+        full.update({record.index: one for record, one in zip(rest, found, strict=True)})
+        all_found = [full[record.index] for record in batch.records]
+        return Hypotheses(
+            [row for rows, _ in all_found for row in rows], [score for _, scores in all_found for score in scores]
+        )
+
+    def _refilled(self, batch: Batch) -> dict[int, Found]:
+        """By their indices the records that were done before memory ran out."""
+        full: dict[int, Found] = {}
+        try:
+            for part, found in self._generated(batch.records, batch.size, refill=True):
+                full.update({record.index: one for record, one in zip(part, found, strict=True)})
+                self._done(found)
+            return full
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        release_memory()  # outside of the handler: its traceback holds the tensors
+        self._source.failed_full(batch.records)
+        self._warn(f"out of memory while {batch.size} records were kept in a batch: going on without refill")
+        return full
 
     def _out_of_memory(self, part: Sequence[Record]) -> None:
         self._source.failed(part)
         self._warn(f"out of memory with {len(part)} records in a batch: going on with halves")
 
-    def _run(self, records: Sequence[Record]) -> list[tuple[list[list[int]], list[float | None]]]:
+    def _run(self, records: Sequence[Record]) -> list[Found]:
         started = time.perf_counter()
         try:
-            rows, scores = self._generate(records)
-        except ValueError as error:  # transformers refuses a combination of flags
-            raise InputError(f"transformers refuses to generate: {first_line(error)}.") from error
+            found = self._generate(records)
         except (MemoryError, RuntimeError) as error:
             if len(records) > 1 or not is_out_of_memory(error):
                 raise
             records[0].refuse("out of memory, even alone in its batch")
             if self._source.stop_at_error:
                 raise InputError(str(records[0].error)) from error
-            return [([], [])]
-        work = sum(len(record.tokens) for record in records) + sum(map(len, rows))
+            found = [([], [])]
+            self._done(found)
+            return found
+        work = sum(len(record.tokens) for record in records) + sum(len(row) for rows, _ in found for row in rows)
         self._source.succeeded(records, work / (time.perf_counter() - started))
-        n = self.per_record
-        return [(rows[k * n : (k + 1) * n], scores[k * n : (k + 1) * n]) for k in range(len(records))]
+        self._done(found)
+        return found
 
-    def _generate(self, records: Sequence[Record]) -> tuple[list[list[int]], list[float | None]]:
-        model = self._model
-        causal = not model.config.is_encoder_decoder
+    def _done(self, found: list[Found]) -> None:
         pad = self._config.pad_token_id
-        longest = max(len(record.tokens) for record in records)
-        ids = torch.full((len(records), longest), pad)  # [B, N]
-        mask = torch.zeros_like(ids)
-        for row, record in enumerate(records):
-            # A causal model goes on from the last position: its padding is on the left.
-            place = slice(longest - len(record.tokens), None) if causal else slice(len(record.tokens))
-            ids[row, place] = torch.tensor(record.tokens)
-            mask[row, place] = 1
-        with torch.no_grad():
-            output = model.generate(
-                input_ids=ids.to(model.device),
-                attention_mask=mask.to(model.device),
-                generation_config=self._config,
-                return_dict_in_generate=self._scores,
-                output_scores=self._scores,
-                **self._stopping,
-            )
-        sequences = output.sequences if self._scores else output
-        new = sequences[:, longest:] if causal else sequences
-        rows = [_without_tail(row, pad) for row in new.tolist()]
-        return rows, self._score(output) if self._scores else [None] * len(rows)
+        self._progress(len(found), sum(len(row) - row.count(pad) for rows, _ in found for row in rows))
+
+    def _generate(self, records: Sequence[Record]) -> list[Found]:
+        return [one for _, found in self._generated(records, len(records)) for one in found]
+
+    def _generated(
+        self, records: Sequence[Record], size: int, *, refill: bool = False
+    ) -> Iterator[tuple[list[Record], list[Found]]]:
+        """Records and what was found for each, as it is ready; `size` of them decode together."""
+        pad, n = self._config.pad_token_id, self.per_record
+        tokens = [record.tokens for record in records]
+        with _refusals():
+            for part, output, longest in offline.generated(
+                self._model, tokens, self._options, batch_size=size, refill=refill
+            ):
+                sequences = output.sequences if self._scores else output
+                new = sequences if self._model.config.is_encoder_decoder else sequences[:, longest:]
+                rows = [_without_tail(row, pad) for row in new.tolist()]
+                scores: list[float | None] = self._score(output) if self._scores else [None] * len(rows)
+                found = [(rows[k * n : (k + 1) * n], scores[k * n : (k + 1) * n]) for k in range(len(part))]
+                yield [records[index] for index in part], found
 
     def _score(self, output: Any) -> list[float | None]:
         """The search's own score; without beams the sum of the log-probabilities of the tokens."""
@@ -117,6 +148,15 @@ class Generator:
             after = torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=-1) > 0
             scores = steps.masked_fill(after, 0.0).sum(-1)
         return [float(score) for score in scores.tolist()]
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What transformers says to a combination of flags, as a sentence for the user."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"transformers refuses to generate: {first_line(error)}.") from error
 
 
 def _ends(tokens: int | list[int] | None) -> list[int]:

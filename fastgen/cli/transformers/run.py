@@ -16,6 +16,7 @@ from fastgen.cli.transformers.load import find_device, generation_config, load_c
 from fastgen.cli.transformers.writer import Writer
 from fastgen.pipeline.batching import AutoBatch
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, writing
+from fastgen.pipeline.offline import REFILL
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
 from fastgen.pipeline.stages import run_stages
@@ -95,15 +96,27 @@ def _generate(args: argparse.Namespace, form: str, total: int, journal: Journal)
             first=first,
         )
         scores = form == records.JSONL and not args.no_scores
-        generator = Generator(model, generation, source, seed=args.seed, scores=scores, warn=_say, tokenizer=tokenizer)
         progress = Progress(total, done=writer.done, enabled=not args.quiet)
+        generator = Generator(
+            model,
+            generation,
+            source,
+            seed=args.seed,
+            scores=scores,
+            warn=_say,
+            progress=progress.update,
+            tokenizer=tokenizer,
+        )
+        why_not = generator.why_not_refilled(REFILL[args.refill])
+        source.refill = why_not is None
+        if why_not is not None and args.refill == "on":
+            _say(f"batch by batch, without refill: {why_not}.")
 
         def generate(batch: batches.Batch) -> Any:
             if batch.records[0].error is not None:
                 progress.update(len(batch.records), 0)
                 return _nothing(), (batch.records, [], generator.per_record)
             found = generator(batch)
-            progress.update(len(batch.records), found.tokens)
             return pool.submit(tokenizing.Decode(found.rows)), (batch.records, found.scores, generator.per_record)
 
         try:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.attention import beam_attention, fold_beams, unfold_beams
-from fastgen.cache.tree import TreeLayer, additive_mask
+from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.optimizer.fairseq.session import Session, Source
 
 
@@ -48,7 +48,7 @@ class TreeSelfAttention(_TreeAttention):
 
     def __init__(self, module: Any, session: Session) -> None:
         super().__init__(module, session)
-        self._layer: TreeLayer | None = None
+        self.layer: TreeLayer | None = None
 
     def __call__(self, query: Tensor, **_: Any) -> tuple[Tensor, None]:
         """`query`: `[1, B*M, C]` in a step, `[P, B, C]` for the prompt; the output has its shape."""
@@ -60,11 +60,17 @@ class TreeSelfAttention(_TreeAttention):
             projection(query).view(tree.batch, tree.beams, self._heads, self._size).transpose(1, 2)
             for projection in (module.k_proj, module.v_proj)
         )  # [B, H, M, D]
-        if self._layer is None:
+        if self.layer is None:
             self._prefill(keys[:, :, :0], values[:, :, :0])
-        assert self._layer is not None
-        keys, values = self._layer.append(keys, values)
+        assert self.layer is not None
+        keys, values = self.layer.append(keys, values)
         return self._output(beam_attention(queries, keys, values, tree.mask(None, query.dtype), self._scale)), None
+
+    def begin(self, tree: BeamTree, like: Tensor) -> None:
+        """Give `tree`, whose sentences have no token yet, its next layer."""
+        layer = TreeLayer(tree)
+        layer.keys = layer.values = like.new_empty(tree.batch, self._heads, 0, self._size)
+        tree.layers.append(layer)
 
     def _prompt(self, query: Tensor) -> Tensor:
         queries, keys, values = (
@@ -76,9 +82,9 @@ class TreeSelfAttention(_TreeAttention):
         return self._module.out_proj(output.permute(2, 0, 1, 3).flatten(2))
 
     def _prefill(self, keys: Tensor, values: Tensor) -> None:
-        self._layer = TreeLayer(self._session.tree)
-        self._layer.prefill(keys, values)
-        self._session.tree.layers.append(self._layer)
+        self.layer = TreeLayer(self._session.tree)
+        self.layer.prefill(keys, values)
+        self._session.tree.layers.append(self.layer)
 
 
 class TreeCrossAttention(_TreeAttention):
@@ -87,7 +93,7 @@ class TreeCrossAttention(_TreeAttention):
     def __init__(self, module: Any, session: Session, biases: dict[int, Tensor | None]) -> None:
         """`biases`: what padding masks become, by the mask's id; the layers of a model share them."""
         super().__init__(module, session)
-        self._source: Source | None = None
+        self.source: Source | None = None
         self._biases = biases
 
     def __call__(
@@ -104,10 +110,10 @@ class TreeCrossAttention(_TreeAttention):
         Returns the output and the weights of each head, `[H, B*M, 1, N]`, if they are wanted. Weights averaged
         over the heads, which the host asks every layer for, are looked at by nobody.
         """
-        if self._source is None:
-            self._source = self._project(key, key_padding_mask)
-            self._session.sources.append(self._source)
-        queries, source = self._queries(query), self._source
+        if self.source is None:
+            self.source = self.project(key, key_padding_mask)
+            self._session.sources.append(self.source)
+        queries, source = self._queries(query), self.source
         if not need_head_weights:
             output = beam_attention(queries, source.keys, source.values, source.bias, self._scale)
             return self._output(output), None
@@ -119,7 +125,8 @@ class TreeCrossAttention(_TreeAttention):
         output = unfold_beams((weights @ source.values)[:, :, None])
         return self._output(output), weights.transpose(0, 1).flatten(1, 2)[:, :, None]
 
-    def _project(self, source: Tensor, padding: Tensor | None) -> Source:
+    def project(self, source: Tensor, padding: Tensor | None) -> Source:
+        """The keys and values of `source`, `[N, B, C]`; see `__call__`."""
         keys, values = (
             self._by_head(projection(source)).contiguous() for projection in (self._module.k_proj, self._module.v_proj)
         )

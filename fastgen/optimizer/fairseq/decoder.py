@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.buffers import Buffers
+from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
@@ -20,35 +21,49 @@ from fastgen.report import FallbackError
 _PROMPT_LOGITS = 2**24  # computed at a time: all positions of long prompts would take gigabytes
 
 
-class TreeEnsemble:
-    """Stands in for the generator's `model` during one call.
+class StandIn:
+    """Stands in for the generator's `model`: the encoder's output keeps one row per sentence.
 
-    The encoder's output keeps one row per sentence, decoder steps run over the tree, and reordering edits
-    the ancestry. Whatever else the host asks is answered by its own ensemble.
+    Whatever else the host asks is answered by its own ensemble.
     """
 
     def __init__(self, request: Request) -> None:
         self.inner = request.generator.model
         self.reason: str | None = None  # why the tree turned out not to fit; then the host's own cache is used
+        self._batch = request.batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def forward_encoder(self, net_input: dict[str, Any]) -> Any:
+        outputs = self.inner.forward_encoder(net_input)
+        if self.inner.has_encoder():
+            self.reason = _misfit(outputs, self._batch)
+        if self.reason and config.current().strict:
+            raise FallbackError(self.reason)
+        return outputs
+
+    def reorder_encoder_out(self, encoder_outs: Any, new_order: Tensor) -> Any:
+        if self.reason:
+            return self.inner.reorder_encoder_out(encoder_outs, new_order)
+        return encoder_outs if self.inner.has_encoder() else []
+
+
+class TreeEnsemble(StandIn):
+    """Stands in during one call: decoder steps run over the tree, and reordering edits the ancestry."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
         source = request.source
         assert source is not None
-        self.session = Session(
-            request.batch,
-            request.beams,
-            request.max_steps,
-            request.generator.pad,
-            source.device,
-            Buffers(self.inner.models[0]),
-        )
+        tree = BeamTree(request.batch, request.beams, request.max_steps, Buffers(self.inner.models[0]))
+        self.session = Session(tree, request.generator.pad, source.device)
         models = [replaced(model, decoder=over_the_tree(model.decoder, self.session)) for model in self.inner.models]
         self._over_the_tree = replaced(self.inner, models=models, single_model=models[0])
         self._prompt: Prompt | None = None
         if not self.inner.has_encoder() and request.generator.lm_model is None:
             self._prompt = self._read_prompt(request, models)
         self.session.plant()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     @staticmethod
     def _read_prompt(request: Request, models: list[Any]) -> Prompt | None:
@@ -59,19 +74,6 @@ class TreeEnsemble:
         forced = request.prefix_tokens[:, :prefix]
         start = torch.full_like(forced[:, :1], request.start)
         return Prompt(models, torch.cat([start, forced], dim=1))
-
-    def forward_encoder(self, net_input: dict[str, Any]) -> Any:
-        outputs = self.inner.forward_encoder(net_input)
-        if self.inner.has_encoder():
-            self.reason = _misfit(outputs, self.session.tree.batch)
-        if self.reason and config.current().strict:
-            raise FallbackError(self.reason)
-        return outputs
-
-    def reorder_encoder_out(self, encoder_outs: Any, new_order: Tensor) -> Any:
-        if self.reason:
-            return self.inner.reorder_encoder_out(encoder_outs, new_order)
-        return encoder_outs if self.inner.has_encoder() else []
 
     def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:
         if self.reason:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastgen import config, report
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
+from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
 from fastgen.optimizer.fairseq.requests import Request, is_diverse, unsupported_reason
 
 _NO_FAST_TIER = "fairseq has no fast tier: its own loop runs over the tree"
@@ -31,6 +32,13 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         raise report.FallbackError(reason or _NO_FAST_TIER)
 
     view, sample = _mended(request)
+    part = None if reason else joining()
+    if part is not None:  # its steps are recorded with those of the others
+        joined = view.__dict__["model"] = JoiningEnsemble(request, part)
+        result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
+        if joined.reason:
+            _record(request, "stock", joined.reason, start)
+        return result
     ensemble = None if reason else decode_over_the_tree(request, view)
     with contextlib.closing(ensemble.session.tree) if ensemble else contextlib.nullcontext():
         result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
 
 
@@ -29,10 +28,8 @@ class Source:
 class Session:
     """One call of `_generate`. All models of an ensemble grow the same beams, so they share the ancestry."""
 
-    def __init__(
-        self, batch: int, beams: int, max_steps: int, pad: int, device: torch.device, buffers: Buffers
-    ) -> None:
-        self.tree = BeamTree(batch, beams, max_steps, buffers)
+    def __init__(self, tree: BeamTree, pad: int, device: torch.device) -> None:
+        self.tree = tree
         self.sources: list[Source] = []
         self.cache_bytes = 0  # the most so far
         self._pad, self._device = pad, device

@@ -43,6 +43,19 @@ def unrefillable_model(model: Any) -> str | None:
     return None
 
 
+def unrefillable(model: Any, call: Mapping[str, Any]) -> str | None:
+    """Why a call like this one, of `model.generate`, cannot be decoded with others, or None."""
+    if reason := unrefillable_model(model):
+        return reason
+    try:
+        with dispatch.intercepting():
+            model.generate(**call)
+    except dispatch.Intercepted as intercepted:
+        with torch.no_grad():
+            return _unrefillable(intercepted.request, intercepted.stock)
+    return "fastgen is disabled, or the search is none of those that it accelerates"
+
+
 def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iterator[tuple[int, Any]]:
     """What `model.generate(**call)` returns for each of `calls`, with the call's number, as it is ready.
 
@@ -91,8 +104,10 @@ def _unrefillable(request: Request, stock: Callable[..., Any]) -> str | None:
     """Why this call cannot be decoded with others, or None."""
     if config.current().tier not in ("auto", "fast"):
         return "another tier is configured"
-    if not request.is_search or not request.may_evict:
-        return "its sentences cannot leave the batch"
+    if not request.is_search:
+        return "it is no beam search"
+    if not request.may_evict:
+        return "what is asked for needs all sentences of a batch until its end"
     return (
         unrefillable_model(request.model)
         or unsupported_reason(request)

@@ -1,0 +1,94 @@
+"""Batches that are kept full: stretches of samples whose sentences take the rows of finished ones."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from fastgen.cli.fairseq import lines
+from fastgen.cli.fairseq.batches import Batches
+from fastgen.cli.fairseq.generation import Done, Generation
+from fastgen.cli.fairseq.load import Loaded
+from fastgen.optimizer.fairseq.refill import in_parts, run, source_of, unrefillable
+from fastgen.pipeline.batching import is_out_of_memory, release_memory
+
+# Batches that are kept full together: there the last sentences have nobody to follow them. A run that is resumed begins
+# with such a stretch anew, so that the same sentences meet and the scores are the same to the last digit.
+_STRETCH = 16
+_PARTS = 4  # a batch is refilled by so much of it at a time
+
+Numbered = tuple[int, Any, "list[int] | None"]  # what Generation is called with
+
+
+def why_not_refilled(loaded: Loaded, batches: Batches, wished: bool | None) -> str | None:
+    """Why batches are not to be kept full, or None; by default they are where it pays, on a GPU."""
+    if wished is None:
+        wished = loaded.device.type != "cpu"
+    if not wished:
+        return "it was not asked for"
+    return unrefillable(loaded.generator) if batches.plain else "the task makes its own batches"
+
+
+class Refilling:
+    """Generates stretches of samples."""
+
+    def __init__(self, generation: Generation, batches: Batches, warn: Callable[[str], None]) -> None:
+        self._generation, self._batches, self._warn = generation, batches, warn
+        self._goes_on = True
+
+    def stages(self, sentences_done: int, batches_done: int) -> tuple[Iterator[Any], Callable[[Any], Iterator[Any]]]:
+        """What `run_stages` reads and how it is cut, into what `Generation` returns, for a run that goes on there."""
+        if self._batches.auto is None:
+            samples = self._batches.start(sentences_done, batches_done // _STRETCH * _STRETCH)
+            return self._stretches(samples), self._generate
+        rest = self._batches.start(sentences_done, batches_done)
+        return rest, lambda part: chain.from_iterable(map(self._generate, self._stretches(self._batches.cut(part))))
+
+    def _stretches(self, samples: Iterator[Numbered]) -> Iterator[list[Numbered]]:
+        """The samples in order, each alone as long as their size is still to be found."""
+        while stretch := list(islice(samples, _STRETCH if self._batches.settled else 1)):
+            yield stretch
+
+    def _generate(self, stretch: Sequence[Numbered]) -> Iterator[tuple[lines.Batch, Done] | None]:
+        """What `Generation` makes of each of these samples, in their order."""
+        done = 0
+        if self._goes_on and len(stretch) > 1:
+            stretch = [numbered for numbered in stretch if "net_input" in numbered[1]]
+            try:
+                for generated in self._refilled(stretch):
+                    yield generated
+                    done += 1
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            if done < len(stretch):
+                release_memory()  # outside of the handler: its traceback holds the tensors
+                self._warn("out of memory while a batch was kept full: going on without refill")
+                self._batches.failed(max((positions or [] for _, _, positions in stretch), key=len))
+                self._goes_on = self._batches.auto is not None  # with a fixed size it would run out again
+        for numbered in stretch[done:]:
+            yield self._generation(*numbered)
+
+    def _refilled(self, stretch: Sequence[Numbered]) -> Iterator[tuple[lines.Batch, Done]]:
+        started = time.perf_counter()
+        samples = [sample for _, sample, _ in stretch]
+        for sample in samples:
+            self._generation.check(sample)
+        shapes = [source_of(sample).shape[:2] for sample in samples]
+        parts = [in_parts(sample, -(-shape[0] // _PARTS)) for sample, shape in zip(samples, shapes, strict=True)]
+        owners = [index for index, of_sample in enumerate(parts) for _ in of_sample]
+        found: list[list[Any]] = [[] for _ in samples]  # numbers and hypotheses of parts
+        room = max(sentences for sentences, _ in shapes), max(shape.numel() for shape in shapes)
+        running = run(self._generation.infer, (part for of_sample in parts for part in of_sample), *room)
+        done = 0
+        with contextlib.closing(running):
+            for number, hypotheses in running:
+                found[owners[number]].append((number, hypotheses))
+                while done < len(samples) and len(found[done]) == len(parts[done]):
+                    whole = [one for _, part in sorted(found[done], key=lambda entry: entry[0]) for one in part]
+                    seconds, started = time.perf_counter() - started, time.perf_counter()
+                    yield self._generation.generated(stretch[done][0], samples[done], whole, seconds)
+                    done += 1

@@ -1,0 +1,186 @@
+"""A batch kept full: several samples decode together, and as their sentences finish the next sample joins in.
+
+Each sample has a search of its own, the host's loop, suspended at every step; the tree and the model's forward passes
+are shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fairseq import search
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from torch import Tensor
+
+from fastgen import config
+from fastgen.optimizer.fairseq import seams
+from fastgen.optimizer.fairseq.decoder import StandIn
+from fastgen.optimizer.fairseq.requests import Request, unsupported_decoder
+from fastgen.optimizer.fairseq.suspending import Suspendable
+
+_MOST_SAMPLES = 8  # at once: each adds its own few small operations to a step
+
+_local = threading.local()
+
+
+def unrefillable(generator: Any) -> str | None:
+    """Why batches of this generator cannot be kept full, or None."""
+    if type(generator) not in (SequenceGenerator, SequenceGeneratorWithAlignment):
+        return f"{type(generator).__name__} is not fairseq's SequenceGenerator"
+    if type(generator)._generate is not seams._generate or config.current().tier not in ("auto", "compat"):
+        return "fastgen is disabled, or another tier is configured"
+    if generator.model.models_size > 1 or generator.lm_model is not None:
+        return "several models decode together"
+    if not generator.model.has_encoder():
+        return "the model has no encoder"
+    if type(generator.search) is not search.BeamSearch:
+        return f"{type(generator.search).__name__} may know sentences by their places in the batch"
+    if generator.match_source_len:
+        return "match_source_len asks for the longest source of the batch"
+    return unsupported_decoder(generator.model.single_model.decoder)
+
+
+def run(
+    infer: Callable[[dict[str, Any]], list[Any]], samples: Iterable[dict[str, Any]], sentences: int, tokens: int
+) -> Generator[tuple[int, list[Any]], None, None]:
+    """What `infer(sample)`, which generates once, returns for each of `samples`, with its number, as it is ready.
+
+    All are generated with the same generator, one that is not `unrefillable`. A sample begins when there is room for
+    its sentences among the `sentences` that decode together, of as many padded source `tokens` at most.
+    """
+    from fastgen.optimizer.fairseq.joint import Joint
+
+    waiting = enumerate(samples)
+    following = next(waiting, None)
+    live: list[Part] = []
+    joint: Joint | None = None
+    start, total = time.perf_counter(), 0
+
+    def abandon() -> None:
+        for part in live:
+            part.close()
+
+    with contextlib.ExitStack() as ending:
+        ending.callback(abandon)
+        while following is not None or live:
+            entering: list[Part] = []
+            while following is not None and _has_room(live, following[1], sentences, tokens):
+                part = Part(infer, *following)
+                following = next(waiting, None)
+                live.append(part)
+                part.proceed(None)
+                if part.ended:
+                    live.remove(part)
+                    yield part.number, part.result
+                else:
+                    entering.append(part)
+                    total += part.sentences
+            if not live:
+                continue
+            joint = joint or ending.enter_context(contextlib.closing(Joint(live[0].request, sentences)))
+            joint.regroup(entering)
+            joint.step()
+            ended = [part for part in live if part.ended]
+            live = [part for part in live if not part.ended]
+            for part in ended:
+                yield part.number, part.result
+        if joint is not None:
+            joint.record(total, time.perf_counter() - start)
+
+
+def _has_room(live: list[Part], sample: dict[str, Any], sentences: int, tokens: int) -> bool:
+    source = source_of(sample)
+    count = len(source) + sum(part.sentences for part in live)
+    width = max([source.shape[1], *(part.width for part in live)])
+    return not live or (len(live) < _MOST_SAMPLES and count <= sentences and count * width <= tokens)
+
+
+def source_of(sample: dict[str, Any]) -> Tensor:
+    """The encoder's input, `[B, N, ...]`."""
+    source = Request(None, sample, None, None, None).source
+    assert source is not None
+    return source
+
+
+def in_parts(sample: dict[str, Any], size: int) -> list[dict[str, Any]]:
+    """The sample in parts of `size` sentences, which are padded as they were: the host looks at the padded length."""
+    count = len(source_of(sample))
+    return [_rows(sample, slice(first, first + size), count) for first in range(0, count, size)]
+
+
+def _rows(sample: dict[str, Any], rows: slice, count: int) -> dict[str, Any]:
+    part = {name: _rows(value, rows, count) if isinstance(value, dict) else value for name, value in sample.items()}
+    for name, value in part.items():
+        if isinstance(value, Tensor) and value.ndim and len(value) == count:
+            part[name] = value[rows]
+    if "nsentences" in part:
+        part["nsentences"] = len(range(count)[rows])
+    return part
+
+
+@dataclass
+class Step:
+    """What a search asks its model."""
+
+    tokens: Tensor  # int64 [B*M, length], the hypotheses so far
+    encoder_out: dict[str, list[Tensor]]
+    parents: Tensor | None  # int64 [B*M], the rows of the step before that they continue; None at first
+    temperature: float
+
+
+class Part(Suspendable):
+    """One sample's search."""
+
+    request: Request
+    step: Step
+
+    def __init__(self, infer: Callable[[dict[str, Any]], list[Any]], number: int, sample: dict[str, Any]) -> None:
+        super().__init__(lambda: self._infer(infer, sample))
+        self.number = number
+        # Sentences in the joint tree, or that will be; positions of their source, later of the encoder's output.
+        self.sentences, self.width = source_of(sample).shape[:2]
+
+    def _infer(self, infer: Callable[[dict[str, Any]], list[Any]], sample: dict[str, Any]) -> list[Any]:
+        _local.part = self
+        return infer(sample)
+
+    def proceed(self, answer: tuple[Tensor, Tensor | None] | None) -> None:
+        """Go on with the scores of the step, up to the next one unless that was the last."""
+        step = self.resume(answer)
+        if not self.ended:
+            self.step = step
+
+
+def joining() -> Part | None:
+    """The part whose search begins now in this thread; it is told only once."""
+    part: Part | None = getattr(_local, "part", None)
+    _local.part = None
+    return part
+
+
+class JoiningEnsemble(StandIn):
+    """Stands in for the generator's `model` in one part's search, and has the joint tree asked."""
+
+    def __init__(self, request: Request, part: Part) -> None:
+        super().__init__(request)
+        self._part = part
+        self._parents: Tensor | None = None
+        part.request = request
+
+    def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:
+        if self.reason:
+            self.inner.reorder_incremental_state(incremental_states, new_order)
+        self._parents = new_order
+
+    def forward_decoder(
+        self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.reason:
+            return self.inner.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
+        answer: tuple[Tensor, Tensor | None] = self._part.ask(Step(tokens, encoder_outs[0], self._parents, temperature))
+        return answer

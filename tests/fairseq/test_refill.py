@@ -1,0 +1,246 @@
+"""Samples that decode together: every sentence gets what stock makes of its sample."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import judge
+import models
+import pytest
+import torch
+from fairseq import search
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+
+import fastgen
+from fastgen import report
+from fastgen.cache.joint import JointTree
+from fastgen.cache.tree import BeamTree
+from fastgen.optimizer.fairseq import refill
+from fastgen.optimizer.fairseq.joint import Joint
+from fastgen.optimizer.fairseq.suspending import Suspendable
+
+LENGTHS = ((9, 5, 12), (7, 7), (3, 10, 6, 4), (5,), (12, 11, 2), (8, 9), (4, 4, 4))
+SENTENCES = 8
+PLENTY = 10**6  # of tokens
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "long": dict(len_penalty=2.0, min_len=5),
+    "n-grams": dict(no_repeat_ngram_size=2, unk_penalty=1.0),
+    "temperature": dict(temperature=0.7, normalize_scores=False),
+}
+
+
+def samples(left: bool = True) -> list[dict[str, Any]]:
+    return [models.batch(lengths, left, seed) for seed, lengths in enumerate(LENGTHS)]
+
+
+def generator_of(name: str, **options: Any) -> tuple[list[Any], Any]:
+    kind = SequenceGeneratorWithAlignment if name.startswith("align") else SequenceGenerator
+    loaded = [models.load(name)]
+    models.forget_beams(loaded)
+    return loaded, kind(loaded, models.dictionary(), **{"beam_size": 4, "max_len_a": 0.8, "max_len_b": 5, **options})
+
+
+def each(name: str, given: list[dict[str, Any]], **options: Any) -> list[Any]:
+    """What stock makes of each sample; it bans no n-grams, so there what we make of it alone (see test_options)."""
+    with contextlib.nullcontext() if "no_repeat_ngram_size" in options else fastgen.disabled():
+        loaded, generator = generator_of(name, **options)
+        return [generator.generate(loaded, sample) for sample in given]
+
+
+def refilled(
+    name: str, given: list[dict[str, Any]], sentences: int = SENTENCES, tokens: int = PLENTY, **options: Any
+) -> list[Any]:
+    report.reset()
+    loaded, generator = generator_of(name, **options)
+    results: list[Any] = [None] * len(given)
+    with judge.configured(strict=True, history=64):
+        for number, result in refill.run(lambda s: generator.generate(loaded, s), given, sentences, tokens):
+            assert results[number] is None
+            results[number] = result
+    return results
+
+
+def assert_same(expected: list[Any], results: list[Any]) -> None:
+    for theirs, mine in zip(expected, results, strict=True):
+        judge.assert_same(theirs, mine)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[tuple[int, int]]]]:
+    """Sentences and position of every part, at every joint step."""
+    seen: list[list[tuple[int, int]]] = []
+    step = Joint.step
+
+    def counted(self: Joint) -> None:
+        seen.append([(part.sentences, part.step.tokens.shape[1]) for part in self.parts])
+        step(self)
+
+    monkeypatch.setattr(Joint, "step", counted)
+    yield seen
+    assert not [thread for thread in threading.enumerate() if thread.name == "fastgen-suspended"]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", models.TRANSLATORS)
+def test_identical(name: str, option: str, steps: list[list[tuple[int, int]]]) -> None:
+    given, options = samples(), OPTIONS[option]
+    assert_same(each(name, given, **options), refilled(name, given, **options))
+    assert any(len({position for _, position in step}) > 1 for step in steps), "all were at one position"
+    assert max(sum(count for count, _ in step) for step in steps) <= SENTENCES
+    (call,) = report.calls()
+    assert (call.tier, call.reason, call.batch, call.steps) == ("compat", None, sum(map(len, LENGTHS)), len(steps))
+    assert call.cache_bytes
+
+
+def test_sources_padded_on_the_right() -> None:
+    given = samples(left=False)
+    assert_same(each("bart", given), refilled("bart", given))
+
+
+def test_pruned_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = samples()
+    stock = each("post-norm", given)
+    monkeypatch.setattr(BeamTree, "_is_full", lambda self: True)
+    monkeypatch.setattr("fastgen.cache.tree._WORTH_PRUNING", 1.0)
+    assert_same(stock, refilled("post-norm", given))
+
+
+@pytest.mark.parametrize(("sentences", "tokens"), [(1, PLENTY), (100, PLENTY), (SENTENCES, 1), (SENTENCES, 60)])
+def test_room(sentences: int, tokens: int, steps: list[list[tuple[int, int]]]) -> None:
+    given = samples()
+    assert_same(each("learned", given), refilled("learned", given, sentences, tokens))
+    assert (max(map(len, steps)) == 1) == (1 in (sentences, tokens))
+
+
+def test_the_parts_of_a_sample_are_padded_as_it_was() -> None:
+    """`max_len_a` counts the padding."""
+    sample = {**models.batch((3, 12, 5, 4, 7)), "target": torch.arange(10).view(5, 2), "ntokens": 31}
+    parts = refill.in_parts(sample, 2)
+    assert [part["nsentences"] for part in parts] == [2, 2, 1]
+    assert [part["id"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [tuple(part["net_input"]["src_tokens"].shape) for part in parts] == [(2, 13), (2, 13), (1, 13)]
+    assert torch.equal(torch.cat([part["target"] for part in parts]), sample["target"])
+    (whole,) = each("pre-norm", [sample], max_len_a=1.0, max_len_b=0)
+    results = refilled("pre-norm", parts, max_len_a=1.0, max_len_b=0)
+    judge.assert_same(whole, [found for part in results for found in part])
+
+
+def test_prefixes_that_end_sentences(steps: list[Any]) -> None:
+    given = [models.staggered(count) for count in (4, 6, 3, 5)]
+
+    def infer(loaded: Any, generator: Any, number: int) -> Any:
+        return generator.generate(loaded, given[number][0], prefix_tokens=given[number][1])
+
+    loaded, generator = generator_of("post-norm")
+    with fastgen.disabled():
+        expected = [infer(loaded, generator, number) for number in range(len(given))]
+    numbers = iter(range(len(given)))  # samples begin in their order
+    found = dict(refill.run(lambda _: infer(loaded, generator, next(numbers)), [s for s, _ in given], 9, PLENTY))
+    assert_same(expected, [found[number] for number in range(len(given))])
+    assert any(len({position for _, position in step}) > 1 for step in steps)
+
+
+@pytest.mark.parametrize("tier", ["stock", "disabled"])
+def test_switched_off_in_the_middle_of_nothing(tier: str, steps: list[Any]) -> None:
+    """Searches that do not join run one after the other."""
+    given = samples()
+    expected = each("post-norm", given)
+    loaded, generator = generator_of("post-norm")
+    with fastgen.disabled() if tier == "disabled" else judge.configured(tier=tier):
+        found = dict(refill.run(lambda sample: generator.generate(loaded, sample), given, SENTENCES, PLENTY))
+    assert_same(expected, [found[number] for number in range(len(given))])
+    assert not steps
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        ("lstm", {}, "not fairseq's Transformer decoder"),
+        ("lm", {}, "no encoder"),
+        ("post-norm", dict(match_source_len=True), "match_source_len"),
+        ("post-norm", dict(search_strategy=search.Sampling(models.dictionary())), "Sampling may know"),
+        ("post-norm", dict(lm_model=models.load("lm")), "several models"),
+    ],
+)
+def test_what_cannot_be_refilled(name: str, options: dict[str, Any], why: str) -> None:
+    assert why in str(refill.unrefillable(generator_of(name, **options)[1]))
+
+
+def test_ensembles_other_generators_and_other_tiers_cannot_be_refilled() -> None:
+    two = SequenceGenerator([models.load("post-norm"), models.load("post-norm", seed=1)], models.dictionary())
+    assert "several models" in str(refill.unrefillable(two))
+
+    class Derived(SequenceGenerator):
+        pass
+
+    assert "Derived" in str(refill.unrefillable(Derived([models.load("post-norm")], models.dictionary())))
+    _, generator = generator_of("post-norm")
+    assert refill.unrefillable(generator) is None
+    with judge.configured(tier="stock"):
+        assert "tier" in str(refill.unrefillable(generator))
+    with fastgen.disabled():
+        assert "disabled" in str(refill.unrefillable(generator))
+
+
+def test_an_error_in_one_search_is_raised_and_leaves_no_thread(steps: list[Any]) -> None:
+    given, before = samples(), threading.active_count()
+    wrong = [*given[:3], {**given[3], "net_input": {**given[3]["net_input"], "nonsense": 1}}, *given[4:]]
+    loaded, generator = generator_of("post-norm")
+
+    def infer(sample: dict[str, Any]) -> Any:
+        if "nonsense" in sample["net_input"]:
+            raise KeyError("nonsense")
+        return generator.generate(loaded, sample)
+
+    with pytest.raises(KeyError, match="nonsense"):
+        list(refill.run(infer, wrong, SENTENCES, PLENTY))
+    assert threading.active_count() == before
+    assert_same(each("post-norm", given), refilled("post-norm", given))
+
+
+def test_abandoned_half_way(steps: list[Any]) -> None:
+    loaded, generator = generator_of("post-norm")
+    before = threading.active_count()
+    running = refill.run(lambda sample: generator.generate(loaded, sample), samples(), SENTENCES, PLENTY)
+    next(running)
+    assert threading.active_count() > before
+    running.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_suspended_function_sees_its_callers_mode(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        part = Suspendable(lambda: part.ask(torch.is_inference_mode_enabled()) * 2)
+        assert part.resume() == inference
+        assert part.resume(21) is None and part.ended and part.result == 42
+
+
+# ---------------------------------------------------------------------------------------------- negative controls
+def _one_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_for_all(self: Joint, tokens: torch.Tensor, incremental_state: Any = None) -> torch.Tensor:
+        embedded = self._positions(self.parts[0].step.tokens, incremental_state=incremental_state)[:1]
+        return embedded.expand(len(tokens), -1, -1)
+
+    monkeypatch.setattr(Joint, "_at_each_position", first_for_all)
+
+
+def _nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgen.optimizer.fairseq.joint.additive_mask", lambda mask, dtype: torch.zeros(mask.shape))
+
+
+def _never_reordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JointTree, "reorder", lambda self, parents: None)
+
+
+@pytest.mark.parametrize("damage", [_one_position, _nothing_hidden, _never_reordered])
+def test_damage_is_seen(damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = samples()
+    expected = each("learned", given)
+    damage(monkeypatch)
+    with pytest.raises(AssertionError, match=r"differ|off by"):
+        assert_same(expected, refilled("learned", given))
