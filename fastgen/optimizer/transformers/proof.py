@@ -37,7 +37,7 @@ _verdicts: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakK
 
 
 def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
-    """Why this model may not run on the tree, or None; tried once for each model and attention function."""
+    """Why this model may not run on the tree, or None; tried once for each model and way to run it."""
     model = request.model
     config = getattr(model.config, "decoder", None)
     model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
@@ -45,7 +45,9 @@ def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
     if model_type in _TESTED and FINDS_EAGER and is_the_hosts_own(model):
         return None
     verdicts = _verdicts.setdefault(model, {})
-    key = (getattr(model.config, "_attn_implementation", None), model.dtype, request.is_search, request.beams > 1)
+    is_chunked = request.generation_config.prefill_chunk_size is not None
+    attention = getattr(model.config, "_attn_implementation", None)
+    key = (attention, model.dtype, request.is_search, request.beams > 1, is_chunked)
     if key not in verdicts:
         devices = [request.input_ids.device] if request.input_ids.is_cuda else []
         with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
