@@ -16,7 +16,7 @@ from fastgen import config, report
 from fastgen._import_hook import cancel, when_imported
 from fastgen._patching import PatchSet, SeamMismatch
 from fastgen.config import Config
-from fastgen.pipeline.offline import generate
+from fastgen.pipeline.offline import generate, generate_samples
 from fastgen.report import Call, FallbackError, HostStatus, Status
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __all__ = [
     "disabled",
     "enable",
     "generate",
+    "generate_samples",
     "release",
     "status",
 ]

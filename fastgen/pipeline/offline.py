@@ -69,6 +69,36 @@ def generate(
     return found
 
 
+def generate_samples(
+    generator: Any, samples: Sequence[dict[str, Any]], *, refill: bool | None = None, progress: bool = False
+) -> list[Any]:
+    """Generate for all of fairseq's `samples`: what `generator.generate` returns for each, in their order.
+
+    Args:
+        generator: a SequenceGenerator whose models are in evaluation mode.
+        samples: as fairseq's iterators collate them, on the models' device.
+        refill: let sentences of the next samples take the rows of finished ones; as many decode together as the
+            largest sample has. By default on a GPU. Generators that cannot do it decode sample by sample.
+        progress: show a progress line on standard error.
+    """
+    from fastgen.optimizer.fairseq.refill import in_order, why_not_refilled
+    from fastgen.pipeline.progress import Progress
+
+    def infer(sample: dict[str, Any]) -> Any:
+        return generator.generate(list(generator.model.models), sample)
+
+    found: list[Any] = []
+    show = Progress(None, enabled=progress)
+    why_not = why_not_refilled(generator, refill)
+    try:
+        for hypotheses in in_order(infer, samples) if why_not is None else map(infer, samples):
+            found.append(hypotheses)
+            show.update(len(hypotheses), sum(len(best[0]["tokens"]) for best in hypotheses))
+    finally:
+        show.close()
+    return found
+
+
 def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict[str, Any]) -> str | None:
     """Why batches are not to be kept full, or None; `source` is any, to ask `model.generate` what it would do.
 

@@ -11,25 +11,14 @@ from typing import Any
 from fastgen.cli.fairseq import lines
 from fastgen.cli.fairseq.batches import Batches
 from fastgen.cli.fairseq.generation import Done, Generation
-from fastgen.cli.fairseq.load import Loaded
-from fastgen.optimizer.fairseq.refill import in_parts, run, source_of, unrefillable
+from fastgen.optimizer.fairseq.refill import in_order
 from fastgen.pipeline.batching import is_out_of_memory, release_memory
 
 # Batches that are kept full together: there the last sentences have nobody to follow them. A run that is resumed begins
 # with such a stretch anew, so that the same sentences meet and the scores are the same to the last digit.
 _STRETCH = 16
-_PARTS = 4  # a batch is refilled by so much of it at a time
 
 Numbered = tuple[int, Any, "list[int] | None"]  # what Generation is called with
-
-
-def why_not_refilled(loaded: Loaded, batches: Batches, wished: bool | None) -> str | None:
-    """Why batches are not to be kept full, or None; by default they are where it pays, on a GPU."""
-    if wished is None:
-        wished = loaded.device.type != "cpu"
-    if not wished:
-        return "it was not asked for"
-    return unrefillable(loaded.generator) if batches.plain else "the task makes its own batches"
 
 
 class Refilling:
@@ -77,18 +66,7 @@ class Refilling:
         samples = [sample for _, sample, _ in stretch]
         for sample in samples:
             self._generation.check(sample)
-        shapes = [source_of(sample).shape[:2] for sample in samples]
-        parts = [in_parts(sample, -(-shape[0] // _PARTS)) for sample, shape in zip(samples, shapes, strict=True)]
-        owners = [index for index, of_sample in enumerate(parts) for _ in of_sample]
-        found: list[list[Any]] = [[] for _ in samples]  # numbers and hypotheses of parts
-        room = max(sentences for sentences, _ in shapes), max(shape.numel() for shape in shapes)
-        running = run(self._generation.infer, (part for of_sample in parts for part in of_sample), *room)
-        done = 0
-        with contextlib.closing(running):
-            for number, hypotheses in running:
-                found[owners[number]].append((number, hypotheses))
-                while done < len(samples) and len(found[done]) == len(parts[done]):
-                    whole = [one for _, part in sorted(found[done], key=lambda entry: entry[0]) for one in part]
-                    seconds, started = time.perf_counter() - started, time.perf_counter()
-                    yield self._generation.generated(stretch[done][0], samples[done], whole, seconds)
-                    done += 1
+        with contextlib.closing(in_order(self._generation.infer, samples)) as found:
+            for (number, sample, _), hypotheses in zip(stretch, found, strict=True):
+                seconds, started = time.perf_counter() - started, time.perf_counter()
+                yield self._generation.generated(number, sample, hypotheses, seconds)

@@ -17,8 +17,9 @@ from fastgen.cli.fairseq.batches import Batches
 from fastgen.cli.fairseq.generation import Done, Generation
 from fastgen.cli.fairseq.load import Loaded, can_travel, check, load
 from fastgen.cli.fairseq.output import Output, logging_to
-from fastgen.cli.fairseq.refilling import Refilling, why_not_refilled
+from fastgen.cli.fairseq.refilling import Refilling
 from fastgen.cli.fairseq.scoring import Scoring
+from fastgen.optimizer.fairseq.refill import why_not_refilled
 from fastgen.pipeline.errors import DONE, writing
 from fastgen.pipeline.offline import REFILL
 from fastgen.pipeline.progress import Progress
@@ -136,7 +137,9 @@ class _Run:
         progress = Progress(batches.sentences, done=self.sentences, enabled=not silent)
 
         refilling = None
-        why_not = why_not_refilled(loaded, batches, REFILL[self.own.refill])
+        why_not = why_not_refilled(loaded.generator, REFILL[self.own.refill])
+        if why_not is None and not batches.plain:
+            why_not = "the task makes its own batches"
         if why_not is None:
             refilling = Refilling(generation, batches, _warn)
         elif self.own.refill == "on":

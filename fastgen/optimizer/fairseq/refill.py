@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from fairseq import search
@@ -23,6 +24,7 @@ from fastgen.optimizer.fairseq.decoder import StandIn
 from fastgen.optimizer.fairseq.requests import Request, unsupported_decoder
 from fastgen.optimizer.fairseq.suspending import Suspendable
 
+_PARTS = 4  # a batch is refilled by so much of it at a time
 _MOST_SAMPLES = 8  # at once: each adds its own few small operations to a step
 
 _local = threading.local()
@@ -43,6 +45,40 @@ def unrefillable(generator: Any) -> str | None:
     if generator.match_source_len:
         return "match_source_len asks for the longest source of the batch"
     return unsupported_decoder(generator.model.single_model.decoder)
+
+
+def why_not_refilled(generator: Any, wished: bool | None) -> str | None:
+    """Why batches of this generator are not to be kept full, or None; by default they are where it pays, on a GPU."""
+    if wished is False:
+        return "it was not asked for"
+    if reason := unrefillable(generator):
+        return reason
+    if wished is None and next(generator.model.parameters()).device.type == "cpu":
+        return "a smaller batch is a quicker one on a CPU"
+    return None
+
+
+def in_order(
+    infer: Callable[[dict[str, Any]], list[Any]], samples: Sequence[dict[str, Any]]
+) -> Generator[list[Any], None, None]:
+    """What `infer(sample)`, see `run`, returns for each of `samples`, in their order; parts of them decode together.
+
+    As many sentences and padded source tokens as the largest samples have do so at once.
+    """
+    shapes = [source_of(sample).shape[:2] for sample in samples]
+    parts = [in_parts(sample, -(-shape[0] // _PARTS)) for sample, shape in zip(samples, shapes, strict=True)]
+    owners = [index for index, of_sample in enumerate(parts) for _ in of_sample]
+    found: list[dict[int, list[Any]]] = [{} for _ in samples]  # by the number of the part
+    sentences = max((shape[0] for shape in shapes), default=0)
+    tokens = max((shape.numel() for shape in shapes), default=0)
+    done = 0
+    with contextlib.closing(run(infer, chain.from_iterable(parts), sentences, tokens)) as ready:
+        for number, hypotheses in ready:
+            found[owners[number]][number] = hypotheses
+            while done < len(samples) and len(found[done]) == len(parts[done]):
+                yield [one for _, of_part in sorted(found[done].items()) for one in of_part]
+                found[done] = {}
+                done += 1
 
 
 def run(
