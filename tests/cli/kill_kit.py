@@ -14,6 +14,7 @@ PAUSE = 0.04  # what the runs are slowed down by at each batch, so that there is
 
 
 def _child(run: Callable[[], int]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts start what runs beside them deaf to it
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
