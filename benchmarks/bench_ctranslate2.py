@@ -40,7 +40,7 @@ except ImportError:
 ALL_SIDES = (*SIDES, "ctranslate2")
 NAMES = ("transformer-base-32", "transformer-base-1", "bart-8x512", "bart-8x1022", "gpt2-4x512", "ddtp")
 # Threads of one side spin for some milliseconds when they have nothing left to do; the next side waits for them.
-_PAUSE = 0.2
+_PAUSE = 1.0
 
 Decode = Callable[[list[list[str]]], list[list[str]]]  # a batch of sources or prompts -> the best hypothesis of each
 
