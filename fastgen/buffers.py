@@ -16,10 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fastgen.packing import free_memory
+from fastgen import memory
 
 _MIN_BYTES = 2**17  # what is smaller, the C library keeps by itself
-_MEMORY_SHARE = 4  # all buffers together take at most this part of the memory that is free without them
 
 _lock = threading.RLock()  # reentrant: a model may die, and its buffers with it, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()  # uint8 [size], by size
@@ -72,8 +71,7 @@ def _take(model: nn.Module, size: int) -> Tensor | None:
             break
     step = 1 << max(size.bit_length() - 3, 0)  # so that sizes which differ by little fit one buffer
     size = -(-size // step) * step
-    taken, free = nbytes(), free_memory()
-    if not _COUNTS or (free is not None and (taken + size) * _MEMORY_SHARE > taken + free):
+    if not _COUNTS or not memory.may_keep(size, taken=nbytes()):
         return None
     with torch.inference_mode(False):  # or nobody could write to it outside of that mode
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -11,19 +11,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import statistics
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastgen import memory
 from fastgen.siblings import Siblings, loners
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -34,7 +33,6 @@ _TRIAL_ROWS = 512  # at most, in a timing
 # Timings of a shape on either side: as many as fit into these seconds, three at least; some calls before warm it up.
 _TRIALS, _TRIAL_SECONDS, _WARM_UP = 20, 0.02, 3
 _PASSING_BYTES = 2**26  # of weights that pass by while a shape is timed
-_MEMORY_SHARE = 4  # all copies together take at most this part of the memory that is free without them
 
 
 class _Source:
@@ -269,9 +267,7 @@ def _join(siblings: list[nn.Module]) -> bool:
 
 def _packed(layers: list[nn.Module], weight: Tensor) -> _Packed | None:
     sources = [_Source(layer) for layer in layers]
-    size = sum(source.nbytes for source in sources)
-    free, taken = free_memory(), nbytes()
-    if free is not None and (taken + size) * _MEMORY_SHARE > taken + free:
+    if not memory.may_keep(sum(source.nbytes for source in sources), taken=nbytes()):
         return None
     try:
         return _Packed(sources, _pack(weight.contiguous()))
@@ -319,47 +315,12 @@ def _checksum(weight: Tensor) -> int:
     return int((sums * torch.arange(1, 2 * len(sums), 2)).sum())
 
 
-def _control_groups() -> list[tuple[Path, str, str]]:
-    """Where this process's memory limits stand: its control group and those around it, of either version."""
-    root = Path("/sys/fs/cgroup")
-    groups = [(root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")]
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            place = Path(path.lstrip("/"))
-            for part in (place, *place.parents):
-                if not kinds:
-                    groups.append((root / part, "memory.max", "memory.current"))
-                elif kinds == "memory":
-                    groups.append((root / "memory" / part, "memory.limit_in_bytes", "memory.usage_in_bytes"))
-    return groups
-
-
-_CONTAINER = _control_groups()
-
-
-def free_memory() -> int | None:
-    """Bytes that can still be taken, by the machine and by the container; None where nobody says."""
-    free: list[int] = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free.append(int(line.split()[1]) * 1024)
-    for group, limit, current in _CONTAINER:
-        with contextlib.suppress(OSError, ValueError):
-            free.append(int((group / limit).read_text()) - int((group / current).read_text()))
-    if not free:
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            free.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(free, default=None)
-
-
 _thread = threading.local()
 
 
 @contextlib.contextmanager
 def using(packing: Packing) -> Iterator[None]:
-    """Inside the block, layers of this thread whose `forward` is `wrapped` multiply by `packing`."""
+    """Inside the block, `product` multiplies by `packing` in this thread."""
     outer: Packing | None = getattr(_thread, "packing", None)
     _thread.packing = packing
     try:
@@ -368,12 +329,7 @@ def using(packing: Packing) -> Iterator[None]:
         _thread.packing = outer
 
 
-def wrapped(stock: Forward, transposed: bool = False) -> Forward:
-    """A layer's `forward` that multiplies on packed weights where this thread is `using` them."""
-
-    @functools.wraps(stock)
-    def forward(self: nn.Module, input: Tensor) -> Tensor:
-        packing: Packing | None = getattr(_thread, "packing", None)
-        return stock(self, input) if packing is None else packing(self, input, stock, transposed)
-
-    return forward
+def product(layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
+    """`stock(layer, rows)`, on packed weights where this thread is `using` them."""
+    packing: Packing | None = getattr(_thread, "packing", None)
+    return stock(layer, rows) if packing is None else packing(layer, rows, stock, transposed)

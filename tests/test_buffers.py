@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastgen
-from fastgen import buffers
+from fastgen import buffers, memory
 from fastgen.buffers import Buffers
 
 pytestmark = pytest.mark.skipif(not buffers._COUNTS, reason="this torch does not count references to memory")
@@ -112,7 +112,7 @@ def test_release() -> None:
 
 def test_nothing_is_kept_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = Buffers(model := torch.nn.Identity())
-    monkeypatch.setattr(buffers, "free_memory", lambda: SIZE * buffers._MEMORY_SHARE - 1)
+    monkeypatch.setattr(memory, "free", lambda: SIZE * memory._SHARE - 1)
     assert taken(owner).numel() == SIZE // 4 and buffers.nbytes() == 0
     del model
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen import packing
+from fastgen import memory, packing
 from fastgen.packing import Packing
 
 pytestmark = pytest.mark.skipif(
@@ -212,12 +212,12 @@ def test_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "free_memory", lambda: 48 * 64 * 4 * packing._MEMORY_SHARE - 1)
+    monkeypatch.setattr(memory, "free", lambda: 48 * 64 * 4 * memory._SHARE - 1)
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     assert multiply(layer, rows)[1] == 0 and packing.nbytes() == 0
-    free = packing.free_memory
+    free = memory.free
     monkeypatch.undo()
-    assert free() and (packing.free_memory() or 2**40) > 2**20
+    assert free() and (memory.free() or 2**40) > 2**20
 
 
 def test_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 REFILL = {"auto": None, "on": True, "off": False}  # what the commands call `generate`'s `refill`
+# Batches that the commands keep full together: there the last sentences have nobody to follow them. A run that is
+# resumed begins with such a stretch anew, so that the same sentences meet and the scores are the same to the last
+# digit.
+STRETCH = 16
 _PARTS = 4  # a batch is refilled by so much of it at a time
 _NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs past_key_values
     return_dict_in_generate streamer""".split()

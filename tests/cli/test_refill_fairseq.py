@@ -113,7 +113,7 @@ def test_out_of_memory_while_the_batch_is_kept_full_loses_and_repeats_nothing(
     size: list[str],
 ) -> None:
     monkeypatch.setattr(batches, "AUTO_SENTENCES", 4)
-    monkeypatch.setattr(refilling, "_STRETCH", 3)
+    monkeypatch.setattr(refilling, "STRETCH", 3)
     monkeypatch.setattr(batching, "_WORTH_KEEPING", 1e9)
     flags = [flag for flag in job if flag not in ("--max-tokens", "60")]
     stock = fairseq_kit.run_stock(*flags, "--batch-size", "6", "--beam", "2")
@@ -173,7 +173,7 @@ def test_a_signal_keeps_what_is_done_and_exits_130(
 def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
     job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refilling, "_STRETCH", 3)
+    monkeypatch.setattr(refilling, "STRETCH", 3)
     flags = [*job, "--beam", "2", "--batch-size", "2", *REFILL]
     whole = fairseq_kit.run_fastgen(*flags, "--workers", "0")
     flags += ["--results-path", str(tmp_path), "--workers", "1", "--resume"]

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import joint_steps
 import kill_kit
 import pytest
 import torch
@@ -23,16 +24,7 @@ REFILL = ["--refill", "on"]
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """Rows and position of every part of the batch, at every joint step."""
-    seen: list[list[tuple[int, int]]] = []
-    step = refill._Joint.step
-
-    def counted(self: Any, inputs: dict[str, Any]) -> Any:
-        seen.append(list(self.session.spans))
-        return step(self, inputs)
-
-    monkeypatch.setattr(refill._Joint, "step", counted)
-    return seen
+    return joint_steps.watch(monkeypatch)
 
 
 def was_refilled(spans: list[list[tuple[int, int]]]) -> bool:
@@ -110,7 +102,7 @@ def test_out_of_memory_while_the_batch_is_kept_full_loses_and_repeats_nothing(
     size: str,
 ) -> None:
     monkeypatch.setattr(batches, "AUTO_SENTENCES", 4)
-    monkeypatch.setattr(batches, "_STRETCH", 2)
+    monkeypatch.setattr(batches, "STRETCH", 2)
     monkeypatch.setattr(batching, "_WORTH_KEEPING", 1e9)
     step, done = refill._Joint.step, []
 
@@ -140,7 +132,7 @@ def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
     source.write_text("".join(f"{text}\n" for text in 2 * texts), "utf-8")
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     monkeypatch.setattr(batches, "WINDOW", 23)
-    monkeypatch.setattr(batches, "_STRETCH", 2)
+    monkeypatch.setattr(batches, "STRETCH", 2)
     common = [*FLAGS[:-1], "2", *REFILL]
     assert run(MODEL, source, whole, *common) == 0
     step = refill._Joint.step

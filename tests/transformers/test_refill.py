@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import harness
+import joint_steps
 import pytest
 import torch
 import transformers
@@ -70,16 +71,7 @@ def assert_equal(stock: list[Any], results: list[Any]) -> None:
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
-    """Rows and position of every call, at every joint step."""
-    seen: list[list[tuple[int, int]]] = []
-    step = refill._Joint.step
-
-    def counted(self: Any, inputs: dict[str, Any]) -> Any:
-        seen.append(list(self.session.spans))
-        return step(self, inputs)
-
-    monkeypatch.setattr(refill._Joint, "step", counted)
-    return seen
+    return joint_steps.watch(monkeypatch)
 
 
 @pytest.mark.parametrize("options", list(OPTIONS))

@@ -13,10 +13,7 @@ from fastgen.cli.fairseq.batches import Batches
 from fastgen.cli.fairseq.generation import Done, Generation
 from fastgen.optimizer.fairseq.refill import in_order
 from fastgen.pipeline.batching import is_out_of_memory, release_memory
-
-# Batches that are kept full together: there the last sentences have nobody to follow them. A run that is resumed begins
-# with such a stretch anew, so that the same sentences meet and the scores are the same to the last digit.
-_STRETCH = 16
+from fastgen.pipeline.offline import STRETCH
 
 Numbered = tuple[int, Any, "list[int] | None"]  # what Generation is called with
 
@@ -31,14 +28,14 @@ class Refilling:
     def stages(self, sentences_done: int, batches_done: int) -> tuple[Iterator[Any], Callable[[Any], Iterator[Any]]]:
         """What `run_stages` reads and how it is cut, into what `Generation` returns, for a run that goes on there."""
         if self._batches.auto is None:
-            samples = self._batches.start(sentences_done, batches_done // _STRETCH * _STRETCH)
+            samples = self._batches.start(sentences_done, batches_done // STRETCH * STRETCH)
             return self._stretches(samples), self._generate
         rest = self._batches.start(sentences_done, batches_done)
         return rest, lambda part: chain.from_iterable(map(self._generate, self._stretches(self._batches.cut(part))))
 
     def _stretches(self, samples: Iterator[Numbered]) -> Iterator[list[Numbered]]:
         """The samples in order, each alone as long as their size is still to be found."""
-        while stretch := list(islice(samples, _STRETCH if self._batches.settled else 1)):
+        while stretch := list(islice(samples, STRETCH if self._batches.settled else 1)):
             yield stretch
 
     def _generate(self, stretch: Sequence[Numbered]) -> Iterator[tuple[lines.Batch, Done] | None]:

@@ -10,14 +10,12 @@ from fastgen.cli.transformers import tokenizing
 from fastgen.cli.transformers.records import Record
 from fastgen.pipeline.batching import AutoBatch
 from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.offline import STRETCH
 from fastgen.pipeline.workers import WorkerPool
 
 AUTO_SENTENCES = 4
 AUTO_TOKENS = 256
 WINDOW = 4096  # records that are sorted by length together
-# Batches that are kept full together: there the last sentences have nobody to follow them. A run that is resumed begins
-# with such a stretch anew, so that the same sentences meet and the scores are the same to the last digit.
-_STRETCH = 16
 _ENCODED = 64  # records that a worker tokenises at once
 
 
@@ -85,7 +83,7 @@ class Source:
             # The longest first: as many of those that follow fit as well.
             size = len(self._take(records, position))
             is_full = self.refill and (self.auto is None or self.auto.settled)
-            batch = records[position : position + size * (_STRETCH if is_full else 1)]
+            batch = records[position : position + size * (STRETCH if is_full else 1)]
             position += len(batch)
             if any(record.index not in self.finished for record in batch):
                 yield Batch(batch, min(record.index for record in batch), size)

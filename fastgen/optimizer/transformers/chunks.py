@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastgen import packing, report
+from fastgen import memory, report
 from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.requests import Request
@@ -60,7 +60,7 @@ def _bytes_per_token(model: Any, length: int) -> int:
 
 def _free_memory(device: torch.device) -> int | None:
     if device.type == "cpu":
-        return packing.free_memory()
+        return memory.free()
     if device.type != "cuda":
         return None
     # What torch keeps for itself is free too.

@@ -19,7 +19,7 @@ from fastgen._patching import PatchSet
 from fastgen.attention import beam_attention, fold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.optimizer.transformers import host, modules
-from fastgen.packing import Packing, using, wrapped
+from fastgen.packing import Packing, product, using
 
 _local = threading.local()
 
@@ -197,14 +197,12 @@ def traced() -> Any:
 
 
 def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callable[..., Any]:
-    packed = wrapped(stock, transposed)
-
     @functools.wraps(stock)
     def forward(self: torch.nn.Module, input: Tensor) -> Any:
         if torch.compiler.is_dynamo_compiling():
             compiled = traced()
             return stock(self, input) if compiled is None else compiled.linear(self, input, transposed)
-        return packed(self, input)
+        return product(self, input, stock, transposed)
 
     return forward
 

@@ -1,0 +1,50 @@
+"""How much memory is free, and how much of it may be kept between calls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+_SHARE = 4  # what is kept of a kind takes at most this part of the memory that is free without it
+
+
+def may_keep(size: int, taken: int) -> bool:
+    """Whether `size` bytes more may be kept, of a kind that takes `taken` already."""
+    available = free()
+    return available is None or (taken + size) * _SHARE <= taken + available
+
+
+def _control_groups() -> list[tuple[Path, str, str]]:
+    """Where this process's memory limits stand: its control group and those around it, of either version."""
+    root = Path("/sys/fs/cgroup")
+    groups = [(root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")]
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            place = Path(path.lstrip("/"))
+            for part in (place, *place.parents):
+                if not kinds:
+                    groups.append((root / part, "memory.max", "memory.current"))
+                elif kinds == "memory":
+                    groups.append((root / "memory" / part, "memory.limit_in_bytes", "memory.usage_in_bytes"))
+    return groups
+
+
+_CONTAINER = _control_groups()
+
+
+def free() -> int | None:
+    """Bytes that can still be taken, by the machine and by the container; None where nobody says."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    for group, limit, current in _CONTAINER:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int((group / limit).read_text()) - int((group / current).read_text()))
+    if not found:
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found, default=None)
