@@ -116,6 +116,30 @@ inline void check_attention(
   }
 }
 
+inline void check_skinny(const at::Tensor& rows, at::TensorList weights, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK_VALUE(rows.dim() >= 1, "rows must be [..., size], not of shape ", rows.sizes(), ".");
+  TORCH_CHECK_VALUE(!weights.empty(), "weights must be one tensor or more.");
+  const auto check_one = [&](const char* name, const at::Tensor& tensor) {
+    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be float32, not ", tensor.dtype().name(), ".");
+    TORCH_CHECK_VALUE(
+        tensor.device() == rows.device(), "rows are on ", rows.device(), " and ", name, " on ", tensor.device(), ".");
+  };
+  check_one("rows", rows);
+  int64_t width = 0;
+  for (const at::Tensor& weight : weights) {
+    TORCH_CHECK_VALUE(
+        weight.dim() == 2 && weight.size(1) == rows.size(-1), "weights must be [width, ", rows.size(-1),
+        "], not of shape ", weight.sizes(), ".");
+    check_one("weights", weight);
+    width += weight.size(0);
+  }
+  if (bias) {
+    TORCH_CHECK_VALUE(
+        bias->dim() == 1 && bias->size(0) == width, "bias must be [", width, "], not of shape ", bias->sizes(), ".");
+    check_one("bias", *bias);
+  }
+}
+
 // Rows may lie anywhere; inside a row the kernels walk with stride one.
 inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
   return tensor.size(1) <= 1 || tensor.stride(1) == 1 ? tensor : tensor.contiguous();

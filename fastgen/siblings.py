@@ -34,12 +34,12 @@ class Siblings:
             return []
         if self._waiting:
             loners.update(self._together)
-        found = self._alone if loners.isdisjoint(self._alone) else []
+        found = self._alone if len(self._alone) > 1 and loners.isdisjoint(self._alone) else []
         # Tensors of inference mode have no version that would tell whether they were written to in between.
         self._rows = None if rows.is_inference() else rows
         self._version = 0 if self._rows is None else rows._version
         self._alone, self._waiting = [], {}
-        return found if len(found) > 1 else []
+        return found
 
     def note(self, layer: nn.Module) -> None:
         """The layer has multiplied the input by itself."""

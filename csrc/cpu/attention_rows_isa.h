@@ -1,54 +1,13 @@
 // The loops of attention_rows.h for one instruction set; included by each_isa.h once for each, so without a guard.
 //
-// Tiles of rows x keys, and of rows x floats of a value, are as large as the registers hold, so that each load
-// serves several products.
-#include "vectors_isa.h"
+// Tiles of rows x floats of a value are as large as the registers hold, as those of dots_isa.h are.
+#include "dots_isa.h"
 
 namespace fastgen {
 namespace FASTGEN_ISA {
 
-constexpr int64_t kTileRows = FASTGEN_LANES == 16 ? 6 : 2; // AVX-512 has 32 registers, the others 16
-constexpr int64_t kTileKeys = 4;
 constexpr int64_t kTileVectors = 4;
 constexpr int64_t kValuesAtOnce = 32; // they stay in the first-level cache from one tile to the next
-
-// Scores of `Rows` rows with four keys.
-template <int Rows>
-FASTGEN_TARGET inline void score_tile(
-    const float* queries, int64_t stride, const float* const* keys, int64_t size, float* scores) {
-  const float *const a = keys[0], *const b = keys[1], *const c = keys[2], *const d = keys[3];
-  Floats sums[Rows][kTileKeys] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    const Floats ka = load(a + i), kb = load(b + i), kc = load(c + i), kd = load(d + i);
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-      const Floats q = load(queries + row * stride + i);
-      sums[row][0] += q * ka;
-      sums[row][1] += q * kb;
-      sums[row][2] += q * kc;
-      sums[row][3] += q * kd;
-    }
-  }
-  if (i < size) {
-    const int64_t rest = size - i;
-    const Floats ka = load_part(a + i, rest), kb = load_part(b + i, rest);
-    const Floats kc = load_part(c + i, rest), kd = load_part(d + i, rest);
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-      const Floats q = load(queries + row * stride + i);
-      sums[row][0] += q * ka;
-      sums[row][1] += q * kb;
-      sums[row][2] += q * kc;
-      sums[row][3] += q * kd;
-    }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row) {
-    const Four four = sums_of_lanes(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
-    __builtin_memcpy(scores + row * kSlots, &four, sizeof four);
-  }
-}
 
 // Adds `count` values, weighted, to `Vectors` vectors of `Rows` rows; `part`: floats of a last vector, if not all.
 template <int Rows, int Vectors, bool IsPart = false>
@@ -97,26 +56,6 @@ FASTGEN_TARGET inline void add_values(
   }
   if (i < size) {
     value_tile<Rows, 1, true>(weights, values + i, slot, count, outputs + i, stride, size - i);
-  }
-}
-
-// Calls `tile(std::integral_constant<int, rows>, first row)` over all rows, in tiles as even as can be.
-template <typename Tile>
-FASTGEN_TARGET inline void for_tiles(int64_t rows, const Tile& tile) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t i = 0, row = 0; i < tiles; ++i) {
-    const int64_t in_tile = rows / tiles + (i < rows % tiles);
-    switch (in_tile) {
-      case 1: tile(std::integral_constant<int, 1>(), row); break;
-      case 2: tile(std::integral_constant<int, 2>(), row); break;
-#if FASTGEN_LANES == 16
-      case 3: tile(std::integral_constant<int, 3>(), row); break;
-      case 4: tile(std::integral_constant<int, 4>(), row); break;
-      case 5: tile(std::integral_constant<int, 5>(), row); break;
-      case 6: tile(std::integral_constant<int, 6>(), row); break;
-#endif
-    }
-    row += in_tile;
   }
 }
 
@@ -182,16 +121,16 @@ FASTGEN_TARGET void attend(const Attention& all, int64_t pair, Rows& rows) {
   }
   for (int64_t first = 0; first < all.keys; first += kSlots) {
     const int64_t slots = std::min(kSlots, all.keys - first);
-    for (int64_t k = 0; k < slots; k += kTileKeys) {
-      const float* four[kTileKeys];
-      for (int64_t i = 0; i < kTileKeys; ++i) { // the last key again where there are no more
+    for (int64_t k = 0; k < slots; k += kDots) {
+      const float* four[kDots];
+      for (int64_t i = 0; i < kDots; ++i) { // the last key again where there are no more
         const int64_t slot = first + std::min(k + i, slots - 1);
         four[i] = keys + slot * all.key_slot;
         prefetch(values + slot * all.value_slot, all.value_size);
       }
       for_tiles(count, [&](auto number, int64_t row) FASTGEN_TARGET {
-        score_tile<decltype(number)::value>(
-            rows.queries + row * query_stride, query_stride, four, all.size, rows.scores + row * kSlots + k);
+        dot_tile<decltype(number)::value>(
+            rows.queries + row * query_stride, query_stride, four, all.size, rows.scores + row * kSlots + k, kSlots);
       });
     }
     for (int64_t row = 0; row < count; ++row) {

@@ -1,5 +1,5 @@
-"""Operators of the decode loop, for anybody to call: n-gram bans in place, exact top-k of the log-softmax, and
-attention of all beams of a sentence to its keys.
+"""Operators of the decode loop, for anybody to call: n-gram bans in place, exact top-k of the log-softmax, attention
+of all beams of a sentence to its keys, and products of a few rows with large weights.
 
 They work on every device in plain torch, and natively where a library could be found or built (`fastgen.ops.native`;
 `fastgen.status()` says which). They can be traced by `torch.compile(fullgraph=True)` and captured in CUDA graphs, and
@@ -8,12 +8,21 @@ are also `torch.ops.fastgen.*`. Importing this module loads the library, and com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fastgen.ops import _schemas, native
 
-__all__ = ["ban_repeated_ngrams_", "ban_source_ngrams_", "beam_attention", "is_native", "topk_log_softmax"]
+__all__ = [
+    "ban_repeated_ngrams_",
+    "ban_source_ngrams_",
+    "beam_attention",
+    "is_native",
+    "skinny_linear",
+    "topk_log_softmax",
+]
 
 
 def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length: int | None = None) -> None:
@@ -118,6 +127,30 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
         TypeError: for other dtypes.
     """
     output: Tensor = torch.ops.fastgen.beam_attention(query, key, value, bias, scale)
+    return output
+
+
+def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
+    """The products of a few rows with weights that share them, as the projections of an attention do.
+
+    A decode step of a few sentences is as fast as its weights come from memory (roofline: Williams et al. 2009,
+    https://doi.org/10.1145/1498765.1498785). Natively, on the CPU, weights are read once, from where they are, so
+    nothing is copied or packed. Up to 12 rows or so: with more, the arithmetic takes longer than reading, and
+    libraries that pack do it better.
+
+    Args:
+        rows: float32 `[..., size]`.
+        weights: float32 `[width_i, size]` each.
+        bias: float32 `[width]`, or None; `width` is the sum of the weights' widths.
+
+    Returns: float32 `[..., width]`: `linear(rows, torch.cat(weights), bias)`. Each row is the same to the last digit
+        whatever the others are, and however many.
+
+    Raises:
+        ValueError: for shapes or devices other than these.
+        TypeError: for other dtypes.
+    """
+    output: Tensor = torch.ops.fastgen.skinny_linear(rows, weights, bias)
     return output
 
 

@@ -6,11 +6,13 @@ which comes first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fastgen.ops import reference
-from fastgen.ops.checks import check_attention, check_ngrams, check_source, check_topk
+from fastgen.ops.checks import check_attention, check_ngrams, check_skinny, check_source, check_topk
 
 # The length is symbolic: it grows at every step, and a compiled step must not be compiled again each time.
 SCHEMAS = {
@@ -22,6 +24,7 @@ SCHEMAS = {
         "(Tensor logits, int k, Tensor? banned=None) -> (Tensor log_probs, Tensor tokens, Tensor log_sum_exp)"
     ),
     "beam_attention": "(Tensor query, Tensor key, Tensor value, Tensor? bias, float scale) -> Tensor",
+    "skinny_linear": "(Tensor rows, Tensor[] weights, Tensor? bias) -> Tensor",
 }
 
 _library = torch.library.Library("fastgen", "DEF")
@@ -58,3 +61,9 @@ def _topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> t
 def _beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     check_attention(query, key, value, bias)
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
+
+
+@torch.library.register_fake("fastgen::skinny_linear", lib=_library)
+def _skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    check_skinny(rows, weights, bias)
+    return rows.new_empty(*rows.shape[:-1], sum(len(weight) for weight in weights))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -91,3 +93,21 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
             raise TypeError(f"{name} must be float32, not {tensor.dtype}.")
         if tensor is not None and tensor.device != query.device:
             raise ValueError(f"query is on {query.device} and {name} on {tensor.device}.")
+
+
+def check_skinny(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+    if not rows.dim():
+        raise ValueError(f"rows must be [..., size], not of shape {list(rows.shape)}.")
+    if not weights:
+        raise ValueError("weights must be one tensor or more.")
+    for weight in weights:
+        if weight.dim() != 2 or weight.shape[1] != rows.shape[-1]:
+            raise ValueError(f"weights must be [width, {rows.shape[-1]}], not of shape {list(weight.shape)}.")
+    width = sum(len(weight) for weight in weights)
+    if bias is not None and bias.shape != (width,):
+        raise ValueError(f"bias must be [{width}], not of shape {list(bias.shape)}.")
+    for name, tensor in (("rows", rows), *(("weights", weight) for weight in weights), ("bias", bias)):
+        if tensor is not None and tensor.dtype != torch.float32:
+            raise TypeError(f"{name} must be float32, not {tensor.dtype}.")
+        if tensor is not None and tensor.device != rows.device:
+            raise ValueError(f"rows are on {rows.device} and {name} on {tensor.device}.")

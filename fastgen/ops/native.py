@@ -20,7 +20,10 @@ import torch
 from fastgen import config, report
 from fastgen.ops import builder
 
-_UNWRITTEN = {("beam_attention", "cuda"): "torch's own attention"}  # what has no kernel, and why
+_UNWRITTEN = {  # what has no kernel, and why
+    ("beam_attention", "cuda"): "torch's own attention",
+    ("skinny_linear", "cuda"): "torch's own products",
+}
 
 _lock = threading.Lock()
 _loaded: dict[str, str] | None = None  # library -> "" if it is loaded, else why not

@@ -6,11 +6,21 @@ Vectorised and without host synchronisation, so they can be captured and compile
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastgen import attention
-from fastgen.ops.checks import check_attention, check_ngrams, check_no_overlap, check_source, check_topk
+from fastgen.ops.checks import (
+    check_attention,
+    check_ngrams,
+    check_no_overlap,
+    check_skinny,
+    check_source,
+    check_topk,
+)
 
 _LOW_WORD = 2**32 - 1
 
@@ -77,3 +87,9 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     check_attention(query, key, value, bias)
     folded = attention.fold_beams(query, *key.shape[:2])
     return attention.unfold_beams(attention.folded_attention(folded, key, value, bias, scale))
+
+
+def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
+    check_skinny(rows, weights, bias)
+    output = torch.cat([F.linear(rows, weight) for weight in weights], -1)
+    return output if bias is None else output + bias

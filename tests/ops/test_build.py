@@ -66,7 +66,7 @@ def test_without_a_compiler_the_reference_serves_silently(copy: Path, tmp_path: 
     run = use(tmp_path, copy, PATH=str(tmp_path), CXX="")
     assert run.returncode == 0, run.stderr
     reason = "reference (cpu: there is no C++ compiler)"
-    names = ("ban_repeated_ngrams_", "ban_source_ngrams_", "topk_log_softmax", "beam_attention")
+    names = ("ban_repeated_ngrams_", "ban_source_ngrams_", "topk_log_softmax", "beam_attention", "skinny_linear")
     assert run.stdout.splitlines() == ["operators: " + ", ".join(f"{name} {reason}" for name in names)]
     assert run.stderr == ""
 

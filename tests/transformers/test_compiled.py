@@ -15,6 +15,7 @@ import torch
 import zoo
 
 import fastgen
+from fastgen import products
 from fastgen.cache import tree
 from fastgen.optimizer.transformers import compiled
 
@@ -83,6 +84,36 @@ def test_a_layer_that_was_replaced() -> None:
     layer.fc1.weight.data.mul_(-2)
     harness.compare(model, inputs, tier="fast", num_beams=3, max_new_tokens=6)
     assert _step(model).failure is None
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_few_rows_are_multiplied_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the weights as they are then, without a call of the layer; many rows are multiplied outside of it."""
+    if products._skinny() is None:
+        pytest.skip("there is no native operator here")
+    monkeypatch.setattr(products, "_MIN_ELEMENTS", 1)
+    outside: list[int] = []
+    linear = compiled._linear
+
+    def counted(rows: Any, *arguments: Any) -> Any:
+        outside.append(rows.shape[0])
+        return linear(rows, *arguments)
+
+    with torch.library._scoped_library("fastgen_step", "IMPL") as library:
+        library.impl("linear", counted, "CPU", allow_override=True)
+        model, inputs = copy.deepcopy(zoo.load("bart")), zoo.inputs_for("bart")
+        few = {name: value[:2] for name, value in inputs.items()}
+        harness.compare(model, few, tier="fast", num_beams=3, max_new_tokens=6)
+        assert _step(model).failure is None and _step(model).graphs > 0 and not outside
+        before = harness.run_stock(model, few, num_beams=3, max_new_tokens=6)
+        for layer in model.model.decoder.layers:
+            layer.fc2.weight.data.mul_(-3)
+        assert not torch.equal(before, harness.run_stock(model, few, num_beams=3, max_new_tokens=6))
+        harness.compare(model, few, tier="fast", num_beams=3, max_new_tokens=6)
+        assert not outside
+        harness.compare(model, few, tier="fast", num_beams=8, max_new_tokens=6)
+        assert set(outside) == {16}
 
 
 @pytest.mark.parametrize("family", sorted({"bart_eager", "led"}.intersection(zoo.ACCELERATED)))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import zoo
 from transformers import StoppingCriteriaList, TextIteratorStreamer
+from transformers.generation import logits_process
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
@@ -64,6 +65,22 @@ def test_one_prompt_for_all_samples(family: str) -> None:
 
 def test_more_tokens_than_the_first_buffers() -> None:
     harness.compare(zoo.load("llama"), inputs_for("llama"), num_beams=1, max_new_tokens=90, min_new_tokens=90)
+
+
+@pytest.mark.parametrize("family", sorted({"bart", "gpt2"}.intersection(zoo.ACCELERATED)))
+@pytest.mark.parametrize("sampled", [False, True])
+def test_bans_are_ours(family: str, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors that only ban tokens do so in our way, and leave the logits that the host returns alone."""
+    options: dict[str, Any] = dict(num_beams=1, do_sample=sampled, temperature=0.7 if sampled else None)
+    options |= dict(max_new_tokens=12, min_new_tokens=9, no_repeat_ngram_size=2, suppress_tokens=[3, 7], top_k=0)
+    stock = harness.run_stock(zoo.load(family), inputs_for(family), **options, **DETAILS)
+    assert all(logits.isfinite().all() for logits in stock.logits) and stock.scores[-1].isinf().any()
+    for name in ("MinNewTokensLength", "NoRepeatNGram", "SuppressTokens"):
+        monkeypatch.setattr(getattr(logits_process, f"{name}LogitsProcessor"), "__call__", None)
+    output, _ = harness.run_fastgen(zoo.load(family), inputs_for(family), **options, **DETAILS)
+    assert torch.equal(output.sequences, stock.sequences)
+    for ours, theirs in ((output.scores, stock.scores), (output.logits, stock.logits)):
+        torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-4, atol=1e-4)
 
 
 def test_cache_is_the_hosts() -> None:

@@ -14,8 +14,8 @@ from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
-from fastgen.optimizer.fairseq.views import packed, replaced
-from fastgen.packing import Packing
+from fastgen.optimizer.fairseq.views import replaced, with_products
+from fastgen.products import Products
 from fastgen.report import FallbackError
 
 _PROMPT_LOGITS = 2**24  # computed at a time: all positions of long prompts would take gigabytes
@@ -149,16 +149,16 @@ class Prompt:
 
 
 def over_the_tree(decoder: Any, session: Session) -> Any:
-    """The decoder with attention over the session's tree, on packed weights; the decoder itself stays as it is."""
-    packing = Packing(config.current().packing)
+    """The decoder with attention over the session's tree and its own products; the decoder itself stays as it is."""
+    products = Products(config.current().packing)
     biases: dict[int, Tensor | None] = {}
     layers = []
     for layer in decoder.layers:
-        attention: dict[str, Any] = {"self_attn": TreeSelfAttention(packed(layer.self_attn, packing), session)}
+        attention: dict[str, Any] = {"self_attn": TreeSelfAttention(with_products(layer.self_attn, products), session)}
         if layer.encoder_attn is not None:
-            attention["encoder_attn"] = TreeCrossAttention(packed(layer.encoder_attn, packing), session, biases)
-        layers.append(replaced(packed(layer, packing), **attention))
-    return replaced(packed(decoder, packing), layers=layers)
+            attention["encoder_attn"] = TreeCrossAttention(with_products(layer.encoder_attn, products), session, biases)
+        layers.append(replaced(with_products(layer, products), **attention))
+    return replaced(with_products(decoder, products), layers=layers)
 
 
 def _misfit(encoder_outs: Any, batch: int) -> str | None:

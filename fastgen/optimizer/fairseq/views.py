@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastgen.packing import Packing
+from fastgen.products import Products
 
 
 def replaced(module: Any, **attributes: Any) -> Any:
@@ -21,11 +21,11 @@ def replaced(module: Any, **attributes: Any) -> Any:
     return view
 
 
-def packed(module: Any, packing: Packing) -> Any:
-    """A view of a module whose own linear layers multiply on packed weights; their hooks run as ever."""
+def with_products(module: Any, products: Products) -> Any:
+    """A view of a module whose own linear layers multiply by `products`; their hooks run as ever."""
     linear = {name: child for name, child in module.named_children() if _is_plain(child)}
     return replaced(
-        module, **{name: replaced(child, forward=_forward(child, packing)) for name, child in linear.items()}
+        module, **{name: replaced(child, forward=_forward(child, products)) for name, child in linear.items()}
     )
 
 
@@ -34,6 +34,6 @@ def _is_plain(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and "forward" not in vars(layer) and "weight" in layer._parameters
 
 
-def _forward(layer: nn.Linear, packing: Packing) -> Callable[[Tensor], Tensor]:
+def _forward(layer: nn.Linear, products: Products) -> Callable[[Tensor], Tensor]:
     stock: Any = nn.Linear.forward
-    return lambda rows: packing(layer, rows, stock)  # of the layer itself: copies outlive the views
+    return lambda rows: products(layer, rows, stock)  # of the layer itself: copies outlive the views

@@ -103,6 +103,9 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     model = request.model
     request = dataclasses.replace(request, generation_config=chunks.configuration(request))
     is_chunked = request.generation_config.prefill_chunk_size is not None
+    if not request.is_search:
+        apply = functools.partial(Processing().apply, request.logits_processor)
+        request = dataclasses.replace(request, logits_processor=apply)
     proxy = object.__new__(type(model))
     proxy.__dict__.update(model.__dict__)
 

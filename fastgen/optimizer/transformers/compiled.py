@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo import exc
 from transformers.pytorch_utils import Conv1D
 
-from fastgen import config, report
+from fastgen import config, products, report
 from fastgen.optimizer.transformers import modules
 from fastgen.optimizer.transformers import session as sessions
 
@@ -147,8 +147,16 @@ def release() -> None:
 
 def linear(layer: nn.Module, rows: Tensor, transposed: bool) -> Tensor:
     weight: Tensor = layer.weight  # type: ignore[assignment]
-    output: Tensor = _ops.linear(rows, id(layer), weight.shape[1 if transposed else 0], transposed)
+    if not transposed and products.is_skinny(rows.shape) and _is_read_in_place(id(layer)):
+        output: Tensor = torch.ops.fastgen.skinny_linear(rows, [weight], layer.bias)
+        return output
+    output = _ops.linear(rows, id(layer), weight.shape[1 if transposed else 0], transposed)
     return output
+
+
+@torch.compiler.assume_constant_result
+def _is_read_in_place(layer: int) -> bool:
+    return config.current().packing != "off" and products.is_read_in_place(_modules[layer])
 
 
 def append(session: sessions.Session, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from fastgen import config, report
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.requests import unsupported_configuration, unsupported_model
-from fastgen.packing import Packing
+from fastgen.products import Products
 
 # Compared with the padded call by the test suite. Padding must reach nothing: no convolution, no blocks of positions,
 # no experts that a batch shares.
@@ -50,7 +50,7 @@ def encode(
     """
     if not _is_accelerated(model, generation_config, inputs.device):
         return stock(model, inputs, model_kwargs, input_name, generation_config)
-    with sessions.multiplying(Packing(config.current().packing)):
+    with sessions.multiplying(Products(config.current().packing)):
         groups = _groups(model, inputs, model_kwargs, input_name)
         if groups is None:
             return stock(model, inputs, model_kwargs, input_name, generation_config)

@@ -76,7 +76,14 @@ class Processing:
             scores = torch.log_softmax(logits, -1, out=self._buffer[:rows])
         else:
             scores = logits.log_softmax(-1)
-        ours = True  # nobody else holds `scores`
+        return self.apply(processors, input_ids, scores, ours=True)
+
+    def apply(self, processors: Any, input_ids: Tensor, scores: Tensor, ours: bool = False) -> Tensor:
+        """What `processors` returns for `scores` `[rows, V]`, which are written to only if they are `ours`."""
+        kind, rows = type(processors), scores.shape[0]
+        if kind is not logits_process.LogitsProcessorList:
+            processed: Tensor = processors(input_ids, scores)
+            return processed
         for processor in processors:
             if type(processor) not in _BANS and not _bans_ngrams(processor, rows):
                 scores = kind([processor])(input_ids, scores)

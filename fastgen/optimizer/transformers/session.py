@@ -19,7 +19,7 @@ from fastgen._patching import PatchSet
 from fastgen.attention import beam_attention, fold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.optimizer.transformers import host, modules
-from fastgen.packing import Packing, product, using
+from fastgen.products import Products, multiply, using
 
 _local = threading.local()
 
@@ -33,7 +33,7 @@ class Session:
 
     def __init__(self, tree: BeamTree, model: torch.nn.Module) -> None:
         self.tree = tree
-        self.packing = Packing(config.current().packing)
+        self.products = Products(config.current().packing)
         self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
         self._model, self._compiled_step = model, None
         if config.current().compile:
@@ -73,7 +73,7 @@ class Session:
         stack.append(self)
         self._derived.clear()
         try:
-            with _redirected(_ATTENTION | self.patches), using(self.packing):
+            with _redirected(_ATTENTION | self.patches), using(self.products):
                 yield
             self._check()
         finally:
@@ -83,7 +83,7 @@ class Session:
 
     def multiplying(self) -> contextlib.AbstractContextManager[None]:
         """For the prompt's forward pass."""
-        return multiplying(self.packing)
+        return multiplying(self.products)
 
     def folds_rows(self, rows: int) -> bool:
         return rows == self.tree.batch * self.tree.beams
@@ -202,7 +202,7 @@ def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callab
         if torch.compiler.is_dynamo_compiling():
             compiled = traced()
             return stock(self, input) if compiled is None else compiled.linear(self, input, transposed)
-        return product(self, input, stock, transposed)
+        return multiply(self, input, stock, transposed)
 
     return forward
 
@@ -239,9 +239,9 @@ def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def multiplying(packing: Packing) -> Iterator[None]:
-    """Inside the block this thread multiplies on packed weights, and folds nothing."""
-    with _redirected(_PRODUCTS), using(packing):
+def multiplying(products: Products) -> Iterator[None]:
+    """Inside the block this thread multiplies by `products`, and folds nothing."""
+    with _redirected(_PRODUCTS), using(products):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Packed weights: the same products, and never those of a weight that has changed."""
+"""Products of our own: the same as stock's, and never those of a weight that has changed."""
 
 from __future__ import annotations
 
@@ -10,22 +10,33 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen import memory, packing
-from fastgen.packing import Packing
+from fastgen import memory, packing, products
+from fastgen.products import Products
 
-pytestmark = pytest.mark.skipif(
-    packing.unavailable() is not None, reason=f"no packed products here: {packing.unavailable()}"
-)
 SHAPES = [(1, 1), (7, 3), (64, 48), (33, 257), (1000, 130)]
 
 
 @pytest.fixture(autouse=True)
 def _empty() -> Iterator[None]:
     packing.release()
-    packing._verdicts.clear()
+    products._verdicts.clear()
     yield
     packing.release()
-    packing._verdicts.clear()
+    products._verdicts.clear()
+
+
+@pytest.fixture(autouse=True, params=["packed", "skinny"])
+def kind(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """How all products of the test are done that stock does not do."""
+    if request.param == "skinny" and products._skinny() is None:
+        pytest.skip("there is no native operator here")
+    if request.param == "packed" and (why := packing.unavailable()) is not None:
+        pytest.skip(f"no packed products here: {why}")
+    monkeypatch.setattr(products, "_SKINNY_ROWS", 100 if request.param == "skinny" else 0)
+    return request.param
+
+
+packed_only = pytest.mark.parametrize("kind", ["packed"], indirect=True)
 
 
 def stock(layer: Any, rows: Any) -> Any:
@@ -34,35 +45,36 @@ def stock(layer: Any, rows: Any) -> Any:
 
 @torch.no_grad()
 def multiply(layer: Any, rows: Any, mode: str = "always") -> tuple[Any, int]:
-    """The product, and how many products ran on packed weights."""
-    decode = Packing(mode)
-    return decode(layer, rows, stock), decode.products
+    """The product, and how many products stock did not do."""
+    decode = Products(mode)
+    return decode(layer, rows, stock), decode.count
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [(1,), (5, 1), (2, 3, 4)])
 @torch.no_grad()
-def test_product(shape: tuple[int, int], rows: tuple[int, ...], bias: bool) -> None:
+def test_product(kind: str, shape: tuple[int, int], rows: tuple[int, ...], bias: bool) -> None:
     """As far from float64 as stock at most twice, on rows of any layout."""
     torch.manual_seed(0)
     layer = torch.nn.Linear(shape[1], shape[0], bias=bias)
     for x in (torch.randn(*rows, shape[1]), torch.randn(shape[1], *rows).permute(*range(1, len(rows) + 1), 0)):
-        output, packed = multiply(layer, x)
+        output, ours = multiply(layer, x)
         exact = stock(copy.deepcopy(layer).double(), x.double())
         theirs = (stock(layer, x) - exact).abs().max()
-        assert packed == 1 and output.shape == exact.shape
+        assert ours == 1 and output.shape == exact.shape
         assert (output - exact).abs().max() <= 2 * theirs + 1e-6
-    assert packing.count() == 1
+    assert packing.count() == (kind == "packed")
 
 
+@packed_only
 @torch.no_grad()
 def test_transposed() -> None:
     layer = torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.randn(48, 64))
     layer.bias = torch.nn.Parameter(torch.randn(64))
     rows = torch.randn(3, 48)
-    output = Packing("always")(layer, rows, stock, transposed=True)
+    output = Products("always")(layer, rows, stock, transposed=True)
     torch.testing.assert_close(output, torch.addmm(layer.bias, rows, layer.weight))
 
 
@@ -111,41 +123,42 @@ def _double_and_back(layer: Any) -> None:
 @pytest.mark.parametrize(
     "change", [_step, _load, _data, _one_element, _reordered, _in_place, _replace, _swap_data, _double_and_back]
 )
-def test_a_changed_weight_is_packed_anew(change: Any) -> None:
+def test_a_changed_weight(change: Any) -> None:
     torch.manual_seed(0)
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     before, _ = multiply(layer, rows)
     change(layer)
-    output, packed = multiply(layer, rows)
+    output, ours = multiply(layer, rows)
     with torch.no_grad():
         torch.testing.assert_close(output, stock(layer, rows))
-    assert packed == 1 and not torch.equal(before, output)
+    assert ours == 1 and not torch.equal(before, output)
 
 
+@packed_only
 def test_an_unchanged_weight_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     multiply(layer, rows)
-    monkeypatch.setattr(packing, "_pack", None)
+    monkeypatch.setattr(packing, "pack", None)
     assert multiply(layer, rows)[1] == 1
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["double", "bfloat16", "grad", "subclass", "no weight", "autocast", "inference"])
-def test_left_to_stock(kind: str) -> None:
+@pytest.mark.parametrize("case", ["double", "bfloat16", "grad", "subclass", "no weight", "autocast", "inference"])
+def test_left_to_stock(case: str) -> None:
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
-    if kind in ("double", "bfloat16"):
-        layer, rows = layer.to(getattr(torch, kind)), rows.to(getattr(torch, kind))
-    if kind == "subclass":
+    if case in ("double", "bfloat16"):
+        layer, rows = layer.to(getattr(torch, case)), rows.to(getattr(torch, case))
+    if case == "subclass":
         layer.weight = type("Quantised", (torch.nn.Parameter,), {})(layer.weight.data)
-    if kind == "no weight":  # a parametrised weight is computed at each access
+    if case == "no weight":  # a parametrised weight is computed at each access
         torch.nn.utils.parametrizations.weight_norm(layer)
-    if kind == "inference":
+    if case == "inference":
         with torch.inference_mode():
             layer = torch.nn.Linear(48, 64)
-    decode = Packing("always")
-    with torch.set_grad_enabled(kind == "grad"), torch.autocast("cpu", enabled=kind == "autocast"):
+    decode = Products("always")
+    with torch.set_grad_enabled(case == "grad"), torch.autocast("cpu", enabled=case == "autocast"):
         decode(layer, rows, stock)
-    assert decode.products == 0 and packing.count() == 0
+    assert decode.count == 0 and packing.count() == 0
 
 
 def test_the_random_stream_is_left_alone() -> None:
@@ -163,54 +176,58 @@ def test_modes() -> None:
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_the_quicker_one_is_kept(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product of the trial is right, and each shape is decided once for all its layers."""
     clock = [0.0]
-    product, linear = packing._product, torch.nn.functional.linear
+    linear = torch.nn.functional.linear
+    product: Any = packing.multiply if kind == "packed" else products._skinny()
+    monkeypatch.setattr(products, "_skinny", lambda: slow if kind == "skinny" else None)
 
-    def slow(rows: Any, packed: Any, bias: Any) -> Any:
+    def slow(rows: Any, weights: Any, bias: Any) -> Any:
         clock[0] += 1.0 if pays else 3.0
-        return product(rows, packed, bias)
+        return product(rows, weights, bias)
 
     def timed_linear(*arguments: Any) -> Any:
         clock[0] += 2.0
         return linear(*arguments)
 
-    monkeypatch.setattr(packing, "_product", slow)
-    monkeypatch.setattr(packing.nn.functional, "linear", timed_linear)
-    monkeypatch.setattr(packing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(packing, "multiply", slow)
+    monkeypatch.setattr(products.nn.functional, "linear", timed_linear)
+    monkeypatch.setattr(products.time, "perf_counter", lambda: clock[0])
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(2)))
     rows = torch.randn(4, 256)
-    decode = Packing("auto")
+    decode = Products("auto")
     with torch.no_grad():
         for _ in range(10):
             for layer in model:
                 torch.testing.assert_close(decode(layer, rows, stock), stock(layer, rows))
-    assert packing.count() == (2 if pays else 0)
-    assert decode.products == (20 if pays else 0)
-    assert list(packing._verdicts.values()) == [pays]
+    assert packing.count() == (2 if pays and kind == "packed" else 0)
+    assert decode.count == (20 if pays else 0)
+    assert set(products._verdicts.values()) == {pays}
 
 
 def test_deterministic_algorithms_leave_the_clock_out() -> None:
     layer, rows = torch.nn.Linear(256, 256), torch.randn(4, 256)
     torch.use_deterministic_algorithms(True)
     try:
-        assert multiply(layer, rows, "auto")[1] == 0 and not packing._verdicts
+        assert multiply(layer, rows, "auto")[1] == 0 and not products._verdicts
     finally:
         torch.use_deterministic_algorithms(False)
 
 
+@packed_only
 def test_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(weight: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     assert packing.unavailable() is None
-    monkeypatch.setattr(packing, "_pack", fail)
+    monkeypatch.setattr(packing, "pack", fail)
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     output, packed = multiply(layer, rows)
     assert packed == 0 and torch.equal(output, stock(layer, rows))
 
 
+@packed_only
 def test_nothing_is_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free", lambda: 48 * 64 * 4 * memory._SHARE - 1)
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
@@ -220,8 +237,9 @@ def test_nothing_is_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch)
     assert free() and (memory.free() or 2**40) > 2**20
 
 
+@packed_only
 def test_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_pack", lambda weight: SimpleNamespace().missing)
+    monkeypatch.setattr(packing, "pack", lambda weight: SimpleNamespace().missing)
     packing.unavailable.cache_clear()
     try:
         assert "no packed products" in (packing.unavailable() or "")
@@ -231,6 +249,7 @@ def test_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         packing.unavailable.cache_clear()
 
 
+@packed_only
 def test_a_copy_goes_with_its_layer() -> None:
     layer = torch.nn.Linear(48, 64)
     multiply(layer, torch.randn(4, 48))
@@ -261,7 +280,7 @@ def block() -> Block:
     return Block()
 
 
-def _calls(decode: Packing) -> Any:
+def _calls(decode: Products) -> Any:
     return lambda layer, x: decode(layer, x, stock)
 
 
@@ -271,47 +290,55 @@ def _same(block: Block, x: Any, outputs: list[Any]) -> None:
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def widths(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of outputs of each product that was computed."""
-    widths: list[int] = []
-    product = packing._product
+    found: list[int] = []
+    product: Any = packing.multiply if kind == "packed" else products._skinny()
 
-    def counted(rows: Any, packed: Any, bias: Any) -> Any:
-        output = product(rows, packed, bias)
-        widths.append(output.shape[-1])
+    def counted(rows: Any, weights: Any, bias: Any) -> Any:
+        output = product(rows, weights, bias)
+        found.append(output.shape[-1])
         return output
 
-    monkeypatch.setattr(packing, "_product", counted)
-    return widths
+    monkeypatch.setattr(packing, "multiply", counted)
+    monkeypatch.setattr(products, "_skinny", lambda: counted)
+    return found
 
 
 @torch.no_grad()
-def test_siblings_share_a_product_from_the_second_step_on(block: Block, products: list[int]) -> None:
-    decode, rows = Packing("always"), torch.randn(3, 5, 1, 32)
+def test_siblings_share_a_product_from_the_second_step_on(kind: str, block: Block, widths: list[int]) -> None:
+    decode, rows = Products("always"), torch.randn(3, 5, 1, 32)
     for step, x in enumerate(rows):
-        products.clear()
+        widths.clear()
         _same(block, x, block.run(x, _calls(decode)))
-        assert products == ([48, 16, 16, 32, 64, 64] if step == 0 else [80, 32, 128])
-    assert decode.products == 3 * 6 and packing.count() == 6
-    # the next call knows them already, for other numbers of rows too
-    products.clear()
+        assert widths == ([48, 16, 16, 32, 64, 64] if step == 0 else [80, 32, 128])
+    assert decode.count == 3 * 6
+    # for other numbers of rows too
+    widths.clear()
     x = torch.randn(2, 32)
-    _same(block, x, block.run(x, _calls(Packing("always"))))
-    assert products == [80, 32, 128]
-    weights = sum(layer.weight.nbytes for layer in block.children())
-    assert packing.nbytes() == weights
+    _same(block, x, block.run(x, _calls(decode)))
+    assert widths == [80, 32, 128]
+    if kind == "skinny":
+        assert packing.count() == packing.nbytes() == 0
+        return
+    # and the next call, which finds the copies
+    widths.clear()
+    _same(block, x, block.run(x, _calls(Products("always"))))
+    assert widths == [80, 32, 128]
+    assert packing.count() == 6
+    assert packing.nbytes() == sum(layer.weight.nbytes for layer in block.children())
     packing.release()
     assert packing.count() == packing.nbytes() == 0
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["q", "v", "up"])
-def test_a_changed_sibling_is_packed_anew(block: Block, name: str) -> None:
+def test_a_changed_sibling(block: Block, name: str) -> None:
     x = torch.randn(4, 32)
     for change in (None, _in_place, _replaced_data):
         if change is not None:
             change(getattr(block, name))
-        decode = Packing("always")
+        decode = Products("always")
         for _ in range(3):
             _same(block, x, block.run(x.clone(), _calls(decode)))
 
@@ -322,7 +349,7 @@ def _replaced_data(layer: Any) -> None:
 
 @torch.no_grad()
 def test_an_input_written_to_in_between(block: Block) -> None:
-    call = _calls(Packing("always"))
+    call = _calls(Products("always"))
     for _ in range(3):
         x = torch.randn(4, 32)
         before = call(block.q, x)
@@ -333,41 +360,69 @@ def test_an_input_written_to_in_between(block: Block) -> None:
 
 
 @torch.no_grad()
-def test_siblings_that_part(block: Block, products: list[int]) -> None:
+def test_siblings_that_part(kind: str, block: Block, widths: list[int]) -> None:
     """Once a joint product was for nothing, each layer goes its own way."""
-    decode = Packing("always")
+    decode = Products("always")
     call = _calls(decode)
     for _ in range(2):
         x = torch.randn(4, 32)
         _same(block, x, block.run(x, call))
     for _ in range(4):
-        products.clear()
+        widths.clear()
         x = torch.randn(4, 32)
         torch.testing.assert_close(call(block.q, x), stock(block.q, x))
         hidden = call(block.out, torch.randn(4, 80))
         torch.testing.assert_close(call(block.gate, hidden), stock(block.gate, hidden))
         torch.testing.assert_close(call(block.up, hidden), stock(block.up, hidden))
-    assert products[0] == 48
+    assert widths[0] == 48
     _same(block, x, block.run(x, call))
-    assert packing.count() == 6
+    assert packing.count() == (6 if kind == "packed" else 0)
 
 
-def test_siblings_in_inference_mode(block: Block, products: list[int]) -> None:
+def test_siblings_in_inference_mode(block: Block, widths: list[int]) -> None:
     """Its tensors don't tell whether they were written to, so nothing is shared."""
     with torch.inference_mode():
-        decode = Packing("always")
+        decode = Products("always")
         for x in torch.randn(3, 4, 32):
-            products.clear()
+            widths.clear()
             _same(block, x, block.run(x, _calls(decode)))
-            assert products == [48, 16, 16, 32, 64, 64]
+            assert widths == [48, 16, 16, 32, 64, 64]
 
 
 @torch.no_grad()
-def test_siblings_without_memory(block: Block, products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Packing("always")
+@packed_only
+def test_siblings_without_memory(block: Block, widths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Products("always")
     x = torch.randn(4, 32)
-    monkeypatch.setattr(packing, "_join", lambda siblings: False)
+    monkeypatch.setattr(packing, "join", lambda siblings: False)
     for _ in range(3):
-        products.clear()
+        widths.clear()
         _same(block, x, block.run(x.clone(), _calls(decode)))
-    assert products == [48, 16, 16, 32, 64, 64]
+    assert widths == [48, 16, 16, 32, 64, 64]
+
+
+@packed_only
+@torch.no_grad()
+def test_copies_and_weights_as_they_are_in_one_call(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt has many rows, the steps after it few: siblings are joined for either."""
+    if (skinny := products._skinny()) is None:
+        pytest.skip("there is no native operator here")
+    done: list[tuple[str, int]] = []
+
+    def counted(name: str, product: Any) -> Any:
+        def multiply(rows: Any, weights: Any, bias: Any) -> Any:
+            done.append((name, len(rows)))
+            return product(rows, weights, bias)
+
+        return multiply
+
+    monkeypatch.setattr(products, "_SKINNY_ROWS", 4)
+    monkeypatch.setattr(packing, "multiply", counted("packed", packing.multiply))
+    monkeypatch.setattr(products, "_skinny", lambda: counted("skinny", skinny))
+    decode = Products("always")
+    for rows in (9, 9, 3, 3, 9, 3):
+        x = torch.randn(rows, 32)
+        _same(block, x, block.run(x, _calls(decode)))
+    steps = [("packed", 9, 6), ("packed", 9, 3), ("skinny", 3, 6), ("skinny", 3, 3), ("packed", 9, 3), ("skinny", 3, 3)]
+    assert done == [(name, rows) for name, rows, count in steps for _ in range(count)]
+    assert packing.count() == 6

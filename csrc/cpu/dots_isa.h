@@ -1,0 +1,80 @@
+// Products of a few rows with vectors, four at a time, for one instruction set; included by the loops that each_isa.h
+// includes, once for each set, so without a guard.
+#include "vectors_isa.h"
+
+#include <type_traits>
+
+namespace fastgen {
+namespace FASTGEN_ISA {
+
+// Tiles are as large as the registers hold, so that each load serves several products.
+constexpr int64_t kTileRows = FASTGEN_LANES == 16 ? 6 : 2; // AVX-512 has 32 registers, the others 16
+constexpr int64_t kDots = 4;
+
+// Sums of products of `Rows` rows with four vectors, [Rows, 4]. `Ahead`: floats ahead that the vectors' memory is asked
+// for, 0 for none.
+template <int Rows, int64_t Ahead = 0>
+FASTGEN_TARGET inline void dot_tile(
+    const float* rows, int64_t stride, const float* const* vectors, int64_t size, float* output,
+    int64_t output_stride) {
+  const float *const a = vectors[0], *const b = vectors[1], *const c = vectors[2], *const d = vectors[3];
+  Floats sums[Rows][kDots] = {};
+  const auto add = [&](int64_t i, auto part) FASTGEN_TARGET {
+    const auto take = [&](const float* from) FASTGEN_TARGET {
+      if constexpr (decltype(part)::value) {
+        return load_part(from + i, size - i);
+      } else {
+        return load(from + i);
+      }
+    };
+    const Floats va = take(a), vb = take(b), vc = take(c), vd = take(d);
+    if (Ahead != 0 && (kLanes == 16 || i % 16 == 0)) { // once a cache line
+      for (const float* vector : {a, b, c, d}) {
+        __builtin_prefetch(vector + i + Ahead, 0, 2); // into the second-level cache
+      }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) {
+      const Floats x = take(rows + row * stride);
+      sums[row][0] += x * va;
+      sums[row][1] += x * vb;
+      sums[row][2] += x * vc;
+      sums[row][3] += x * vd;
+    }
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    add(i, std::false_type());
+  }
+  if (i < size) {
+    add(i, std::true_type());
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) {
+    const Four four = sums_of_lanes(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
+    __builtin_memcpy(output + row * output_stride, &four, sizeof four);
+  }
+}
+
+// Calls `tile(std::integral_constant<int, rows>, first row)` over all rows, in tiles as even as can be.
+template <typename Tile>
+FASTGEN_TARGET inline void for_tiles(int64_t rows, const Tile& tile) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t i = 0, row = 0; i < tiles; ++i) {
+    const int64_t in_tile = rows / tiles + (i < rows % tiles);
+    switch (in_tile) {
+      case 1: tile(std::integral_constant<int, 1>(), row); break;
+      case 2: tile(std::integral_constant<int, 2>(), row); break;
+#if FASTGEN_LANES == 16
+      case 3: tile(std::integral_constant<int, 3>(), row); break;
+      case 4: tile(std::integral_constant<int, 4>(), row); break;
+      case 5: tile(std::integral_constant<int, 5>(), row); break;
+      case 6: tile(std::integral_constant<int, 6>(), row); break;
+#endif
+    }
+    row += in_tile;
+  }
+}
+
+} // namespace FASTGEN_ISA
+} // namespace fastgen

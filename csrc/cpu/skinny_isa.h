@@ -1,0 +1,39 @@
+// The loops of skinny.h for one instruction set; included by each_isa.h once for each, so without a guard.
+#include "dots_isa.h"
+
+namespace fastgen {
+namespace FASTGEN_ISA {
+
+// The rows of a weight are short for the processor's own prefetching, which starts anew at each page; 16 KB ahead is as
+// fast as the memory is (8 to 32 KB: the same), and the first-level cache is too small for that.
+constexpr int64_t kAhead = 4096;
+
+// Outputs `begin * 4` up to `end * 4`, but for those beyond the last.
+FASTGEN_TARGET void multiply(const Skinny& all, int64_t begin, int64_t end) {
+  float sums[kTileRows * kDots];
+  for (int64_t i = begin * kDots; i < std::min(end * kDots, all.width); i += kDots) {
+    const int64_t outputs = std::min(kDots, all.width - i);
+    const float* four[kDots];
+    for (int64_t j = 0; j < kDots; ++j) { // the last one again where there are no more
+      four[j] = all.weight + std::min(i + j, all.width - 1) * all.size;
+    }
+    for_tiles(all.count, [&](auto number, int64_t row) FASTGEN_TARGET {
+      constexpr int tile = decltype(number)::value;
+      const float* const rows = all.rows + row * all.size;
+      if (row == 0) { // for the others these weights are in the cache
+        dot_tile<tile, kAhead>(rows, all.size, four, all.size, sums, kDots);
+      } else {
+        dot_tile<tile>(rows, all.size, four, all.size, sums, kDots);
+      }
+      for (int64_t r = 0; r < tile; ++r) {
+        float* const into = all.output + (row + r) * all.output_stride + i;
+        for (int64_t j = 0; j < outputs; ++j) {
+          into[j] = sums[r * kDots + j] + (all.bias == nullptr ? 0.0f : all.bias[i + j]);
+        }
+      }
+    });
+  }
+}
+
+} // namespace FASTGEN_ISA
+} // namespace fastgen

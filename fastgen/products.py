@@ -1,0 +1,258 @@
+"""The products of linear layers: with few rows, the decode step on a CPU is its matrix products.
+
+A handful of rows is a matter of reading the weights, which our own operator does from where they are. With more, a
+decode multiplies by packed copies. Either only where a timing of the shape says that it pays; and projections that
+share an input are one product. The arithmetic is float32 in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastgen import packing
+from fastgen.siblings import Siblings, loners
+
+Forward = Callable[[nn.Module, Tensor], Tensor]
+Product = Callable[[Tensor, Any, "Tensor | None"], Tensor]  # of rows, weights, a bias
+
+_SKINNY_ROWS = 12  # up to here our own operator may multiply: with more it takes longer than packed products
+_FEW_ROWS = 32  # one timing of packed products up to here, another from here on
+_MIN_ELEMENTS = 2**16  # below, calling costs as much as multiplying
+_TRIAL_ROWS = 512  # at most, in a timing
+# Timings of a shape on either side: as many as fit into these seconds, three at least; some calls before warm it up.
+_TRIALS, _TRIAL_SECONDS, _WARM_UP = 20, 0.02, 3
+_PASSING_BYTES = 2**26  # of weights that pass by while a shape is timed
+
+
+@dataclass
+class _Plan:
+    """How one decode multiplies by a layer, or by siblings."""
+
+    product: Product
+    weights: Any  # a packed copy, or a list of the weights themselves
+    bias: Tensor | None
+    layers: tuple[Any, ...]  # the one that is called, and the siblings of a joint product
+
+    @property
+    def is_joint(self) -> bool:
+        return len(self.layers) > 1
+
+    @property
+    def is_skinny(self) -> bool:
+        return isinstance(self.weights, list)
+
+
+# (out, in, rows up to which it holds, threads) -> whether our own operator pays, or else packing
+_verdicts: dict[tuple[int, int, int | None, int], bool] = {}
+_lock = threading.Lock()
+
+
+class Products:
+    """The products of one call: an object for one thread, packed copies are everyone's.
+
+    `mode`: "auto" leaves stock's product where a timing says so, "always" nowhere, "off" everywhere.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.count = 0  # of those that stock did not do
+        self._mode = mode
+        self._plans: dict[tuple[int, int], _Plan | None] = {}  # by id of a layer and number of rows
+        self._siblings = Siblings()
+        self._families: dict[int, tuple[nn.Module, ...]] = {}  # siblings that need no copies, by id of the first
+        self._rows = 0  # of the last product
+        self._checked: set[int] = set()  # ids of layers whose copies are up to date
+        self._off = mode == "off"
+
+    def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
+        """`stock(layer, rows)` or the same product in another way.
+
+        Args:
+            layer: has `weight`, `[out, in]` or, if `transposed`, `[in, out]`, and perhaps `bias` `[out]`.
+            rows: `[..., in]`.
+        """
+        if self._off or rows.dim() < 2 or torch.compiler.is_dynamo_compiling():
+            return stock(layer, rows)
+        if (output := self._siblings.take(layer, rows)) is not None:
+            self.count += 1
+            return output
+        number = math.prod(rows.shape[:-1])
+        key = (id(layer), number)
+        if key not in self._plans:
+            self._plans[key] = self._plan(layer, rows, number, transposed)
+        plan = self._plans[key]
+        if plan is not None and plan.is_joint and layer in loners:
+            plan = self._plans[key] = self._plan(layer, rows, number, transposed)
+        if plan is None:
+            return stock(layer, rows)
+        self.count += 1
+        if siblings := self._siblings.turn_to(rows):
+            self._join(siblings)
+        self._rows = number
+        output = plan.product(rows, plan.weights, plan.bias)
+        if plan.is_joint:
+            return self._siblings.split(plan.layers, output)
+        if not transposed:
+            self._siblings.note(layer)
+        return output
+
+    def _join(self, siblings: list[nn.Module]) -> None:
+        """Have layers share a product that have just shared an input."""
+        plans = [self._plans.get((id(layer), self._rows)) for layer in siblings]
+        skinny = [plan is not None and plan.is_skinny for plan in plans]
+        if all(skinny):
+            self._families[id(siblings[0])] = tuple(siblings)
+        elif any(skinny) or not packing.join(siblings):
+            return
+        joined = set(map(id, siblings))
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] not in joined}
+
+    def _plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
+        if not _is_plain(layer, rows):
+            return None
+        skinny = None if transposed or number > _SKINNY_ROWS else _skinny()
+        if skinny is not None and self._pays(layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight]):
+            layers = self._family(layer, rows)
+            return _Plan(skinny, [one.weight for one in layers], _bias(layers), layers)
+        return self._packed_plan(layer, rows, number, transposed)
+
+    def _family(self, layer: nn.Module, rows: Tensor) -> tuple[Any, ...]:
+        family = self._families.get(id(layer), (layer,))
+        return (layer,) if rows.is_inference() or not loners.isdisjoint(family) else family
+
+    def _packed_plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
+        if packing.unavailable() is not None:
+            return None
+        if id(layer) not in self._checked:
+            packing.drop_outdated(layer)
+            self._checked.add(id(layer))
+        limit = _FEW_ROWS if number <= _FEW_ROWS else None
+        if not self._pays(layer, rows, transposed, limit, packing.multiply, packing.pack):
+            return None
+        if not rows.is_inference() and (joint := packing.joint(layer)) is not None:
+            return _Plan(packing.multiply, joint.copy, _bias(joint.layers), joint.layers)
+        copy = packing.copy_of(layer, transposed)
+        return None if copy is None else _Plan(packing.multiply, copy, _bias((layer,)), (layer,))
+
+    def _pays(
+        self,
+        layer: Any,
+        rows: Tensor,
+        transposed: bool,
+        limit: int | None,
+        product: Product,
+        prepare: Callable[[Tensor], Any],
+    ) -> bool:
+        """Whether `product`, of what `prepare` makes of a weight `[out, in]`, beats stock's with so many rows."""
+        if self._mode == "always":
+            return True
+        weight = layer.weight.detach()
+        # A timing decides, so two runs may round differently: not where the user has forbidden that.
+        if weight.numel() < _MIN_ELEMENTS or torch.are_deterministic_algorithms_enabled():
+            return False
+        weight = weight.t() if transposed else weight
+        key = (*weight.shape, limit, torch.get_num_threads())
+        if key not in _verdicts:
+            try:
+                pays = _is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias)
+            except (RuntimeError, MemoryError):  # no memory for the trial
+                pays = False
+            with _lock:
+                _verdicts[key] = pays
+        return _verdicts[key]
+
+
+@functools.cache
+def _skinny() -> Product | None:
+    """Our own operator, where it is native."""
+    from fastgen import ops  # loads or even compiles it, so not before it is needed
+
+    return torch.ops.fastgen.skinny_linear.default if ops.is_native(torch.device("cpu")) else None
+
+
+def is_skinny(shape: Sequence[int]) -> bool:
+    """Whether rows of this shape, `[..., in]`, are so few that our own operator may multiply them."""
+    return math.prod(shape[:-1]) <= _SKINNY_ROWS
+
+
+def is_read_in_place(layer: nn.Module) -> bool:
+    """Whether our own operator can multiply few rows by this layer, `[out, in]`, and is worth calling."""
+    weight: Any = layer._parameters.get("weight")
+    return _skinny() is not None and _is_plain(layer, weight) and weight.numel() >= _MIN_ELEMENTS
+
+
+def _is_plain(layer: nn.Module, rows: Tensor) -> bool:
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    return (
+        type(weight) is nn.Parameter  # quantised and distributed weights are subclasses
+        and weight.dtype == rows.dtype == torch.float32
+        and weight.device.type == rows.device.type == "cpu"
+        and weight.is_contiguous()
+        and not weight.is_inference()  # has no version to tell changes by
+        and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+def _bias(layers: tuple[Any, ...]) -> Tensor | None:
+    biases = [layer.bias for layer in layers]
+    if len(layers) == 1 or all(bias is None for bias in biases):
+        return biases[0]
+    return torch.cat([torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers])
+
+
+def _is_faster(
+    product: Product, prepare: Callable[[Tensor], Any], weight: Tensor, rows: Tensor, bias: Tensor | None
+) -> bool:
+    """Time stock's product of `rows` and `weight` `[out, in]` and another, over many copies of the weight.
+
+    In a decode step one weight after the other comes from memory; a single one would wait in the nearest cache.
+    """
+    fitting = _PASSING_BYTES // (weight.numel() * weight.element_size())
+    count = max(1, min(fitting, _TRIALS + _WARM_UP))
+    weights = [weight.clone() for _ in range(count)]  # keeps the strides
+    theirs = _median_seconds(lambda i: nn.functional.linear(rows, weights[i % count], bias))
+    prepared = [prepare(copy) for copy in weights]
+    return _median_seconds(lambda i: product(rows, prepared[i % count], bias)) < theirs
+
+
+def _median_seconds(product: Callable[[int], Tensor]) -> float:
+    for i in range(_WARM_UP):
+        product(-1 - i)
+    seconds: list[float] = []
+    while len(seconds) < 3 or (len(seconds) < _TRIALS and sum(seconds) < _TRIAL_SECONDS):
+        start = time.perf_counter()
+        product(len(seconds))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def using(products: Products) -> Iterator[None]:
+    """Inside the block, `multiply` leaves this thread's products to `products`."""
+    outer: Products | None = getattr(_thread, "products", None)
+    _thread.products = products
+    try:
+        yield
+    finally:
+        _thread.products = outer
+
+
+def multiply(layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
+    """`stock(layer, rows)`, in another way where this thread is `using` one."""
+    products: Products | None = getattr(_thread, "products", None)
+    return stock(layer, rows) if products is None else products(layer, rows, stock, transposed)
