@@ -116,27 +116,45 @@ inline void check_attention(
   }
 }
 
+inline void check_float(const char* name, const at::Tensor& tensor, const at::Tensor& rows) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be float32, not ", tensor.dtype().name(), ".");
+  TORCH_CHECK_VALUE(
+      tensor.device() == rows.device(), "rows are on ", rows.device(), " and ", name, " on ", tensor.device(), ".");
+}
+
 inline void check_skinny(const at::Tensor& rows, at::TensorList weights, const std::optional<at::Tensor>& bias) {
   TORCH_CHECK_VALUE(rows.dim() >= 1, "rows must be [..., size], not of shape ", rows.sizes(), ".");
   TORCH_CHECK_VALUE(!weights.empty(), "weights must be one tensor or more.");
-  const auto check_one = [&](const char* name, const at::Tensor& tensor) {
-    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be float32, not ", tensor.dtype().name(), ".");
-    TORCH_CHECK_VALUE(
-        tensor.device() == rows.device(), "rows are on ", rows.device(), " and ", name, " on ", tensor.device(), ".");
-  };
-  check_one("rows", rows);
+  check_float("rows", rows, rows);
   int64_t width = 0;
   for (const at::Tensor& weight : weights) {
     TORCH_CHECK_VALUE(
         weight.dim() == 2 && weight.size(1) == rows.size(-1), "weights must be [width, ", rows.size(-1),
         "], not of shape ", weight.sizes(), ".");
-    check_one("weights", weight);
+    check_float("weights", weight, rows);
     width += weight.size(0);
   }
   if (bias) {
     TORCH_CHECK_VALUE(
         bias->dim() == 1 && bias->size(0) == width, "bias must be [", width, "], not of shape ", bias->sizes(), ".");
-    check_one("bias", *bias);
+    check_float("bias", *bias, rows);
+  }
+}
+
+inline void check_packed(
+    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK_VALUE(rows.dim() >= 1, "rows must be [..., size], not of shape ", rows.sizes(), ".");
+  TORCH_CHECK_VALUE(
+      width >= 0 && packed.dim() == 3 && packed.size(0) == (width + 63) / 64 && packed.size(1) == rows.size(-1) &&
+          packed.size(2) == 64,
+      "packed must be [", (width + 63) / 64, ", ", rows.size(-1), ", 64], not of shape ", packed.sizes(), ".");
+  TORCH_CHECK_VALUE(
+      !bias || (bias->dim() == 1 && bias->size(0) == width), "bias must be [", width, "], not of shape ",
+      bias ? bias->sizes() : at::IntArrayRef(), ".");
+  check_float("rows", rows, rows);
+  check_float("packed", packed, rows);
+  if (bias) {
+    check_float("bias", *bias, rows);
   }
 }
 

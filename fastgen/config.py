@@ -21,7 +21,7 @@ class Config:
     strict: bool = False  # raise FallbackError where the stock code would take over
     tier: str = "auto"  # the best that a request allows, or the best to try
     history: int = 32  # calls that status() remembers
-    packing: str = "auto"  # copies of weights, packed for the CPU: where a timing says so, "always", or "off"
+    packing: str = "auto"  # products of our own, on packed weights or not: where a timing says so, "always", or "off"
     compile: bool = False  # run decode steps through torch.compile
 
     def __post_init__(self) -> None:

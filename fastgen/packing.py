@@ -1,7 +1,6 @@
-"""Packed weights: oneDNN multiplies by a weight in its own blocked layout.
+"""Packed weights: copies in the order in which a product reads them, where torch's own lay them out at each call.
 
-torch's `linear` lays it out anew, or hands it to a library that is slow on some processors. So the weights that a
-decode multiplies by are kept packed as well, and those that share an input in one copy.
+By our own operator where it is native, else by oneDNN's, which is private to torch.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 
 from fastgen import memory
 from fastgen.siblings import loners
+
+Copy = Any  # what `pack` returns
 
 
 class _Source:
@@ -47,7 +48,7 @@ class _Packed:
     """A packed copy of a weight or, one below the other, of those of siblings."""
 
     sources: list[_Source]
-    copy: Tensor  # oneDNN's own layout
+    copy: Copy
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +66,9 @@ _joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionar
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why nothing can be packed here, or None. The operators are private to torch: try them."""
+    """Why nothing can be packed here, or None. oneDNN's operators are private to torch: try them."""
+    if _native() is not None:
+        return None
     try:
         weight, rows = _waves(48, 32), _waves(3, 1, 32)  # nothing random: the user's seed is the user's
         error = (multiply(rows, pack(weight), None) - nn.functional.linear(rows, weight)).abs().max()
@@ -97,7 +100,7 @@ def release() -> None:
         _joint.clear()
 
 
-def copy_of(layer: nn.Module, transposed: bool) -> Tensor | None:
+def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
     """The layer's packed weight, made now if there is none; None if memory is short."""
     with _lock:
         packed = _copies.get(layer)
@@ -151,13 +154,28 @@ def drop_outdated(layer: nn.Module) -> None:
                 del copies[layer]
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A copy of `weight` `[out, in]` in oneDNN's layout."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+@functools.cache
+def _native() -> Any:
+    """Our own operator, where it is native."""
+    from fastgen import ops  # loads or even compiles it, so not before it is needed
+
+    return torch.ops.fastgen.packed_linear.default if ops.is_native(torch.device("cpu")) else None
 
 
-def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def pack(weight: Tensor) -> Copy:
+    """A copy of `weight`, float32 `[out, in]`, for `multiply`."""
+    if _native() is None:
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
+    from fastgen import ops
+
+    return ops.pack_weight(weight), len(weight)
+
+
+def multiply(rows: Tensor, packed: Copy, bias: Tensor | None) -> Tensor:
     """`linear(rows, weight, bias)` of a packed weight."""
+    if isinstance(packed, tuple):
+        output: Tensor = _native()(rows, *packed, bias)
+        return output
     return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
 
 

@@ -28,7 +28,7 @@ Product = Callable[[Tensor, Any, "Tensor | None"], Tensor]  # of rows, weights, 
 
 _SKINNY_ROWS = 12  # up to here our own operator may multiply: with more it takes longer than packed products
 _FEW_ROWS = 32  # one timing of packed products up to here, another from here on
-_MIN_ELEMENTS = 2**16  # below, calling costs as much as multiplying
+_MIN_ELEMENTS, _MIN_PRODUCTS = 2**16, 2**20  # below both, calling costs as much as multiplying
 _TRIAL_ROWS = 512  # at most, in a timing
 # Timings of a shape on either side: as many as fit into these seconds, three at least; some calls before warm it up.
 _TRIALS, _TRIAL_SECONDS, _WARM_UP = 20, 0.02, 3
@@ -158,7 +158,8 @@ class Products:
             return True
         weight = layer.weight.detach()
         # A timing decides, so two runs may round differently: not where the user has forbidden that.
-        if weight.numel() < _MIN_ELEMENTS or torch.are_deterministic_algorithms_enabled():
+        is_small = weight.numel() < _MIN_ELEMENTS and weight.numel() * math.prod(rows.shape[:-1]) < _MIN_PRODUCTS
+        if is_small or torch.are_deterministic_algorithms_enabled():
             return False
         weight = weight.t() if transposed else weight
         key = (*weight.shape, limit, torch.get_num_threads())

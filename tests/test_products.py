@@ -25,18 +25,22 @@ def _empty() -> Iterator[None]:
     products._verdicts.clear()
 
 
-@pytest.fixture(autouse=True, params=["packed", "skinny"])
-def kind(request: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(autouse=True, params=["packed", "oneDNN", "skinny"])
+def kind(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """How all products of the test are done that stock does not do."""
-    if request.param == "skinny" and products._skinny() is None:
+    if request.param == "oneDNN":
+        monkeypatch.setattr(packing, "_native", lambda: None)
+    elif products._skinny() is None:
         pytest.skip("there is no native operator here")
-    if request.param == "packed" and (why := packing.unavailable()) is not None:
+    packing.unavailable.cache_clear()
+    if (why := packing.unavailable()) is not None:
         pytest.skip(f"no packed products here: {why}")
     monkeypatch.setattr(products, "_SKINNY_ROWS", 100 if request.param == "skinny" else 0)
-    return request.param
+    yield request.param
+    packing.unavailable.cache_clear()
 
 
-packed_only = pytest.mark.parametrize("kind", ["packed"], indirect=True)
+packed_only = pytest.mark.parametrize("kind", ["packed", "oneDNN"], indirect=True)
 
 
 def stock(layer: Any, rows: Any) -> Any:
@@ -64,7 +68,7 @@ def test_product(kind: str, shape: tuple[int, int], rows: tuple[int, ...], bias:
         theirs = (stock(layer, x) - exact).abs().max()
         assert ours == 1 and output.shape == exact.shape
         assert (output - exact).abs().max() <= 2 * theirs + 1e-6
-    assert packing.count() == (kind == "packed")
+    assert packing.count() == (kind != "skinny")
 
 
 @packed_only
@@ -180,7 +184,7 @@ def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.Monk
     """Every product of the trial is right, and each shape is decided once for all its layers."""
     clock = [0.0]
     linear = torch.nn.functional.linear
-    product: Any = packing.multiply if kind == "packed" else products._skinny()
+    product: Any = packing.multiply if kind != "skinny" else products._skinny()
     monkeypatch.setattr(products, "_skinny", lambda: slow if kind == "skinny" else None)
 
     def slow(rows: Any, weights: Any, bias: Any) -> Any:
@@ -201,7 +205,7 @@ def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.Monk
         for _ in range(10):
             for layer in model:
                 torch.testing.assert_close(decode(layer, rows, stock), stock(layer, rows))
-    assert packing.count() == (2 if pays and kind == "packed" else 0)
+    assert packing.count() == (2 if pays and kind != "skinny" else 0)
     assert decode.count == (20 if pays else 0)
     assert set(products._verdicts.values()) == {pays}
 
@@ -240,6 +244,7 @@ def test_nothing_is_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch)
 @packed_only
 def test_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "pack", lambda weight: SimpleNamespace().missing)
+    monkeypatch.setattr(packing, "_native", lambda: None)
     packing.unavailable.cache_clear()
     try:
         assert "no packed products" in (packing.unavailable() or "")
@@ -293,7 +298,7 @@ def _same(block: Block, x: Any, outputs: list[Any]) -> None:
 def widths(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of outputs of each product that was computed."""
     found: list[int] = []
-    product: Any = packing.multiply if kind == "packed" else products._skinny()
+    product: Any = packing.multiply if kind != "skinny" else products._skinny()
 
     def counted(rows: Any, weights: Any, bias: Any) -> Any:
         output = product(rows, weights, bias)
@@ -376,7 +381,7 @@ def test_siblings_that_part(kind: str, block: Block, widths: list[int]) -> None:
         torch.testing.assert_close(call(block.up, hidden), stock(block.up, hidden))
     assert widths[0] == 48
     _same(block, x, block.run(x, call))
-    assert packing.count() == (6 if kind == "packed" else 0)
+    assert packing.count() == (6 if kind != "skinny" else 0)
 
 
 def test_siblings_in_inference_mode(block: Block, widths: list[int]) -> None:

@@ -128,7 +128,7 @@ FASTGEN_TARGET void attend(const Attention& all, int64_t pair, Rows& rows) {
         four[i] = keys + slot * all.key_slot;
         prefetch(values + slot * all.value_slot, all.value_size);
       }
-      for_tiles(count, [&](auto number, int64_t row) FASTGEN_TARGET {
+      for_tiles<kTileRows>(count, [&](auto number, int64_t row) FASTGEN_TARGET {
         dot_tile<decltype(number)::value>(
             rows.queries + row * query_stride, query_stride, four, all.size, rows.scores + row * kSlots + k, kSlots);
       });
@@ -154,7 +154,7 @@ FASTGEN_TARGET void attend(const Attention& all, int64_t pair, Rows& rows) {
       for (int64_t i = k; i < std::min(k + kValuesAtOnce, coming); ++i) {
         prefetch(next + i * all.key_slot, all.size);
       }
-      for_tiles(count, [&](auto number, int64_t row) FASTGEN_TARGET {
+      for_tiles<kTileRows>(count, [&](auto number, int64_t row) FASTGEN_TARGET {
         add_values<decltype(number)::value>(
             rows.scores + row * kSlots + k, values + (first + k) * all.value_slot, all.value_slot,
             std::min(kValuesAtOnce, slots - k), all.value_size, rows.outputs + row * output_stride, output_stride);

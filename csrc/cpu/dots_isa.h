@@ -1,8 +1,6 @@
 // Products of a few rows with vectors, four at a time, for one instruction set; included by the loops that each_isa.h
 // includes, once for each set, so without a guard.
-#include "vectors_isa.h"
-
-#include <type_traits>
+#include "tiles_isa.h"
 
 namespace fastgen {
 namespace FASTGEN_ISA {
@@ -53,26 +51,6 @@ FASTGEN_TARGET inline void dot_tile(
   for (int row = 0; row < Rows; ++row) {
     const Four four = sums_of_lanes(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
     __builtin_memcpy(output + row * output_stride, &four, sizeof four);
-  }
-}
-
-// Calls `tile(std::integral_constant<int, rows>, first row)` over all rows, in tiles as even as can be.
-template <typename Tile>
-FASTGEN_TARGET inline void for_tiles(int64_t rows, const Tile& tile) {
-  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t i = 0, row = 0; i < tiles; ++i) {
-    const int64_t in_tile = rows / tiles + (i < rows % tiles);
-    switch (in_tile) {
-      case 1: tile(std::integral_constant<int, 1>(), row); break;
-      case 2: tile(std::integral_constant<int, 2>(), row); break;
-#if FASTGEN_LANES == 16
-      case 3: tile(std::integral_constant<int, 3>(), row); break;
-      case 4: tile(std::integral_constant<int, 4>(), row); break;
-      case 5: tile(std::integral_constant<int, 5>(), row); break;
-      case 6: tile(std::integral_constant<int, 6>(), row); break;
-#endif
-    }
-    row += in_tile;
   }
 }
 

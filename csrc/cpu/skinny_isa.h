@@ -17,7 +17,7 @@ FASTGEN_TARGET void multiply(const Skinny& all, int64_t begin, int64_t end) {
     for (int64_t j = 0; j < kDots; ++j) { // the last one again where there are no more
       four[j] = all.weight + std::min(i + j, all.width - 1) * all.size;
     }
-    for_tiles(all.count, [&](auto number, int64_t row) FASTGEN_TARGET {
+    for_tiles<kTileRows>(all.count, [&](auto number, int64_t row) FASTGEN_TARGET {
       constexpr int tile = decltype(number)::value;
       const float* const rows = all.rows + row * all.size;
       if (row == 0) { // for the others these weights are in the cache

@@ -1,5 +1,5 @@
 """Operators of the decode loop, for anybody to call: n-gram bans in place, exact top-k of the log-softmax, attention
-of all beams of a sentence to its keys, and products of a few rows with large weights.
+of all beams of a sentence to its keys, and products with large weights.
 
 They work on every device in plain torch, and natively where a library could be found or built (`fastgen.ops.native`;
 `fastgen.status()` says which). They can be traced by `torch.compile(fullgraph=True)` and captured in CUDA graphs, and
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _schemas, native
+from fastgen.ops.checks import PANEL
 
 __all__ = [
     "ban_repeated_ngrams_",
     "ban_source_ngrams_",
     "beam_attention",
     "is_native",
+    "pack_weight",
+    "packed_linear",
     "skinny_linear",
     "topk_log_softmax",
 ]
@@ -151,6 +154,45 @@ def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None =
         TypeError: for other dtypes.
     """
     output: Tensor = torch.ops.fastgen.skinny_linear(rows, weights, bias)
+    return output
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """A copy of a weight for `packed_linear`, in panels of 64 outputs.
+
+    Args: weight: float32 `[width, size]`, of any strides.
+
+    Returns: float32 `[ceil(width / 64), size, 64]`, zeros beyond the last output.
+    """
+    width, size = weight.shape
+    whole = width // PANEL
+    packed = weight.new_zeros(-(-width // PANEL), size, PANEL)
+    packed[:whole] = weight[: whole * PANEL].unflatten(0, (whole, PANEL)).transpose(1, 2)
+    if width % PANEL:
+        packed[-1, :, : width % PANEL] = weight[whole * PANEL :].t()
+    return packed
+
+
+def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None = None) -> Tensor:
+    """`linear(rows, weight, bias)` of a weight packed by `pack_weight`.
+
+    Natively, on the CPU, what one step of the loops needs lies side by side and in its order, as in the inner kernel of
+    Goto and van de Geijn 2008 (https://doi.org/10.1145/1356052.1356053, section 5), so that some rows are as fast as
+    the memory or the processor; libraries reach that with many rows only. Plain torch unpacks the weight at each call.
+
+    Args:
+        rows: float32 `[..., size]`.
+        packed: float32 `[ceil(width / 64), size, 64]`.
+        width: of the weight, outputs.
+        bias: float32 `[width]`, or None.
+
+    Returns: float32 `[..., width]`. Each row is the same to the last digit whatever the others are, and however many.
+
+    Raises:
+        ValueError: for shapes or devices other than these.
+        TypeError: for other dtypes.
+    """
+    output: Tensor = torch.ops.fastgen.packed_linear(rows, packed, width, bias)
     return output
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import reference
-from fastgen.ops.checks import check_attention, check_ngrams, check_skinny, check_source, check_topk
+from fastgen.ops.checks import check_attention, check_ngrams, check_packed, check_skinny, check_source, check_topk
 
 # The length is symbolic: it grows at every step, and a compiled step must not be compiled again each time.
 SCHEMAS = {
@@ -24,6 +24,7 @@ SCHEMAS = {
         "(Tensor logits, int k, Tensor? banned=None) -> (Tensor log_probs, Tensor tokens, Tensor log_sum_exp)"
     ),
     "beam_attention": "(Tensor query, Tensor key, Tensor value, Tensor? bias, float scale) -> Tensor",
+    "packed_linear": "(Tensor rows, Tensor packed, int width, Tensor? bias) -> Tensor",
     "skinny_linear": "(Tensor rows, Tensor[] weights, Tensor? bias) -> Tensor",
 }
 
@@ -67,3 +68,9 @@ def _beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
 def _skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     check_skinny(rows, weights, bias)
     return rows.new_empty(*rows.shape[:-1], sum(len(weight) for weight in weights))
+
+
+@torch.library.register_fake("fastgen::packed_linear", lib=_library)
+def _packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> Tensor:
+    check_packed(rows, packed, width, bias)
+    return rows.new_empty(*rows.shape[:-1], width)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 _TOKENS = (torch.int64, torch.int32)
 _SCORES = (torch.float32, torch.float16, torch.bfloat16)
+PANEL = 64  # outputs side by side in a packed weight
 
 
 def check_ngrams(tokens: Tensor, scores: Tensor, ngram_size: int, length: int) -> None:
@@ -106,7 +107,22 @@ def check_skinny(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -
     width = sum(len(weight) for weight in weights)
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must be [{width}], not of shape {list(bias.shape)}.")
-    for name, tensor in (("rows", rows), *(("weights", weight) for weight in weights), ("bias", bias)):
+    _check_floats(rows, ("rows", rows), *(("weights", weight) for weight in weights), ("bias", bias))
+
+
+def check_packed(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> None:
+    if not rows.dim():
+        raise ValueError(f"rows must be [..., size], not of shape {list(rows.shape)}.")
+    shape = (-(-width // PANEL), rows.shape[-1], PANEL)
+    if width < 0 or packed.shape != shape:
+        raise ValueError(f"packed must be {list(shape)}, not of shape {list(packed.shape)}.")
+    if bias is not None and bias.shape != (width,):
+        raise ValueError(f"bias must be [{width}], not of shape {list(bias.shape)}.")
+    _check_floats(rows, ("rows", rows), ("packed", packed), ("bias", bias))
+
+
+def _check_floats(rows: Tensor, *tensors: tuple[str, Tensor | None]) -> None:
+    for name, tensor in tensors:
         if tensor is not None and tensor.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, not {tensor.dtype}.")
         if tensor is not None and tensor.device != rows.device:

@@ -23,6 +23,7 @@ from fastgen.ops import builder
 _UNWRITTEN = {  # what has no kernel, and why
     ("beam_attention", "cuda"): "torch's own attention",
     ("skinny_linear", "cuda"): "torch's own products",
+    ("packed_linear", "cuda"): "torch's own products",
 }
 
 _lock = threading.Lock()

@@ -17,6 +17,7 @@ from fastgen.ops.checks import (
     check_attention,
     check_ngrams,
     check_no_overlap,
+    check_packed,
     check_skinny,
     check_source,
     check_topk,
@@ -93,3 +94,8 @@ def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) 
     check_skinny(rows, weights, bias)
     output = torch.cat([F.linear(rows, weight) for weight in weights], -1)
     return output if bias is None else output + bias
+
+
+def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> Tensor:
+    check_packed(rows, packed, width, bias)
+    return F.linear(rows, packed.transpose(1, 2).flatten(0, 1)[:width], bias)

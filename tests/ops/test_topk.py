@@ -210,7 +210,7 @@ def test_other_instruction_sets(native: Any, capability: str) -> None:
     if own not in ("AVX512", "AVX2") or own == capability.upper():
         pytest.skip(f"this processor's capability is {own}")
     here = Path(__file__)
-    files = [str(here), *(str(here.with_name(f"test_{name}.py")) for name in ("attention", "skinny"))]
+    files = [str(here), *(str(here.with_name(f"test_{name}.py")) for name in ("attention", "products"))]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "native", *files]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, CAPABILITY: capability, "FASTGEN_NATIVE": "required"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -24,6 +24,10 @@ CALLS = {
     "ban_repeated_ngrams_": [(TOKENS, SCORES, 2, 5), (TOKENS.int(), SCORES.half(), 1, 3), (TOKENS, SCORES, 9, 0)],
     "ban_source_ngrams_": [(SOURCE, TOKENS, SCORES, 3, 5, 2), (SOURCE.int(), TOKENS, SCORES.bfloat16(), 1, 0, 2)],
     "beam_attention": [(QUERY, KEY, KEY[..., :3], None, 0.5), (QUERY, KEY.mT.contiguous().mT, KEY, BIAS, 0.5)],
+    "packed_linear": [
+        (KEY, ops.pack_weight(KEY[0, 0]), 7, None),
+        (KEY[0, 0], torch.ones(1, 5, 64), 3, KEY[1, 1, :3, 0]),
+    ],
     "skinny_linear": [(KEY, [KEY[0, 0], KEY[1, 1]], None), (KEY[0, 0], [KEY[0, 1]], KEY[2, 0, :, 0])],
     "topk_log_softmax": [(SCORES, 3), (SCORES.bfloat16(), 10, torch.tensor([1, -1])), (SCORES, 1, TOKENS)],
 }

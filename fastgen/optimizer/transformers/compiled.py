@@ -1,7 +1,8 @@
 """The decode step through torch.compile, for `configure(compile=True)`: one graph a step, on the CPU in float32.
 
-What the graph cannot hold stays outside it, as operators opaque to the compiler: products on packed weights, and the
-tree with its attention. So slots that grow by `M` a step are no dimension of the graph, and nothing breaks it.
+What the graph cannot hold stays outside it, as operators opaque to the compiler: products on packed weights (those of
+few rows it can hold), and the tree with its attention. So slots that grow by `M` a step are no dimension of the graph,
+and nothing breaks it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The encoder on packed weights, and without padding: rows of like length are read together, each group as long as its
-longest row.
+"""The encoder with products of our own, and without padding: rows of like length are read together, each group as
+long as its longest row.
 
 Padding on the right is masked in every layer of the encoders below and shifts no position, so the states of the real
 positions are the same but for rounding. Those of padding become zeros: cross-attention masks them.

@@ -163,7 +163,7 @@ def unsupported_reason(request: Request) -> str | None:
     if request.is_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
     if not request.is_search and request.beams == 1 and request.input_ids.device.type != "cpu":
-        return "one sample of a prompt has nothing to share"  # on the CPU there are packed weights to gain from
+        return "one sample of a prompt has nothing to share"  # on the CPU there are faster products to gain from
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
     if reason := unsupported_configuration(model, config):

@@ -1,0 +1,54 @@
+// fastgen::packed_linear on the CPU, in float32.
+#include "../arguments.h"
+#include "packed.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#define FASTGEN_LOOPS "packed_isa.h"
+#include "each_isa.h"
+
+namespace fastgen {
+namespace {
+
+constexpr int64_t kFloatsPerTask = 1 << 15; // of weights: below that another thread costs more than it saves
+
+at::Tensor packed_linear(
+    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {
+  check_packed(rows, packed, width, bias);
+  std::vector<int64_t> shape = rows.sizes().vec();
+  shape.back() = width;
+  at::Tensor output = at::empty(shape, rows.options());
+  if (output.numel() == 0) {
+    return output;
+  }
+  const at::Tensor x = rows.contiguous(), w = packed.contiguous();
+  const at::Tensor b = bias ? bias->contiguous() : at::Tensor();
+  const Packed all{
+      x.const_data_ptr<float>(),
+      w.const_data_ptr<float>(),
+      bias ? b.const_data_ptr<float>() : nullptr,
+      output.mutable_data_ptr<float>(),
+      output.numel() / width,
+      rows.size(-1),
+      width};
+  const auto multiply = FASTGEN_CHOOSE(multiply_panel);
+  const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, kPanel * all.size));
+  at::parallel_for(0, all.tasks(), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      multiply(all, task);
+    }
+  });
+  return output;
+}
+
+} // namespace
+
+TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
+  m.impl("packed_linear", &packed_linear);
+}
+
+} // namespace fastgen
