@@ -15,6 +15,7 @@ import torch
 
 from fastgen import ops
 from fastgen.ops import builder, native
+from fastgen.ops._schemas import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
 USE = """
