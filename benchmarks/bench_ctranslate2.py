@@ -15,9 +15,7 @@ import datetime
 import gc
 import json
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from typing import Any
 import bench_generate
 import torch
 from bench_generate import RESULTS, SCENARIOS, Job, Round, Verified
+from ctranslate2_side import Batch, Engine
 from measuring import SIDES, OtherProcesses, busiest, cpu_model, ratios, running
 from tqdm import tqdm
 from transformers.utils import logging
@@ -32,35 +31,15 @@ from transformers.utils import logging
 import fastgen
 
 try:
-    import ctranslate2
+    import ctranslate2  # to convert with: that doesn't slow torch, decoding in the same process does
     from ctranslate2.converters import transformers as converters
 except ImportError:
     sys.exit("bench_ctranslate2.py needs CTranslate2: pip install ctranslate2")
 
 ALL_SIDES = (*SIDES, "ctranslate2")
 NAMES = ("transformer-base-32", "transformer-base-1", "bart-8x512", "bart-8x1022", "gpt2-4x512", "ddtp")
-# Threads of one side spin for some milliseconds when they have nothing left to do; the next side waits for them.
+# One side's threads spin for some milliseconds when they have nothing left to do; the next side waits for them.
 _PAUSE = 1.0
-
-Decode = Callable[[list[list[str]]], list[list[str]]]  # a batch of sources or prompts -> the best hypothesis of each
-
-
-class Engine:
-    """A job's model and options in CTranslate2; a token's name is its id."""
-
-    def __init__(self, job: Job, threads: int) -> None:
-        spec = _spec(job.model)
-        place = {"device": "cpu", "compute_type": "float32", "inter_threads": 1, "intra_threads": threads}
-        with tempfile.TemporaryDirectory() as folder:
-            spec.validate()
-            spec.optimize(quantization=None)
-            spec.save(folder)
-            engine = (ctranslate2.Translator if _is_seq2seq(job) else ctranslate2.Generator)(folder, **place)
-        self._decode = _decode_seq2seq(engine, job) if _is_seq2seq(job) else _decode_prompt(engine, job)
-        self.batches = [_names(batch) for batch in job.batches]
-
-    def decode(self, batch: list[list[str]]) -> list[list[int]]:
-        return [[int(name) for name in hypothesis] for hypothesis in self._decode(batch)]
 
 
 def _is_seq2seq(job: Job) -> bool:
@@ -89,29 +68,19 @@ def _spec(model: Any) -> Any:
     return spec
 
 
-def _names(batch: dict[str, Any]) -> list[list[str]]:
+def _names(batch: dict[str, Any]) -> Batch:
     rows = zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True)
     return [[str(token) for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in rows]
 
 
-def _decode_seq2seq(translator: Any, job: Job) -> Decode:
-    options = {
-        "beam_size": job.options["num_beams"],
-        "max_decoding_length": job.options["max_new_tokens"],
-        "min_decoding_length": job.options.get("min_new_tokens", 1),
-        "max_input_length": 0,
-    }
-    return lambda batch: [result.hypotheses[0] for result in translator.translate_batch(batch, **options)]
-
-
-def _decode_prompt(generator: Any, job: Job) -> Decode:
-    options = {
-        "beam_size": job.options["num_beams"],
-        "max_length": job.options["max_new_tokens"],
-        "min_length": job.options.get("min_new_tokens", 0),
-        "include_prompt_in_result": False,  # the prompt in one forward pass
-    }
-    return lambda batch: [result.sequences[0] for result in generator.generate_batch(batch, **options)]
+def _options(job: Job) -> dict[str, Any]:
+    """Of `translate_batch`, or of `generate_batch` for prompts."""
+    beams, new, least = (job.options.get(name) for name in ("num_beams", "max_new_tokens", "min_new_tokens"))
+    if _is_seq2seq(job):
+        lengths = {"max_decoding_length": new, "min_decoding_length": least or 1, "max_input_length": 0}
+    else:  # the prompt in one forward pass
+        lengths = {"max_length": new, "min_length": least or 0, "include_prompt_in_result": False}
+    return {"beam_size": beams, **lengths}
 
 
 @dataclass
@@ -131,8 +100,8 @@ def compare(job: Job, engine: Engine, bar: tqdm[Any]) -> tuple[Verified, Compare
     verified = bench_generate.verify(job, bar, stock)
     bar.set_description("ctranslate2")
     theirs = []
-    for batch in engine.batches:
-        theirs += engine.decode(batch)
+    for hypotheses in engine.decode():
+        theirs += hypotheses
         bar.update()
     prompts = [1 if _is_seq2seq(job) else len(row) for batch in job.batches for row in batch["input_ids"]]
     stock = [_new_tokens(job, row, prompt) for row, prompt in zip(stock, prompts, strict=True)]
@@ -157,19 +126,18 @@ def time_rounds(job: Job, engine: Engine, rounds: int, bar: tqdm[Any]) -> list[R
         for side in (*ALL_SIDES[first:], *ALL_SIDES[:first]):
             bar.set_description(f"{side:>11}")
             time.sleep(_PAUSE)
-            others = OtherProcesses()
+            others, ours = OtherProcesses(), engine.cpu_seconds
             started = time.perf_counter()
             _run(job, engine, side, bar)
             one.total[side] = time.perf_counter() - started
-            one.other_processes[side] = others.cores()
+            one.other_processes[side] = others.cores(besides=engine.cpu_seconds - ours)
         results.append(one)
     return results
 
 
 def _run(job: Job, engine: Engine, side: str, bar: tqdm[Any]) -> None:
     if side == "ctranslate2":
-        for batch in engine.batches:
-            engine.decode(batch)
+        for _ in engine.decode():
             bar.update()
         return
     with running(side):
@@ -181,8 +149,11 @@ def _run(job: Job, engine: Engine, side: str, bar: tqdm[Any]) -> None:
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     job = SCENARIOS[name].build(args)
-    engine = Engine(job, args.threads)
-    with tqdm(total=3 * (1 + args.rounds) * len(job.batches), unit="batch", leave=False) as bar:
+    batches = [_names(batch) for batch in job.batches]
+    with (
+        Engine(_spec(job.model), _is_seq2seq(job), batches, args.threads, _options(job)) as engine,
+        tqdm(total=3 * (1 + args.rounds) * len(job.batches), unit="batch", leave=False) as bar,
+    ):
         verified, compared = compare(job, engine, bar)
         rounds = [] if verified.different else time_rounds(job, engine, args.rounds, bar)
     totals = [one.total for one in rounds]

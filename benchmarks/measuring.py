@@ -35,11 +35,12 @@ class OtherProcesses:
         user, nice, system = (int(count) / os.sysconf("SC_CLK_TCK") for count in counts[1:4])
         return user + nice + system - time.process_time(), time.perf_counter()
 
-    def cores(self) -> float | None:
+    def cores(self, besides: float = 0.0) -> float | None:
+        """`besides`: CPU seconds meanwhile of a child, which is no other process."""
         before, now = self._before, self._now()
         if before is None or now is None:
             return None
-        return round(max(0.0, (now[0] - before[0]) / (now[1] - before[1])), 2)
+        return round(max(0.0, (now[0] - before[0] - besides) / (now[1] - before[1])), 2)
 
 
 def ratios(rounds: list[dict[str, float]], sides: tuple[str, str] = SIDES) -> dict[str, float]:
