@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import gc
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import bench_generate
+import scenarios
 import torch
-from bench_generate import RESULTS, SCENARIOS, Job, Round, Verified
+import transformers
+from bench_generate import Job, Round, Verified
 from ctranslate2_side import Batch, Engine
-from measuring import SIDES, OtherProcesses, busiest, cpu_model, ratios, running
+from measuring import SIDES, OtherProcesses, aligned, environment, ratios, running
 from tqdm import tqdm
-from transformers.utils import logging
 
 import fastgen
 
@@ -37,7 +34,8 @@ except ImportError:
     sys.exit("bench_ctranslate2.py needs CTranslate2: pip install ctranslate2")
 
 ALL_SIDES = (*SIDES, "ctranslate2")
-NAMES = ("transformer-base-32", "transformer-base-1", "bart-8x512", "bart-8x1022", "gpt2-4x512", "ddtp")
+_NAMES = ("transformer-base-32", "transformer-base-1", "bart-8x512", "bart-8x1022", "gpt2-4x512", "ddtp")
+SCENARIOS = {name: bench_generate.SCENARIOS[name] for name in _NAMES}
 # One side's threads spin for some milliseconds when they have nothing left to do; the next side waits for them.
 _PAUSE = 1.0
 
@@ -158,10 +156,10 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         rounds = [] if verified.different else time_rounds(job, engine, args.rounds, bar)
     totals = [one.total for one in rounds]
     pairs = [("stock", "fastgen"), ("ctranslate2", "fastgen"), ("stock", "ctranslate2")]
-    result = {
+    return {
         "scenario": name,
         "what": SCENARIOS[name].what,
-        **bench_generate.environment(),
+        **environment(transformers, fastgen, ctranslate2),
         "options": job.options,
         "dtype": str(job.model.dtype),
         "verified": asdict(verified),
@@ -169,8 +167,12 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "end_to_end": {f"{a} / {b}": ratios(totals, (a, b)) for a, b in pairs} if rounds else None,
         "rounds": [{"total": one.total, "other_processes": one.other_processes} for one in rounds],
     }
-    result["versions"]["ctranslate2"] = ctranslate2.__version__
-    return result
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    header = ("scenario", "ctranslate2 as stock", "stock s", "fastgen s", "ctranslate2 s")
+    ratio_names = ("stock / fastgen", "ctranslate2 / fastgen", "stock / ctranslate2")
+    return aligned([(*header, *ratio_names), *(_cells(result) for result in results)])
 
 
 def _cells(result: dict[str, Any]) -> tuple[str, ...]:
@@ -190,50 +192,11 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    listed = "\n".join(f"  {name:20} {SCENARIOS[name].what}" for name in NAMES)
-    parser = argparse.ArgumentParser(
-        description="Beam search by stock transformers, by fastgen and by CTranslate2: compared, then timed in turn.",
-        epilog=f"scenarios:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--scenario", nargs="+", choices=NAMES, metavar="NAME", help="default: all that can run")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--shared", type=Path, metavar="DIR", help="holds data/ and models/: ddtp")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
-    args = parser.parse_args(argv)
-    if args.rounds < 1 or args.threads < 1:
-        parser.error("--rounds and --threads must be 1 or more")
-    args.scenario = args.scenario or [name for name in NAMES if not bench_generate.missing(SCENARIOS[name], args)]
-    for name in args.scenario:
-        if needed := bench_generate.missing(SCENARIOS[name], args):
-            parser.error(f"{name} needs {needed}")
-    return args
-
-
 def main() -> int:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    fastgen.configure(strict=True)  # a fallback must not be timed as if it were ours
-    args.output.mkdir(parents=True, exist_ok=True)
-    results = []
-    for name in args.scenario:
-        print(f"{name}: {SCENARIOS[name].what}", file=sys.stderr, flush=True)
-        results.append(measure(name, args))
-        file = args.output / f"ctranslate2-{name}-{datetime.date.today().isoformat()}.json"
-        file.write_text(json.dumps(results[-1], indent=2) + "\n")
-        gc.collect()
-    print(f"{cpu_model()}, {args.threads} threads, float32, medians of {args.rounds} rounds (min to max)")
-    print(", ".join(f"{name} {version}" for name, version in results[0]["versions"].items()))
-    header = ("scenario", "ctranslate2 as stock", "stock s", "fastgen s", "ctranslate2 s")
-    ratio_names = ("stock / fastgen", "ctranslate2 / fastgen", "stock / ctranslate2")
-    print(bench_generate.aligned([(*header, *ratio_names), *(_cells(result) for result in results)]))
-    if (busy := busiest(results)) > 0.1:
-        print(f"Disturbed: other processes kept {busy:.1f} cores busy in a round.")
-    return 1 if any(result["verified"]["different"] for result in results) else 0
+    what = "Beam search by stock transformers, by fastgen and by CTranslate2: compared, then timed in turn."
+    args = scenarios.parse(what, SCENARIOS, {"shared": "holds data/ and models/: ddtp"})
+    bench_generate.quieten()
+    return scenarios.run(args, SCENARIOS, measure, table, prefix="ctranslate2-")
 
 
 if __name__ == "__main__":
