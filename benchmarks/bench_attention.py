@@ -10,19 +10,15 @@ there is no native operator, fastgen.attention takes the latter below `_FUSED_FR
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import RESULTS, cpu_model
-from measuring import OtherProcesses
+from measuring import OtherProcesses, begin, cpu_model, options, write
 from torch import Tensor
 from tqdm import tqdm
 
@@ -100,23 +96,20 @@ def table(results: list[dict[str, Any]], keys: list[int], ratio: str) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__.splitlines()[0], rounds=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 5, 8, 12], help="query rows per key head")
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 3], help="query heads per key head")
     parser.add_argument("--keys", type=int, nargs="+", default=[25, 50, 100, 200, 400, 600, 800, 1000, 1250, 1500])
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 32, 96, 256, 512], help="B * key heads")
     parser.add_argument("--size", type=int, default=64, help="head size (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=0.03, help="a variant and round (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
     return parser.parse_args()
 
 
 @torch.inference_mode()
 def main() -> int:
     args = parse()
-    torch.set_num_threads(args.threads)
+    begin(args)
     if not ops.is_native(torch.device("cpu")):
         sys.exit("There is no native operator to compare with.")
     shapes = [
@@ -145,9 +138,7 @@ def main() -> int:
         "other_processes": others.cores(),
         "results": results,
     }
-    args.output.mkdir(parents=True, exist_ok=True)
-    file = args.output / f"attention-{datetime.date.today().isoformat()}.json"
-    file.write_text(json.dumps(document, indent=1) + "\n")
+    write(args.output, "attention", document, indent=1)
     print(f"{cpu_model()}, {args.threads} threads, torch {torch.__version__}, float32, heads of {args.size}")
     print("products / fused (below 1: the products win)", table(results, args.keys, "products_over_fused"), sep="\n")
     print("native / the better of both", table(results, args.keys, "native_over_better"), sep="\n")

@@ -12,8 +12,6 @@ with pruning and without.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
 import sys
 import time
@@ -24,10 +22,9 @@ from typing import Any
 
 import torch
 import transformers
-from bench_generate import RESULTS, aligned, environment
-from measuring import OtherProcesses
+from bench_generate import quieten
+from measuring import OtherProcesses, aligned, begin, environment, options, say_if_disturbed, write
 from tqdm import tqdm
-from transformers.utils import logging
 
 import fastgen
 from fastgen.cache.tree import BeamTree
@@ -119,7 +116,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         runs.append({"pruned": sides[True][1].steps, "unpruned": sides[False][1].steps})
     return {
         "model": name,
-        **environment(),
+        **environment(transformers, fastgen),
         "beams": args.beams,
         "prompt_tokens": prompts.shape[1],
         "other_processes": others.cores(),
@@ -167,16 +164,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Cache size and attention cost of beam search as functions of the tokens generated."
-    )
+    parser = options("Cache size and attention cost of beam search as functions of the tokens generated.")
     parser.add_argument("--beams", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--new-tokens", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--sentences", type=int, default=3, help="of trained models; default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--shared", type=Path, metavar="DIR", help="holds data/: for SmolLM2's prompts")
     parser.add_argument("--smollm", type=Path, metavar="DIR", help="SmolLM2-135M as transformers saves it")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
     args = parser.parse_args(argv)
     if args.beams < 2 or args.new_tokens < MARKS[0] or args.sentences < 1 or args.threads < 1:
         parser.error(f"--beams must be 2 or more, --new-tokens {MARKS[0]} or more, --sentences and --threads 1 or more")
@@ -187,19 +180,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    torch.set_num_threads(args.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    fastgen.configure(strict=True)
-    args.output.mkdir(parents=True, exist_ok=True)
+    begin(args)
+    quieten()
     for name in MODELS if args.smollm else ("random",):
         result = measure(name, args)
-        file = args.output / f"cache-{name}-{datetime.date.today().isoformat()}.json"
-        file.write_text(json.dumps(result) + "\n")
+        write(args.output, f"cache-{name}", result, indent=None)
         print(f"{name}, {args.beams} beams, prompt of {result['prompt_tokens']} tokens; slots of one sentence")
         print(table(result))
-        if (result["other_processes"] or 0) > 0.1:
-            print(f"Disturbed: other processes kept {result['other_processes']:.1f} cores busy.")
+        say_if_disturbed(result["other_processes"])
     return 0
 
 

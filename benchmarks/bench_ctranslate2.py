@@ -11,56 +11,33 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
-import gc
-import json
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import bench_generate
+import scenarios
 import torch
-from bench_generate import RESULTS, SCENARIOS, Job, Round, Verified
-from measuring import SIDES, OtherProcesses, busiest, cpu_model, ratios, running
+import transformers
+from bench_generate import Job, Round, Verified
+from ctranslate2_side import Batch, Engine
+from measuring import SIDES, OtherProcesses, aligned, environment, ratios, running
 from tqdm import tqdm
-from transformers.utils import logging
 
 import fastgen
 
 try:
-    import ctranslate2
+    import ctranslate2  # to convert with: that doesn't slow torch, decoding in the same process does
     from ctranslate2.converters import transformers as converters
 except ImportError:
     sys.exit("bench_ctranslate2.py needs CTranslate2: pip install ctranslate2")
 
 ALL_SIDES = (*SIDES, "ctranslate2")
-NAMES = ("transformer-base-32", "transformer-base-1", "bart-8x512", "bart-8x1022", "gpt2-4x512", "ddtp")
-# Threads of one side spin for some milliseconds when they have nothing left to do; the next side waits for them.
+_NAMES = ("transformer-base-32", "transformer-base-1", "bart-8x512", "bart-8x1022", "gpt2-4x512", "ddtp")
+SCENARIOS = {name: bench_generate.SCENARIOS[name] for name in _NAMES}
+# One side's threads spin for some milliseconds when they have nothing left to do; the next side waits for them.
 _PAUSE = 1.0
-
-Decode = Callable[[list[list[str]]], list[list[str]]]  # a batch of sources or prompts -> the best hypothesis of each
-
-
-class Engine:
-    """A job's model and options in CTranslate2; a token's name is its id."""
-
-    def __init__(self, job: Job, threads: int) -> None:
-        spec = _spec(job.model)
-        place = {"device": "cpu", "compute_type": "float32", "inter_threads": 1, "intra_threads": threads}
-        with tempfile.TemporaryDirectory() as folder:
-            spec.validate()
-            spec.optimize(quantization=None)
-            spec.save(folder)
-            engine = (ctranslate2.Translator if _is_seq2seq(job) else ctranslate2.Generator)(folder, **place)
-        self._decode = _decode_seq2seq(engine, job) if _is_seq2seq(job) else _decode_prompt(engine, job)
-        self.batches = [_names(batch) for batch in job.batches]
-
-    def decode(self, batch: list[list[str]]) -> list[list[int]]:
-        return [[int(name) for name in hypothesis] for hypothesis in self._decode(batch)]
 
 
 def _is_seq2seq(job: Job) -> bool:
@@ -89,29 +66,19 @@ def _spec(model: Any) -> Any:
     return spec
 
 
-def _names(batch: dict[str, Any]) -> list[list[str]]:
+def _names(batch: dict[str, Any]) -> Batch:
     rows = zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True)
     return [[str(token) for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in rows]
 
 
-def _decode_seq2seq(translator: Any, job: Job) -> Decode:
-    options = {
-        "beam_size": job.options["num_beams"],
-        "max_decoding_length": job.options["max_new_tokens"],
-        "min_decoding_length": job.options.get("min_new_tokens", 1),
-        "max_input_length": 0,
-    }
-    return lambda batch: [result.hypotheses[0] for result in translator.translate_batch(batch, **options)]
-
-
-def _decode_prompt(generator: Any, job: Job) -> Decode:
-    options = {
-        "beam_size": job.options["num_beams"],
-        "max_length": job.options["max_new_tokens"],
-        "min_length": job.options.get("min_new_tokens", 0),
-        "include_prompt_in_result": False,  # the prompt in one forward pass
-    }
-    return lambda batch: [result.sequences[0] for result in generator.generate_batch(batch, **options)]
+def _options(job: Job) -> dict[str, Any]:
+    """Of `translate_batch`, or of `generate_batch` for prompts."""
+    beams, new, least = (job.options.get(name) for name in ("num_beams", "max_new_tokens", "min_new_tokens"))
+    if _is_seq2seq(job):
+        lengths = {"max_decoding_length": new, "min_decoding_length": least or 1, "max_input_length": 0}
+    else:  # the prompt in one forward pass
+        lengths = {"max_length": new, "min_length": least or 0, "include_prompt_in_result": False}
+    return {"beam_size": beams, **lengths}
 
 
 @dataclass
@@ -131,8 +98,8 @@ def compare(job: Job, engine: Engine, bar: tqdm[Any]) -> tuple[Verified, Compare
     verified = bench_generate.verify(job, bar, stock)
     bar.set_description("ctranslate2")
     theirs = []
-    for batch in engine.batches:
-        theirs += engine.decode(batch)
+    for hypotheses in engine.decode():
+        theirs += hypotheses
         bar.update()
     prompts = [1 if _is_seq2seq(job) else len(row) for batch in job.batches for row in batch["input_ids"]]
     stock = [_new_tokens(job, row, prompt) for row, prompt in zip(stock, prompts, strict=True)]
@@ -157,19 +124,18 @@ def time_rounds(job: Job, engine: Engine, rounds: int, bar: tqdm[Any]) -> list[R
         for side in (*ALL_SIDES[first:], *ALL_SIDES[:first]):
             bar.set_description(f"{side:>11}")
             time.sleep(_PAUSE)
-            others = OtherProcesses()
+            others, ours = OtherProcesses(), engine.cpu_seconds
             started = time.perf_counter()
             _run(job, engine, side, bar)
             one.total[side] = time.perf_counter() - started
-            one.other_processes[side] = others.cores()
+            one.other_processes[side] = others.cores(besides=engine.cpu_seconds - ours)
         results.append(one)
     return results
 
 
 def _run(job: Job, engine: Engine, side: str, bar: tqdm[Any]) -> None:
     if side == "ctranslate2":
-        for batch in engine.batches:
-            engine.decode(batch)
+        for _ in engine.decode():
             bar.update()
         return
     with running(side):
@@ -181,16 +147,19 @@ def _run(job: Job, engine: Engine, side: str, bar: tqdm[Any]) -> None:
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     job = SCENARIOS[name].build(args)
-    engine = Engine(job, args.threads)
-    with tqdm(total=3 * (1 + args.rounds) * len(job.batches), unit="batch", leave=False) as bar:
+    batches = [_names(batch) for batch in job.batches]
+    with (
+        Engine(_spec(job.model), _is_seq2seq(job), batches, args.threads, _options(job)) as engine,
+        tqdm(total=3 * (1 + args.rounds) * len(job.batches), unit="batch", leave=False) as bar,
+    ):
         verified, compared = compare(job, engine, bar)
         rounds = [] if verified.different else time_rounds(job, engine, args.rounds, bar)
     totals = [one.total for one in rounds]
     pairs = [("stock", "fastgen"), ("ctranslate2", "fastgen"), ("stock", "ctranslate2")]
-    result = {
+    return {
         "scenario": name,
         "what": SCENARIOS[name].what,
-        **bench_generate.environment(),
+        **environment(transformers, fastgen, ctranslate2),
         "options": job.options,
         "dtype": str(job.model.dtype),
         "verified": asdict(verified),
@@ -198,8 +167,12 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "end_to_end": {f"{a} / {b}": ratios(totals, (a, b)) for a, b in pairs} if rounds else None,
         "rounds": [{"total": one.total, "other_processes": one.other_processes} for one in rounds],
     }
-    result["versions"]["ctranslate2"] = ctranslate2.__version__
-    return result
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    header = ("scenario", "ctranslate2 as stock", "stock s", "fastgen s", "ctranslate2 s")
+    ratio_names = ("stock / fastgen", "ctranslate2 / fastgen", "stock / ctranslate2")
+    return aligned([(*header, *ratio_names), *(_cells(result) for result in results)])
 
 
 def _cells(result: dict[str, Any]) -> tuple[str, ...]:
@@ -219,50 +192,11 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    listed = "\n".join(f"  {name:20} {SCENARIOS[name].what}" for name in NAMES)
-    parser = argparse.ArgumentParser(
-        description="Beam search by stock transformers, by fastgen and by CTranslate2: compared, then timed in turn.",
-        epilog=f"scenarios:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--scenario", nargs="+", choices=NAMES, metavar="NAME", help="default: all that can run")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--shared", type=Path, metavar="DIR", help="holds data/ and models/: ddtp")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
-    args = parser.parse_args(argv)
-    if args.rounds < 1 or args.threads < 1:
-        parser.error("--rounds and --threads must be 1 or more")
-    args.scenario = args.scenario or [name for name in NAMES if not bench_generate.missing(SCENARIOS[name], args)]
-    for name in args.scenario:
-        if needed := bench_generate.missing(SCENARIOS[name], args):
-            parser.error(f"{name} needs {needed}")
-    return args
-
-
 def main() -> int:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    fastgen.configure(strict=True)  # a fallback must not be timed as if it were ours
-    args.output.mkdir(parents=True, exist_ok=True)
-    results = []
-    for name in args.scenario:
-        print(f"{name}: {SCENARIOS[name].what}", file=sys.stderr, flush=True)
-        results.append(measure(name, args))
-        file = args.output / f"ctranslate2-{name}-{datetime.date.today().isoformat()}.json"
-        file.write_text(json.dumps(results[-1], indent=2) + "\n")
-        gc.collect()
-    print(f"{cpu_model()}, {args.threads} threads, float32, medians of {args.rounds} rounds (min to max)")
-    print(", ".join(f"{name} {version}" for name, version in results[0]["versions"].items()))
-    header = ("scenario", "ctranslate2 as stock", "stock s", "fastgen s", "ctranslate2 s")
-    ratio_names = ("stock / fastgen", "ctranslate2 / fastgen", "stock / ctranslate2")
-    print(bench_generate.aligned([(*header, *ratio_names), *(_cells(result) for result in results)]))
-    if (busy := busiest(results)) > 0.1:
-        print(f"Disturbed: other processes kept {busy:.1f} cores busy in a round.")
-    return 1 if any(result["verified"]["different"] for result in results) else 0
+    what = "Beam search by stock transformers, by fastgen and by CTranslate2: compared, then timed in turn."
+    args = scenarios.parse(what, SCENARIOS, {"shared": "holds data/ and models/: ddtp"})
+    bench_generate.quieten()
+    return scenarios.run(args, SCENARIOS, measure, table, prefix="ctranslate2-")
 
 
 if __name__ == "__main__":

@@ -10,23 +10,19 @@ Exit status: 0 if all hypotheses are identical, 1 if some differ.
 from __future__ import annotations
 
 import argparse
-import datetime
-import gc
-import json
 import logging
-import platform
 import statistics
 import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import scenarios
 import torch
-from measuring import SIDES, OtherProcesses, busiest, cpu_model, ratios, running
+from measuring import SIDES, OtherProcesses, environment, ratios, running
+from scenarios import Scenario
 from tqdm import tqdm
 
 import fastgen
@@ -40,7 +36,6 @@ with warnings.catch_warnings():
     from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
     from fairseq.sequence_generator import SequenceGenerator
 
-RESULTS = Path(__file__).parent / "results"
 TOLERANCE = 1e-4  # of scores
 
 
@@ -53,14 +48,6 @@ class Job:
     options: dict[str, Any]
     batches: list[dict[str, Any]]
     prefixes: list[torch.Tensor | None] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    what: str
-    build: Callable[[argparse.Namespace], Job]
-    needs_shared: bool = False
-    at_least: float | None = None  # the ratio aimed at
 
 
 # The random models: fixed lengths, so that both sides do the same work whatever the weights.
@@ -143,7 +130,7 @@ SCENARIOS = {
     "ddtp": Scenario(
         "trained translation model (3+3 layers, 192 wide), 1,000 sentences, batches of 64, 5 beams",
         _translation,
-        needs_shared=True,
+        needs="shared",
     ),
     "wide-8x512": Scenario(
         "transformer as wide as BART-base, 8 x 512 -> 64, 4 beams", lambda _: _wide(8, 512, 64, 4), at_least=2.0
@@ -235,14 +222,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "scenario": name,
         "what": scenario.what,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads()},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "fairseq": fairseq.__version__,
-            "fastgen": fastgen.__version__,
-        },
+        **environment(fairseq, fastgen),
         "options": job.options,
         "verified": verified,
         "end_to_end": ratios(totals) if rounds else None,
@@ -269,49 +249,11 @@ def line(result: dict[str, Any]) -> str:
     return text
 
 
-def parse() -> argparse.Namespace:
-    listed = "\n".join(f"  {name:16} {scenario.what}" for name, scenario in SCENARIOS.items())
-    parser = argparse.ArgumentParser(
-        description="Generation by stock fairseq and by fastgen: verified, then timed in turn.",
-        epilog=f"scenarios:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, metavar="NAME", help="default: all that can run")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--shared", type=Path, metavar="DIR", help="holds data/ and models/: for ddtp")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
-    args = parser.parse_args()
-    if args.rounds < 1 or args.threads < 1:
-        parser.error("--rounds and --threads must be 1 or more")
-    runnable = [name for name, scenario in SCENARIOS.items() if args.shared or not scenario.needs_shared]
-    args.scenario = args.scenario or runnable
-    for name in args.scenario:
-        if name not in runnable:
-            parser.error(f"{name} needs --shared DIR")
-    return args
-
-
 def main() -> int:
-    args = parse()
-    torch.set_num_threads(args.threads)
+    what = "Generation by stock fairseq and by fastgen: verified, then timed in turn."
+    args = scenarios.parse(what, SCENARIOS, {"shared": "holds data/ and models/: for ddtp"})
     logging.disable(logging.INFO)
-    fastgen.configure(strict=True)  # a fallback must not be timed as if it were ours
-    args.output.mkdir(parents=True, exist_ok=True)
-    results = []
-    for name in args.scenario:
-        print(f"{name}: {SCENARIOS[name].what}", file=sys.stderr, flush=True)
-        results.append(measure(name, args))
-        file = args.output / f"fairseq-{name}-{datetime.date.today().isoformat()}.json"
-        file.write_text(json.dumps(results[-1], indent=2) + "\n")
-        gc.collect()
-    print(f"{cpu_model()}, {args.threads} threads, float32, medians of {args.rounds} rounds (min to max)")
-    print(", ".join(f"{name} {version}" for name, version in results[0]["versions"].items()))
-    for result in results:
-        print(line(result))
-    if (busy := busiest(results)) > 0.1:
-        print(f"Disturbed: other processes kept {busy:.1f} cores busy in a round.")
-    return 1 if any(result["end_to_end"] is None for result in results) else 0
+    return scenarios.run(args, SCENARIOS, measure, lambda results: "\n".join(map(line, results)), prefix="fairseq-")
 
 
 if __name__ == "__main__":

@@ -10,27 +10,22 @@ Exit status: 0 if all outputs are identical, 1 if some differ.
 from __future__ import annotations
 
 import argparse
-import datetime
-import gc
 import json
-import platform
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+import scenarios
 import torch
 import transformers
-from measuring import SIDES, OtherProcesses, busiest, cpu_model, ratios, running
+from measuring import SIDES, OtherProcesses, aligned, environment, ratios, running
+from scenarios import Scenario
 from tqdm import tqdm
 from transformers.utils import logging
 
 import fastgen
 from fastgen import report
-
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True)
@@ -40,15 +35,6 @@ class Job:
     model: Any
     options: dict[str, Any]
     batches: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Scenario:
-    what: str
-    build: Callable[[argparse.Namespace], Job]
-    needs: str | None = None  # the option that names its folder
-    at_least: float | None = None  # the ratio aimed at, end to end
-    decode_at_least: float | None = None  # without encoder or prefill
 
 
 # The random models: fixed lengths, so that both sides do the same work whatever the weights.
@@ -309,19 +295,6 @@ def time_rounds(job: Job, rounds: int, bar: tqdm[Any]) -> list[Round]:
     return results
 
 
-def environment() -> dict[str, Any]:
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads()},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "fastgen": fastgen.__version__,
-        },
-    }
-
-
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     scenario = SCENARIOS[name]
     torch.manual_seed(0)
@@ -332,7 +305,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         "scenario": name,
         "what": scenario.what,
-        **environment(),
+        **environment(transformers, fastgen),
         "options": job.options,
         "dtype": str(job.model.dtype),
         "verified": asdict(verified),
@@ -349,20 +322,6 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
 def table(results: list[dict[str, Any]]) -> str:
     header = ("scenario", "outputs", "stock s", "fastgen s", "end to end", "decode alone", "caches MiB")
     return aligned([header, *(_cells(result) for result in results)])
-
-
-def aligned(rows: list[tuple[str, ...]]) -> str:
-    """Columns, the first row above a line."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)
 
 
 def _cells(result: dict[str, Any]) -> tuple[str, ...]:
@@ -390,57 +349,23 @@ def _ratio(values: dict[str, float], aim: float | None) -> str:
     return f"{text}, aim {aim:.1f}x {'met' if values['ratio'] >= aim else 'MISSED'}"
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    listed = "\n".join(f"  {name:20} {scenario.what}" for name, scenario in SCENARIOS.items())
-    parser = argparse.ArgumentParser(
-        description="Beam search by stock transformers and by fastgen: verified, then timed in turn.",
-        epilog=f"scenarios:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, metavar="NAME", help="default: all that can run")
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--shared", type=Path, metavar="DIR", help="holds data/ and models/: ddtp, whisper, smollm")
-    parser.add_argument("--whisper", type=Path, metavar="DIR", help="Whisper-base as transformers saves it")
-    parser.add_argument("--smollm", type=Path, metavar="DIR", help="SmolLM2-135M as transformers saves it")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
-    args = parser.parse_args(argv)
-    if args.rounds < 1 or args.threads < 1:
-        parser.error("--rounds and --threads must be 1 or more")
-    runnable = [name for name, scenario in SCENARIOS.items() if not missing(scenario, args)]
-    args.scenario = args.scenario or runnable
-    for name in args.scenario:
-        if name not in runnable:
-            parser.error(f"{name} needs {missing(SCENARIOS[name], args)}")
-    return args
+FOLDERS = {
+    "shared": "holds data/ and models/: ddtp, whisper, smollm",
+    "whisper": "Whisper-base as transformers saves it",
+    "smollm": "SmolLM2-135M as transformers saves it",
+}
 
 
-def missing(scenario: Scenario, args: argparse.Namespace) -> str:
-    """The options that a scenario needs and that were not given."""
-    needed = ["shared", *({scenario.needs} - {"shared"})] if scenario.needs else []
-    return " and ".join(f"--{option} DIR" for option in needed if getattr(args, option) is None)
+def quieten() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 def main() -> int:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    fastgen.configure(strict=True)  # a fallback must not be timed as if it were ours
-    args.output.mkdir(parents=True, exist_ok=True)
-    results = []
-    for name in args.scenario:
-        print(f"{name}: {SCENARIOS[name].what}", file=sys.stderr, flush=True)
-        results.append(measure(name, args))
-        file = args.output / f"{name}-{datetime.date.today().isoformat()}.json"
-        file.write_text(json.dumps(results[-1], indent=2) + "\n")
-        gc.collect()
-    print(f"{cpu_model()}, {args.threads} threads, float32, medians of {args.rounds} rounds (min to max)")
-    print(", ".join(f"{name} {version}" for name, version in results[0]["versions"].items()))
-    print(table(results))
-    if (busy := busiest(results)) > 0.1:
-        print(f"Disturbed: other processes kept {busy:.1f} cores busy in a round.")
-    return 1 if any(result["verified"]["different"] for result in results) else 0
+    what = "Beam search by stock transformers and by fastgen: verified, then timed in turn."
+    args = scenarios.parse(what, SCENARIOS, FOLDERS)
+    quieten()
+    return scenarios.run(args, SCENARIOS, measure, table)
 
 
 if __name__ == "__main__":

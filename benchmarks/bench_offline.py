@@ -6,10 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
 import random
 import statistics
 import time
@@ -18,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import bench_generate
+import measuring
 import torch
 import transformers
-from measuring import OtherProcesses, cpu_model
-from transformers.utils import logging
+from measuring import OtherProcesses
 
 import fastgen
 
-RESULTS = Path(__file__).parent / "results"
 BATCH = 64
 
 
@@ -55,16 +50,12 @@ def ours(model: Any, sources: list[Any], options: dict[str, Any], refill: bool) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = measuring.options(__doc__, rounds=3)
     parser.add_argument("--shared", type=Path, required=True, metavar="DIR", help="holds data/ and models/")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sentences", type=int, default=1000)
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    measuring.begin(args)
+    bench_generate.quieten()
     job = bench_generate._translation(args)
     sources = [row[mask.bool()] for batch in job.batches for row, mask in zip(*batch.values(), strict=True)]
     random.Random(0).shuffle(sources)
@@ -101,24 +92,15 @@ def main() -> int:
             f"{name:>18} {values['seconds']:7.2f} s  {statistics.median(ratios):.2f}x "
             f"({ratios[0]:.2f} to {ratios[-1]:.2f}) of stock in order"
         )
-    now = datetime.datetime.now(datetime.timezone.utc)
     document = {
         "what": f"{len(sources)} sentences of mixed lengths, batches of {BATCH}, trained translation model",
-        "date": now.isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads()},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "fastgen": fastgen.__version__,
-        },
+        **measuring.environment(transformers, fastgen),
         "options": job.options,
         "different": different,
         "summary": summary,
         "rounds": rounds,
     }
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / f"offline-{now:%Y-%m-%d}.json").write_text(json.dumps(document, indent=2) + "\n")
+    measuring.write(args.output, "offline", document)
     return int(any(different.values()))
 
 

@@ -13,17 +13,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from bench_generate import RESULTS, OtherProcesses, cpu_model
+from measuring import OtherProcesses, aligned, begin, cpu_model, options, say_if_disturbed, write
 from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
@@ -171,13 +169,6 @@ def cell(result: dict[str, Any], name: str, aim: float | None) -> str:
     return f"{text}, aim {aim:.0f}x {'met' if ratio['ratio'] >= aim else 'MISSED'}"
 
 
-def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in (header, *rows)]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)
-
-
 def share(result: dict[str, Any], copy_bandwidth: float) -> str:
     """What top-k reads a second, which is nearly all it moves, as a part of what a copy moves."""
     part = 1e9 * result["gigabytes_per_second"] / copy_bandwidth
@@ -195,7 +186,7 @@ def show(document: dict[str, Any]) -> str:
             cell(ngrams, "fairseq", 75 if on_cpu else None),
         )
     ]
-    text = table(("n-gram bans: rows x length x V x n", "us", "transformers'", "fairseq's"), rows) + "\n\n"
+    text = aligned([("n-gram bans: rows x length x V x n", "us", "transformers'", "fairseq's"), *rows]) + "\n\n"
     rows = [
         (
             f"{result['rows']} x {result['vocabulary']}, {result['k']}",
@@ -210,7 +201,7 @@ def show(document: dict[str, Any]) -> str:
     if copy := document["copy_bandwidth"]:
         header += ("of copy bandwidth",)
         rows = [(*row, share(result, copy)) for row, result in zip(rows, document["topk"], strict=True)]
-    text += table(header, rows) + "\n"
+    text += aligned([header, *rows]) + "\n"
     median = statistics.median(result["ratios"]["hosts' chain"]["ratio"] for result in document["topk"])
     aim = f", aim 15x {'met' if median >= 15 else 'MISSED'}" if on_cpu else ""
     text += f"hosts' whole chain, median of the shapes: {median:.1f}x{aim}"
@@ -220,15 +211,12 @@ def show(document: dict[str, Any]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__.splitlines()[0], rounds=7)
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 128, 512])
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_000, 50_264, 250_000])
     parser.add_argument("--k", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=0.1, help="a side and round (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
     return parser.parse_args()
 
 
@@ -239,7 +227,7 @@ def main() -> int:
         how = fastgen.status().operators["topk_log_softmax"]
         print(f"The operators are not native on {args.device.type}, so nothing is timed: {how}.", file=sys.stderr)
         return 1
-    torch.set_num_threads(args.threads)
+    begin(args)
     torch.manual_seed(0)
     shapes = [(rows, vocabulary, k) for rows in args.rows for vocabulary in args.vocabulary for k in args.k]
     topk = []
@@ -270,15 +258,11 @@ def main() -> int:
         "ngrams": ngrams,
         "topk": topk,
     }
-    args.output.mkdir(parents=True, exist_ok=True)
     kind = "cuda" if on_cuda else document["cpu_capability"].lower()
-    file = args.output / f"ops-{kind}-{datetime.date.today().isoformat()}.json"
-    file.write_text(json.dumps(document, indent=1) + "\n")
+    write(args.output, f"ops-{kind}", document, indent=1)
     print(f"{name}, {args.threads} threads, {document['cpu_capability']}, torch {torch.__version__}, float32")
     print(show(document))
-    busy = max(result["other_processes"] or 0.0 for result in (ngrams, *topk))
-    if busy > 0.1:
-        print(f"Disturbed: other processes kept {busy:.1f} cores busy.")
+    say_if_disturbed(max(result["other_processes"] or 0.0 for result in (ngrams, *topk)))
     return 0
 
 

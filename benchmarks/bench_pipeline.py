@@ -13,9 +13,7 @@ Needs fairseq. Exit status 1 if the lines or the score of the two sides differ.
 from __future__ import annotations
 
 import argparse
-import datetime
 import io
-import json
 import logging
 import math
 import platform
@@ -30,7 +28,7 @@ from typing import Any
 
 if __name__ == "__main__":  # the workers import this file again, and should start as quickly as the command's
     import torch
-    from measuring import cpu_model
+    from measuring import RESULTS, cpu_model, write
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -45,8 +43,6 @@ if __name__ == "__main__":  # the workers import this file again, and should sta
         from fastgen.cli.fairseq.scoring import Scoring
 
     from fastgen.pipeline import WorkerPool, run_stages
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def flags_of(args: argparse.Namespace) -> list[str]:
@@ -227,8 +223,7 @@ def main() -> None:
     if args.only != "post-processing":
         result["whole"] = whole_command(args)
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"pipeline{f'-{args.only}' if args.only else ''}-{datetime.date.today()}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    path = write(RESULTS, f"pipeline{f'-{args.only}' if args.only else ''}", result, indent=1)
     print(f"Written to {path}.")
 
 

@@ -1,17 +1,24 @@
-"""What the benchmarks of both hosts share: the two sides, ratios of rounds, and how quiet the machine was."""
+"""What the benchmarks share: their options and results, the two sides, and how quiet the machine was."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import datetime
+import json
 import os
 import platform
 import statistics
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import torch
 
 import fastgen
 
+RESULTS = Path(__file__).parent / "results"
 SIDES = ("stock", "fastgen")
 
 
@@ -35,11 +42,12 @@ class OtherProcesses:
         user, nice, system = (int(count) / os.sysconf("SC_CLK_TCK") for count in counts[1:4])
         return user + nice + system - time.process_time(), time.perf_counter()
 
-    def cores(self) -> float | None:
+    def cores(self, besides: float = 0.0) -> float | None:
+        """`besides`: CPU seconds meanwhile of a child, which is no other process."""
         before, now = self._before, self._now()
         if before is None or now is None:
             return None
-        return round(max(0.0, (now[0] - before[0]) / (now[1] - before[1])), 2)
+        return round(max(0.0, (now[0] - before[0] - besides) / (now[1] - before[1])), 2)
 
 
 def ratios(rounds: list[dict[str, float]], sides: tuple[str, str] = SIDES) -> dict[str, float]:
@@ -53,10 +61,9 @@ def ratios(rounds: list[dict[str, float]], sides: tuple[str, str] = SIDES) -> di
     }
 
 
-def busiest(results: list[dict[str, Any]]) -> float:
-    """The most cores that other processes kept busy while one side was timed."""
-    rounds = [one["other_processes"].values() for result in results for one in result["rounds"]]
-    return max((cores or 0.0 for one in rounds for cores in one), default=0.0)
+def say_if_disturbed(cores: float | None, when: str = "") -> None:
+    if cores is not None and cores > 0.1:
+        print(f"Disturbed: other processes kept {cores:.1f} cores busy{when}.")
 
 
 def cpu_model() -> str:
@@ -65,3 +72,54 @@ def cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def environment(*modules: ModuleType) -> dict[str, Any]:
+    """When and where, with the versions of these modules beside Python's and torch's."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {"cpu": cpu_model(), "threads": torch.get_num_threads()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            **{module.__name__: module.__version__ for module in modules},
+        },
+    }
+
+
+def write(folder: Path, name: str, document: dict[str, Any], indent: int | None = 2) -> Path:
+    file = folder / f"{name}-{datetime.date.today().isoformat()}.json"
+    file.write_text(json.dumps(document, indent=indent) + "\n")
+    return file
+
+
+def aligned(rows: list[tuple[str, ...]]) -> str:
+    """Columns, the first row above a line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(lines)
+
+
+def options(description: str, rounds: int | None = None, **more: Any) -> argparse.ArgumentParser:
+    """A parser with the options that all have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more
+    )
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
+    return parser
+
+
+def begin(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    fastgen.configure(strict=True)  # a fallback must not be timed as if it were ours
+    args.output.mkdir(parents=True, exist_ok=True)
