@@ -52,7 +52,8 @@ class _Packed:
 
     @property
     def nbytes(self) -> int:
-        return sum(source.nbytes for source in self.sources)
+        packed = self.copy[0] if isinstance(self.copy, tuple) else None  # the size of oneDNN's is its own affair
+        return sum(source.nbytes for source in self.sources) if packed is None else packed.nbytes
 
     @property
     def layers(self) -> tuple[Any, ...]:

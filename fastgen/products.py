@@ -49,7 +49,7 @@ class _Plan:
         return len(self.layers) > 1
 
     @property
-    def is_skinny(self) -> bool:
+    def reads_in_place(self) -> bool:
         return isinstance(self.weights, list)
 
 
@@ -87,6 +87,8 @@ class Products:
             self.count += 1
             return output
         number = math.prod(rows.shape[:-1])
+        if not number:
+            return stock(layer, rows)
         key = (id(layer), number)
         if key not in self._plans:
             self._plans[key] = self._plan(layer, rows, number, transposed)
@@ -109,7 +111,7 @@ class Products:
     def _join(self, siblings: list[nn.Module]) -> None:
         """Have layers share a product that have just shared an input."""
         plans = [self._plans.get((id(layer), self._rows)) for layer in siblings]
-        skinny = [plan is not None and plan.is_skinny for plan in plans]
+        skinny = [plan is not None and plan.reads_in_place for plan in plans]
         if all(skinny):
             self._families[id(siblings[0])] = tuple(siblings)
         elif any(skinny) or not packing.join(siblings):
@@ -181,15 +183,17 @@ def _skinny() -> Product | None:
     return torch.ops.fastgen.skinny_linear.default if ops.is_native(torch.device("cpu")) else None
 
 
-def is_skinny(shape: Sequence[int]) -> bool:
-    """Whether rows of this shape, `[..., in]`, are so few that our own operator may multiply them."""
+def are_few(shape: Sequence[int]) -> bool:
+    """Whether rows of this shape, `[..., in]`, are so few that `skinny_linear` may multiply them."""
     return math.prod(shape[:-1]) <= _SKINNY_ROWS
 
 
 def is_read_in_place(layer: nn.Module) -> bool:
-    """Whether our own operator can multiply few rows by this layer, `[out, in]`, and is worth calling."""
+    """Whether `skinny_linear` can multiply few rows by this layer, `[out, in]`, and no timing was against it."""
     weight: Any = layer._parameters.get("weight")
-    return _skinny() is not None and _is_plain(layer, weight) and weight.numel() >= _MIN_ELEMENTS
+    if _skinny() is None or not _is_plain(layer, weight) or weight.numel() < _MIN_ELEMENTS:
+        return False
+    return _verdicts.get((*weight.shape, _SKINNY_ROWS, torch.get_num_threads()), True)
 
 
 def _is_plain(layer: nn.Module, rows: Tensor) -> bool:
@@ -210,7 +214,9 @@ def _bias(layers: tuple[Any, ...]) -> Tensor | None:
     biases = [layer.bias for layer in layers]
     if len(layers) == 1 or all(bias is None for bias in biases):
         return biases[0]
-    return torch.cat([torch.zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers])
+    return torch.cat(
+        [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+    )
 
 
 def _is_faster(

@@ -208,6 +208,7 @@ def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.Monk
     assert packing.count() == (2 if pays and kind != "skinny" else 0)
     assert decode.count == (20 if pays else 0)
     assert set(products._verdicts.values()) == {pays}
+    assert len(products._verdicts) == (2 if kind == "skinny" and not pays else 1)
 
 
 def test_deterministic_algorithms_leave_the_clock_out() -> None:
@@ -331,7 +332,8 @@ def test_siblings_share_a_product_from_the_second_step_on(kind: str, block: Bloc
     _same(block, x, block.run(x, _calls(Products("always"))))
     assert widths == [80, 32, 128]
     assert packing.count() == 6
-    assert packing.nbytes() == sum(layer.weight.nbytes for layer in block.children())
+    panel = 64 if kind == "packed" else 1  # outputs that a copy is filled up to
+    assert packing.nbytes() == sum(-(-out // panel) * panel * size * 4 for out, size in [(80, 32), (32, 80), (128, 32)])
     packing.release()
     assert packing.count() == packing.nbytes() == 0
 

@@ -55,7 +55,7 @@ class Rows {
     std::fill(outputs, outputs + static_cast<int64_t>(sums.size()) * value_size_, 0.0f);
   }
 
-  int64_t query_stride() const { return size_; } // behind the query's own floats: zeros
+  int64_t query_stride() const { return size_; } // rows begin at cache lines
   int64_t output_stride() const { return value_size_; }
 
  private:

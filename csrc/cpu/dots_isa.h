@@ -9,12 +9,11 @@ namespace FASTGEN_ISA {
 constexpr int64_t kTileRows = FASTGEN_LANES == 16 ? 6 : 2; // AVX-512 has 32 registers, the others 16
 constexpr int64_t kDots = 4;
 
-// Sums of products of `Rows` rows with four vectors, [Rows, 4]. `Ahead`: floats ahead that the vectors' memory is asked
-// for, 0 for none.
-template <int Rows, int64_t Ahead = 0>
+// Sums of products of `Rows` rows with four vectors, [Rows, 4]. `IsAhead`: memory `ahead` floats further is asked for.
+template <int Rows, bool IsAhead = false>
 FASTGEN_TARGET inline void dot_tile(
     const float* rows, int64_t stride, const float* const* vectors, int64_t size, float* output,
-    int64_t output_stride) {
+    int64_t output_stride, int64_t ahead = 0) {
   const float *const a = vectors[0], *const b = vectors[1], *const c = vectors[2], *const d = vectors[3];
   Floats sums[Rows][kDots] = {};
   const auto add = [&](int64_t i, auto part) FASTGEN_TARGET {
@@ -26,9 +25,9 @@ FASTGEN_TARGET inline void dot_tile(
       }
     };
     const Floats va = take(a), vb = take(b), vc = take(c), vd = take(d);
-    if (Ahead != 0 && (kLanes == 16 || i % 16 == 0)) { // once a cache line
+    if (IsAhead && (kLanes == 16 || i % 16 == 0)) { // once a cache line
       for (const float* vector : {a, b, c, d}) {
-        __builtin_prefetch(vector + i + Ahead, 0, 2); // into the second-level cache
+        __builtin_prefetch(vector + i + ahead, 0, 2); // into the second-level cache
       }
     }
 #pragma GCC unroll 8

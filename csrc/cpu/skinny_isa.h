@@ -4,13 +4,15 @@
 namespace fastgen {
 namespace FASTGEN_ISA {
 
-// The rows of a weight are short for the processor's own prefetching, which starts anew at each page; 16 KB ahead is as
-// fast as the memory is (8 to 32 KB: the same), and the first-level cache is too small for that.
+// The rows of a weight are short for the processor's own prefetching, which starts anew at each page. Floats ahead, at
+// least: 16 KB are as fast as the memory is (8 to 32 KB: the same); the first-level cache is too small for that.
 constexpr int64_t kAhead = 4096;
 
 // Outputs `begin * 4` up to `end * 4`, but for those beyond the last.
 FASTGEN_TARGET void multiply(const Skinny& all, int64_t begin, int64_t end) {
   float sums[kTileRows * kDots];
+  const int64_t four_rows = kDots * all.size; // rows beside one another: what is ahead of one must not be the next
+  const int64_t ahead = (kAhead / std::max<int64_t>(1, four_rows) + 1) * four_rows;
   for (int64_t i = begin * kDots; i < std::min(end * kDots, all.width); i += kDots) {
     const int64_t outputs = std::min(kDots, all.width - i);
     const float* four[kDots];
@@ -21,7 +23,7 @@ FASTGEN_TARGET void multiply(const Skinny& all, int64_t begin, int64_t end) {
       constexpr int tile = decltype(number)::value;
       const float* const rows = all.rows + row * all.size;
       if (row == 0) { // for the others these weights are in the cache
-        dot_tile<tile, kAhead>(rows, all.size, four, all.size, sums, kDots);
+        dot_tile<tile, true>(rows, all.size, four, all.size, sums, kDots, ahead);
       } else {
         dot_tile<tile>(rows, all.size, four, all.size, sums, kDots);
       }

@@ -10,6 +10,7 @@ namespace FASTGEN_ISA {
 // Calls `tile(std::integral_constant<int, rows>, first row)` over all rows, in tiles of at most `Most`, as even as can be.
 template <int64_t Most, typename Tile>
 FASTGEN_TARGET inline void for_tiles(int64_t rows, const Tile& tile) {
+  static_assert(Most <= 6, "a tile for each number of rows");
   const int64_t tiles = (rows + Most - 1) / Most;
   for (int64_t i = 0, row = 0; i < tiles; ++i) {
     const int64_t in_tile = rows / tiles + (i < rows % tiles);

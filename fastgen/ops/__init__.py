@@ -146,8 +146,8 @@ def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None =
         weights: float32 `[width_i, size]` each.
         bias: float32 `[width]`, or None; `width` is the sum of the weights' widths.
 
-    Returns: float32 `[..., width]`: `linear(rows, torch.cat(weights), bias)`. Each row is the same to the last digit
-        whatever the others are, and however many.
+    Returns: float32 `[..., width]`: `linear(rows, torch.cat(weights), bias)`; no gradient passes through it. Natively,
+        each row is the same to the last digit whatever the others are, and however many.
 
     Raises:
         ValueError: for shapes or devices other than these.
@@ -164,6 +164,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
     Returns: float32 `[ceil(width / 64), size, 64]`, zeros beyond the last output.
     """
+    weight = weight.detach()
     width, size = weight.shape
     whole = width // PANEL
     packed = weight.new_zeros(-(-width // PANEL), size, PANEL)
@@ -186,7 +187,8 @@ def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None 
         width: of the weight, outputs.
         bias: float32 `[width]`, or None.
 
-    Returns: float32 `[..., width]`. Each row is the same to the last digit whatever the others are, and however many.
+    Returns: float32 `[..., width]`; no gradient passes through it. Natively, each row is the same to the last digit
+        whatever the others are, and however many.
 
     Raises:
         ValueError: for shapes or devices other than these.

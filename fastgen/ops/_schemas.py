@@ -24,7 +24,7 @@ SCHEMAS = {
         "(Tensor logits, int k, Tensor? banned=None) -> (Tensor log_probs, Tensor tokens, Tensor log_sum_exp)"
     ),
     "beam_attention": "(Tensor query, Tensor key, Tensor value, Tensor? bias, float scale) -> Tensor",
-    "packed_linear": "(Tensor rows, Tensor packed, int width, Tensor? bias) -> Tensor",
+    "packed_linear": "(Tensor rows, Tensor packed, SymInt width, Tensor? bias) -> Tensor",
     "skinny_linear": "(Tensor rows, Tensor[] weights, Tensor? bias) -> Tensor",
 }
 
@@ -67,7 +67,7 @@ def _beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
 @torch.library.register_fake("fastgen::skinny_linear", lib=_library)
 def _skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     check_skinny(rows, weights, bias)
-    return rows.new_empty(*rows.shape[:-1], sum(len(weight) for weight in weights))
+    return rows.new_empty(*rows.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
 @torch.library.register_fake("fastgen::packed_linear", lib=_library)

@@ -104,7 +104,7 @@ def check_skinny(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -
     for weight in weights:
         if weight.dim() != 2 or weight.shape[1] != rows.shape[-1]:
             raise ValueError(f"weights must be [width, {rows.shape[-1]}], not of shape {list(weight.shape)}.")
-    width = sum(len(weight) for weight in weights)
+    width = sum(weight.shape[0] for weight in weights)
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must be [{width}], not of shape {list(bias.shape)}.")
     _check_floats(rows, ("rows", rows), *(("weights", weight) for weight in weights), ("bias", bias))

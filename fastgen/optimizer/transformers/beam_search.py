@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
 from fastgen.buffers import Buffers
@@ -17,7 +18,7 @@ from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.optimizer.transformers import chunks, host
 from fastgen.optimizer.transformers.cache import stock_cache
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
-from fastgen.optimizer.transformers.processors import Processing
+from fastgen.optimizer.transformers.processors import Banning, Processing
 from fastgen.optimizer.transformers.requests import Request
 
 Steps = Generator[dict[str, Any], Any, Any]
@@ -103,9 +104,8 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     model = request.model
     request = dataclasses.replace(request, generation_config=chunks.configuration(request))
     is_chunked = request.generation_config.prefill_chunk_size is not None
-    if not request.is_search:
-        apply = functools.partial(Processing().apply, request.logits_processor)
-        request = dataclasses.replace(request, logits_processor=apply)
+    if not request.is_search and type(request.logits_processor) is LogitsProcessorList:
+        request = dataclasses.replace(request, logits_processor=Banning(request.logits_processor))
     proxy = object.__new__(type(model))
     proxy.__dict__.update(model.__dict__)
 

@@ -42,6 +42,7 @@ class CompiledStep:
     """The compiled `forward` of a model; once the compiler has failed, `failure` says why."""
 
     def __init__(self) -> None:
+        self.packing = config.current().packing  # decides about products in the graph
         self.graphs = 0
         self.seconds = 0.0  # of calls that compiled
         self.failure: str | None = None
@@ -87,7 +88,7 @@ def step_of(model: nn.Module) -> CompiledStep | None:
     if not config.current().compile:
         return None
     with _lock:
-        if model not in _steps:
+        if model not in _steps or _steps[model].packing != config.current().packing:
             unsupported = _unsupported(model)
             _steps[model] = CompiledStep()
             _steps[model].failure = unsupported
@@ -143,12 +144,12 @@ def release() -> None:
         _steps.clear()
 
 
-# What a traced step calls in place of the tree's attention and of packed products.
+# What a traced step calls in place of the tree's attention and of layers' products.
 
 
 def linear(layer: nn.Module, rows: Tensor, transposed: bool) -> Tensor:
     weight: Tensor = layer.weight  # type: ignore[assignment]
-    if not transposed and products.is_skinny(rows.shape) and _is_read_in_place(id(layer)):
+    if not transposed and products.are_few(rows.shape) and _is_read_in_place(id(layer)):
         output: Tensor = torch.ops.fastgen.skinny_linear(rows, [weight], layer.bias)
         return output
     output = _ops.linear(rows, id(layer), weight.shape[1 if transposed else 0], transposed)
@@ -176,7 +177,7 @@ def attend(
 
 def _linear(rows: Tensor, layer: int, out: int, transposed: bool) -> Tensor:
     owner: Any = Conv1D if transposed else nn.Linear
-    output: Tensor = owner.forward(_modules[layer], rows)  # the session's own: on packed weights where they pay
+    output: Tensor = owner.forward(_modules[layer], rows)  # the session's own products
     return output.contiguous()
 
 

@@ -79,28 +79,32 @@ class Processing:
         return self.apply(processors, input_ids, scores, ours=True)
 
     def apply(self, processors: Any, input_ids: Tensor, scores: Tensor, ours: bool = False) -> Tensor:
-        """What `processors` returns for `scores` `[rows, V]`, which are written to only if they are `ours`."""
-        kind, rows = type(processors), scores.shape[0]
-        if kind is not logits_process.LogitsProcessorList:
-            processed: Tensor = processors(input_ids, scores)
-            return processed
+        """What `processors`, a LogitsProcessorList and no subclass, returns for `scores` `[rows, V]`.
+
+        They are written to only if they are `ours`.
+        """
+        kind, rows = logits_process.LogitsProcessorList, scores.shape[0]
         for processor in processors:
             if type(processor) not in _BANS and not _bans_ngrams(processor, rows):
                 scores = kind([processor])(input_ids, scores)
                 ours = False
                 continue
+            tokens = self._tokens(processor, input_ids.shape[1], scores)
+            if tokens is None and type(processor) in _BANS:
+                continue
             if not ours:
                 scores, ours = scores.clone(), True
-            if type(processor) in _BANS:
-                scores.index_fill_(1, self._tokens(processor, input_ids.shape[1], scores), -float("inf"))
+            if tokens is not None:
+                scores.index_fill_(1, tokens, -float("inf"))
             else:
                 self._ban_ngrams(processor, input_ids, scores)
         return scores
 
-    def _tokens(self, processor: Any, length: int, scores: Tensor) -> Tensor:
-        tokens = _BANS[type(processor)](processor, length)
+    def _tokens(self, processor: Any, length: int, scores: Tensor) -> Tensor | None:
+        """What the processor bans in all rows, int64 `[n]`; None if nothing, or if it is not of that kind."""
+        tokens = _BANS[type(processor)](processor, length) if type(processor) in _BANS else None
         if tokens is None:
-            return torch.empty(0, dtype=torch.int64, device=scores.device)
+            return None
         valid = self._tensors.get(processor)
         if valid is None:
             tokens = tokens.to(scores.device, torch.int64).flatten()  # an empty list has made a float tensor
@@ -119,6 +123,17 @@ class Processing:
             source = self._tensors[processor] = _source(processor).to(scores.device)
         beams = scores.shape[0] // source.shape[0]
         ops.ban_source_ngrams_(source, input_ids, scores, processor.ngram_size, beams=beams)
+
+
+class Banning(logits_process.LogitsProcessorList):
+    """The processors of a list, for the host's own loop."""
+
+    def __init__(self, processors: logits_process.LogitsProcessorList) -> None:
+        super().__init__(processors)
+        self._processing = Processing()
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return self._processing.apply(self, input_ids, scores)
 
 
 def _source(processor: Any) -> Tensor:
