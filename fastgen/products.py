@@ -26,7 +26,7 @@ from fastgen.siblings import Siblings, loners
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Product = Callable[[Tensor, Any, "Tensor | None"], Tensor]  # of rows, weights, a bias
 
-_SKINNY_ROWS = 12  # up to here our own operator may multiply: with more it takes longer than packed products
+_SKINNY_ROWS = 12  # up to here weights may be read in place: with more, packed products win (bench_products.py)
 _FEW_ROWS = 32  # one timing of packed products up to here, another from here on
 _MIN_ELEMENTS, _MIN_PRODUCTS = 2**16, 2**20  # below both, calling costs as much as multiplying
 _TRIAL_ROWS = 512  # at most, in a timing
