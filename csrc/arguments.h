@@ -83,6 +83,21 @@ inline void check_topk(const at::Tensor& logits, int64_t k, const std::optional<
       banned->device() == logits.device(), "banned is on ", banned->device(), " and logits on ", logits.device(), ".");
 }
 
+inline void check_float(
+    const char* name, const at::Tensor& tensor, const at::Tensor& like, const char* whose = "rows are") {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be float32, not ", tensor.dtype().name(), ".");
+  TORCH_CHECK_VALUE(
+      tensor.device() == like.device(), whose, " on ", like.device(), " and ", name, " on ", tensor.device(), ".");
+}
+
+inline void check_linear_bias(const std::optional<at::Tensor>& bias, int64_t width, const at::Tensor& rows) {
+  if (bias) {
+    TORCH_CHECK_VALUE(
+        bias->dim() == 1 && bias->size(0) == width, "bias must be [", width, "], not of shape ", bias->sizes(), ".");
+    check_float("bias", *bias, rows);
+  }
+}
+
 inline void check_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& bias) {
   const int64_t batch = key.dim() == 4 ? key.size(0) : 0, key_heads = key.dim() == 4 ? key.size(1) : 0;
@@ -103,23 +118,12 @@ inline void check_attention(
   TORCH_CHECK_VALUE(
       fits, "bias must be broadcastable to ", at::IntArrayRef(sizes), ", not of shape ",
       bias ? bias->sizes() : at::IntArrayRef(), ".");
-  const auto check_one = [&](const char* name, const at::Tensor& tensor) {
-    TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be float32, not ", tensor.dtype().name(), ".");
-    TORCH_CHECK_VALUE(
-        tensor.device() == query.device(), "query is on ", query.device(), " and ", name, " on ", tensor.device(), ".");
-  };
-  check_one("query", query);
-  check_one("key", key);
-  check_one("value", value);
+  check_float("query", query, query, "query is");
+  check_float("key", key, query, "query is");
+  check_float("value", value, query, "query is");
   if (bias) {
-    check_one("bias", *bias);
+    check_float("bias", *bias, query, "query is");
   }
-}
-
-inline void check_float(const char* name, const at::Tensor& tensor, const at::Tensor& rows) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be float32, not ", tensor.dtype().name(), ".");
-  TORCH_CHECK_VALUE(
-      tensor.device() == rows.device(), "rows are on ", rows.device(), " and ", name, " on ", tensor.device(), ".");
 }
 
 inline void check_skinny(const at::Tensor& rows, at::TensorList weights, const std::optional<at::Tensor>& bias) {
@@ -134,28 +138,25 @@ inline void check_skinny(const at::Tensor& rows, at::TensorList weights, const s
     check_float("weights", weight, rows);
     width += weight.size(0);
   }
-  if (bias) {
-    TORCH_CHECK_VALUE(
-        bias->dim() == 1 && bias->size(0) == width, "bias must be [", width, "], not of shape ", bias->sizes(), ".");
-    check_float("bias", *bias, rows);
-  }
+  check_linear_bias(bias, width, rows);
+}
+
+constexpr int64_t kPanel = 64; // outputs side by side in a packed weight
+
+inline int64_t panels_of(int64_t width) {
+  return (width + kPanel - 1) / kPanel;
 }
 
 inline void check_packed(
     const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {
   TORCH_CHECK_VALUE(rows.dim() >= 1, "rows must be [..., size], not of shape ", rows.sizes(), ".");
   TORCH_CHECK_VALUE(
-      width >= 0 && packed.dim() == 3 && packed.size(0) == (width + 63) / 64 && packed.size(1) == rows.size(-1) &&
-          packed.size(2) == 64,
-      "packed must be [", (width + 63) / 64, ", ", rows.size(-1), ", 64], not of shape ", packed.sizes(), ".");
-  TORCH_CHECK_VALUE(
-      !bias || (bias->dim() == 1 && bias->size(0) == width), "bias must be [", width, "], not of shape ",
-      bias ? bias->sizes() : at::IntArrayRef(), ".");
+      width >= 0 && packed.dim() == 3 && packed.size(0) == panels_of(width) && packed.size(1) == rows.size(-1) &&
+          packed.size(2) == kPanel,
+      "packed must be [", panels_of(width), ", ", rows.size(-1), ", ", kPanel, "], not of shape ", packed.sizes(), ".");
   check_float("rows", rows, rows);
   check_float("packed", packed, rows);
-  if (bias) {
-    check_float("bias", *bias, rows);
-  }
+  check_linear_bias(bias, width, rows);
 }
 
 // Rows may lie anywhere; inside a row the kernels walk with stride one.

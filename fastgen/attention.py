@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fastgen.native_operators import native_operator
 
 # On the CPU torch's fused attention works in blocks of many query rows; with a handful of rows, two
 # batched products win until the keys no longer fit the cache. benchmarks/bench_attention.py measures it.
@@ -54,11 +55,7 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     return unfold_beams(folded_attention(fold_beams(query, *key.shape[:2]), key, value, bias, scale))
 
 
-@functools.cache
-def _native() -> Any:
-    from fastgen import ops  # loads or even compiles them, so not before they are needed
-
-    return torch.ops.fastgen.beam_attention.default if ops.is_native(torch.device("cpu")) else None
+_native = functools.partial(native_operator, "beam_attention")
 
 
 def folded_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:

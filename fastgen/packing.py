@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import memory
+from fastgen.native_operators import native_operator
 from fastgen.siblings import loners
 
 Copy = Any  # what `pack` returns
@@ -52,8 +53,10 @@ class _Packed:
 
     @property
     def nbytes(self) -> int:
-        packed = self.copy[0] if isinstance(self.copy, tuple) else None  # the size of oneDNN's is its own affair
-        return sum(source.nbytes for source in self.sources) if packed is None else packed.nbytes
+        if isinstance(self.copy, tuple):
+            size: int = self.copy[0].nbytes
+            return size
+        return sum(source.nbytes for source in self.sources)  # oneDNN does not say
 
     @property
     def layers(self) -> tuple[Any, ...]:
@@ -155,12 +158,7 @@ def drop_outdated(layer: nn.Module) -> None:
                 del copies[layer]
 
 
-@functools.cache
-def _native() -> Any:
-    """Our own operator, where it is native."""
-    from fastgen import ops  # loads or even compiles it, so not before it is needed
-
-    return torch.ops.fastgen.packed_linear.default if ops.is_native(torch.device("cpu")) else None
+_native = functools.partial(native_operator, "packed_linear")
 
 
 def pack(weight: Tensor) -> Copy:
@@ -175,8 +173,7 @@ def pack(weight: Tensor) -> Copy:
 def multiply(rows: Tensor, packed: Copy, bias: Tensor | None) -> Tensor:
     """`linear(rows, weight, bias)` of a packed weight."""
     if isinstance(packed, tuple):
-        output: Tensor = _native()(rows, *packed, bias)
-        return output
+        return torch.ops.fastgen.packed_linear.default(rows, *packed, bias)
     return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
 
 

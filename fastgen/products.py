@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import packing
+from fastgen.native_operators import native_operator
 from fastgen.siblings import Siblings, loners
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -164,7 +165,7 @@ class Products:
         if is_small or torch.are_deterministic_algorithms_enabled():
             return False
         weight = weight.t() if transposed else weight
-        key = (*weight.shape, limit, torch.get_num_threads())
+        key = _key(weight, limit)
         if key not in _verdicts:
             try:
                 pays = _is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias)
@@ -175,12 +176,7 @@ class Products:
         return _verdicts[key]
 
 
-@functools.cache
-def _skinny() -> Product | None:
-    """Our own operator, where it is native."""
-    from fastgen import ops  # loads or even compiles it, so not before it is needed
-
-    return torch.ops.fastgen.skinny_linear.default if ops.is_native(torch.device("cpu")) else None
+_skinny = functools.partial(native_operator, "skinny_linear")
 
 
 def are_few(shape: Sequence[int]) -> bool:
@@ -193,7 +189,12 @@ def is_read_in_place(layer: nn.Module) -> bool:
     weight: Any = layer._parameters.get("weight")
     if _skinny() is None or not _is_plain(layer, weight) or weight.numel() < _MIN_ELEMENTS:
         return False
-    return _verdicts.get((*weight.shape, _SKINNY_ROWS, torch.get_num_threads()), True)
+    return _verdicts.get(_key(weight, _SKINNY_ROWS), True)
+
+
+def _key(weight: Tensor, limit: int | None) -> tuple[int, int, int | None, int]:
+    """Of the verdict on a weight `[out, in]` with up to `limit` rows."""
+    return weight.shape[0], weight.shape[1], limit, torch.get_num_threads()
 
 
 def _is_plain(layer: nn.Module, rows: Tensor) -> bool:

@@ -1,6 +1,4 @@
 // The loops of attention_rows.h for one instruction set; included by each_isa.h once for each, so without a guard.
-//
-// Tiles of rows x floats of a value are as large as the registers hold, as those of dots_isa.h are.
 #include "dots_isa.h"
 
 namespace fastgen {
@@ -9,53 +7,22 @@ namespace FASTGEN_ISA {
 constexpr int64_t kTileVectors = 4;
 constexpr int64_t kValuesAtOnce = 32; // they stay in the first-level cache from one tile to the next
 
-// Adds `count` values, weighted, to `Vectors` vectors of `Rows` rows; `part`: floats of a last vector, if not all.
-template <int Rows, int Vectors, bool IsPart = false>
-FASTGEN_TARGET inline void value_tile(
-    const float* weights, const float* values, int64_t slot, int64_t count, float* outputs, int64_t stride,
-    int64_t part = 0) {
-  Floats sums[Rows][Vectors] = {}; // sums of few, then of these: less is lost to rounding than in one long sum
-  for (int64_t k = 0; k < count; ++k) {
-    Floats v[Vectors];
-#pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) {
-      v[j] = IsPart ? load_part(values + k * slot, part) : load(values + k * slot + j * kLanes);
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-      const Floats weight = splat(weights[row * kSlots + k]);
-#pragma GCC unroll 8
-      for (int j = 0; j < Vectors; ++j) {
-        sums[row][j] += weight * v[j];
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) {
-      float* const into = outputs + row * stride + j * kLanes;
-      store(into, load(into) + sums[row][j]);
-    }
-  }
-}
-
 template <int Rows>
 FASTGEN_TARGET inline void add_values(
     const float* weights, const float* values, int64_t slot, int64_t count, int64_t size, float* outputs,
     int64_t stride) {
   int64_t i = 0;
   for (; i + kTileVectors * kLanes <= size; i += kTileVectors * kLanes) {
-    value_tile<Rows, kTileVectors>(weights, values + i, slot, count, outputs + i, stride);
+    value_tile<Rows, kTileVectors>(weights, kSlots, values + i, slot, count, outputs + i, stride);
   }
   for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
-    value_tile<Rows, 2>(weights, values + i, slot, count, outputs + i, stride);
+    value_tile<Rows, 2>(weights, kSlots, values + i, slot, count, outputs + i, stride);
   }
   for (; i + kLanes <= size; i += kLanes) {
-    value_tile<Rows, 1>(weights, values + i, slot, count, outputs + i, stride);
+    value_tile<Rows, 1>(weights, kSlots, values + i, slot, count, outputs + i, stride);
   }
   if (i < size) {
-    value_tile<Rows, 1, true>(weights, values + i, slot, count, outputs + i, stride, size - i);
+    value_tile<Rows, 1, true>(weights, kSlots, values + i, slot, count, outputs + i, stride, size - i);
   }
 }
 

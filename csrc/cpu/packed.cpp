@@ -1,6 +1,5 @@
 // fastgen::packed_linear on the CPU, in float32.
-#include "../arguments.h"
-#include "packed.h"
+#include "products.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -13,8 +12,6 @@
 
 namespace fastgen {
 namespace {
-
-constexpr int64_t kFloatsPerTask = 1 << 15; // of weights: below that another thread costs more than it saves
 
 at::Tensor packed_linear(
     const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {

@@ -1,4 +1,4 @@
-// The loops of packed.h for one instruction set; included by each_isa.h once for each, so without a guard.
+// The loops of fastgen::packed_linear for one instruction set; included by each_isa.h once for each, so without a guard.
 #include "tiles_isa.h"
 
 namespace fastgen {
@@ -11,48 +11,13 @@ constexpr int64_t kSummed = 256; // sums of so many, then of these: less is lost
 constexpr int64_t kPanelAhead = 64; // steps, 16 KB: see skinny_isa.h
 
 // `Rows` rows with the `kWidth` outputs of a panel that `panel` begins at; [Rows, kWidth].
-template <int Rows, bool IsFirst>
+template <int Rows, int LinesAhead>
 FASTGEN_TARGET inline void panel_tile(const float* rows, int64_t size, const float* panel, float* output) {
-  Floats totals[Rows][kVectorsAtOnce] = {};
+  std::fill(output, output + Rows * kWidth, 0.0f);
   for (int64_t first = 0; first < size; first += kSummed) {
-    const int64_t last = std::min(first + kSummed, size);
-    Floats sums[Rows][kVectorsAtOnce] = {};
-    for (int64_t k = first; k < last; ++k) {
-      const float* const from = panel + k * kPanel;
-      Floats w[kVectorsAtOnce];
-#pragma GCC unroll 8
-      for (int j = 0; j < kVectorsAtOnce; ++j) {
-        w[j] = load(from + j * kLanes);
-      }
-      if (IsFirst) { // for the others the panel is in the cache
-#pragma GCC unroll 8
-        for (int line = 0; line < kPanel / 16; ++line) {
-          __builtin_prefetch(from + kPanelAhead * kPanel + line * 16, 0, 2); // into the second-level cache
-        }
-      }
-#pragma GCC unroll 8
-      for (int row = 0; row < Rows; ++row) {
-        const Floats x = splat(rows[row * size + k]);
-#pragma GCC unroll 8
-        for (int j = 0; j < kVectorsAtOnce; ++j) {
-          sums[row][j] += x * w[j];
-        }
-      }
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 8
-      for (int j = 0; j < kVectorsAtOnce; ++j) {
-        totals[row][j] += sums[row][j];
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 8
-    for (int j = 0; j < kVectorsAtOnce; ++j) {
-      store(output + row * kWidth + j * kLanes, totals[row][j]);
-    }
+    value_tile<Rows, kVectorsAtOnce, false, LinesAhead>(
+        rows + first, size, panel + first * kPanel, kPanel, std::min(kSummed, size - first), output, kWidth, 0,
+        kPanelAhead * kPanel);
   }
 }
 
@@ -69,9 +34,9 @@ FASTGEN_TARGET void multiply_panel(const Packed& all, int64_t task) {
       constexpr int tile = decltype(number)::value;
       const float* const from = all.rows + (first_row + row) * all.size;
       if (row == 0 && i % kPanel == 0) {
-        panel_tile<tile, true>(from, all.size, weight, sums);
-      } else {
-        panel_tile<tile, false>(from, all.size, weight, sums);
+        panel_tile<tile, kPanel / 16>(from, all.size, weight, sums);
+      } else { // for these the panel is in the cache
+        panel_tile<tile, 0>(from, all.size, weight, sums);
       }
       for (int64_t r = 0; r < tile; ++r) {
         float* const into = all.output + (first_row + row + r) * all.width + i;

@@ -1,6 +1,5 @@
 // fastgen::skinny_linear on the CPU, in float32.
-#include "../arguments.h"
-#include "skinny.h"
+#include "products.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -14,8 +13,6 @@
 
 namespace fastgen {
 namespace {
-
-constexpr int64_t kFloatsPerTask = 1 << 15; // of weights: below that another thread costs more than it saves
 
 at::Tensor skinny_linear(const at::Tensor& rows, at::TensorList weights, const std::optional<at::Tensor>& bias) {
   check_skinny(rows, weights, bias);

@@ -1,4 +1,4 @@
-// The loops of skinny.h for one instruction set; included by each_isa.h once for each, so without a guard.
+// The loops of fastgen::skinny_linear for one instruction set; included by each_isa.h once for each, so without a guard.
 #include "dots_isa.h"
 
 namespace fastgen {

@@ -30,5 +30,41 @@ FASTGEN_TARGET inline void for_tiles(int64_t rows, const Tile& tile) {
   }
 }
 
+// Adds `count` values, weighted, to `Vectors` vectors of `Rows` rows; `part`: floats of a last vector, if not all.
+// `LinesAhead`: cache lines that are asked for, from `ahead` floats further on.
+template <int Rows, int Vectors, bool IsPart = false, int LinesAhead = 0>
+FASTGEN_TARGET inline void value_tile(
+    const float* weights, int64_t weights_stride, const float* values, int64_t slot, int64_t count, float* outputs,
+    int64_t stride, int64_t part = 0, int64_t ahead = 0) {
+  Floats sums[Rows][Vectors] = {}; // sums of few, then of these: less is lost to rounding than in one long sum
+  for (int64_t k = 0; k < count; ++k) {
+    Floats v[Vectors];
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) {
+      v[j] = IsPart ? load_part(values + k * slot, part) : load(values + k * slot + j * kLanes);
+    }
+#pragma GCC unroll 8
+    for (int line = 0; line < LinesAhead; ++line) {
+      __builtin_prefetch(values + k * slot + ahead + line * 16, 0, 2); // into the second-level cache
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) {
+      const Floats weight = splat(weights[row * weights_stride + k]);
+#pragma GCC unroll 8
+      for (int j = 0; j < Vectors; ++j) {
+        sums[row][j] += weight * v[j];
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) {
+#pragma GCC unroll 8
+    for (int j = 0; j < Vectors; ++j) {
+      float* const into = outputs + row * stride + j * kLanes;
+      store(into, load(into) + sums[row][j]);
+    }
+  }
+}
+
 } // namespace FASTGEN_ISA
 } // namespace fastgen

@@ -89,11 +89,7 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
         bias.dim() != 4 or any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True))
     ):
         raise ValueError(f"bias must be broadcastable to {list(shape)}, not of shape {list(bias.shape)}.")
-    for name, tensor in (("query", query), ("key", key), ("value", value), ("bias", bias)):
-        if tensor is not None and tensor.dtype != torch.float32:
-            raise TypeError(f"{name} must be float32, not {tensor.dtype}.")
-        if tensor is not None and tensor.device != query.device:
-            raise ValueError(f"query is on {query.device} and {name} on {tensor.device}.")
+    _check_floats("query is", query, ("query", query), ("key", key), ("value", value), ("bias", bias))
 
 
 def check_skinny(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> None:
@@ -105,9 +101,8 @@ def check_skinny(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -
         if weight.dim() != 2 or weight.shape[1] != rows.shape[-1]:
             raise ValueError(f"weights must be [width, {rows.shape[-1]}], not of shape {list(weight.shape)}.")
     width = sum(weight.shape[0] for weight in weights)
-    if bias is not None and bias.shape != (width,):
-        raise ValueError(f"bias must be [{width}], not of shape {list(bias.shape)}.")
-    _check_floats(rows, ("rows", rows), *(("weights", weight) for weight in weights), ("bias", bias))
+    _check_bias(bias, width)
+    _check_floats("rows are", rows, ("rows", rows), *(("weights", weight) for weight in weights), ("bias", bias))
 
 
 def check_packed(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> None:
@@ -116,14 +111,18 @@ def check_packed(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) 
     shape = (-(-width // PANEL), rows.shape[-1], PANEL)
     if width < 0 or packed.shape != shape:
         raise ValueError(f"packed must be {list(shape)}, not of shape {list(packed.shape)}.")
+    _check_bias(bias, width)
+    _check_floats("rows are", rows, ("rows", rows), ("packed", packed), ("bias", bias))
+
+
+def _check_bias(bias: Tensor | None, width: int) -> None:
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must be [{width}], not of shape {list(bias.shape)}.")
-    _check_floats(rows, ("rows", rows), ("packed", packed), ("bias", bias))
 
 
-def _check_floats(rows: Tensor, *tensors: tuple[str, Tensor | None]) -> None:
+def _check_floats(whose: str, like: Tensor, *tensors: tuple[str, Tensor | None]) -> None:
     for name, tensor in tensors:
         if tensor is not None and tensor.dtype != torch.float32:
             raise TypeError(f"{name} must be float32, not {tensor.dtype}.")
-        if tensor is not None and tensor.device != rows.device:
-            raise ValueError(f"rows are on {rows.device} and {name} on {tensor.device}.")
+        if tensor is not None and tensor.device != like.device:
+            raise ValueError(f"{whose} on {like.device} and {name} on {tensor.device}.")
