@@ -10,6 +10,7 @@ Exit status: 0 if all outputs are identical, 1 if some differ.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -189,19 +190,23 @@ class FirstCall:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.reset()
-        module.register_forward_pre_hook(self._enter)
-        module.register_forward_hook(self._leave)
+        owner: Any = type(module)
+        forward = owner.forward
+
+        @functools.wraps(forward)
+        def timed(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if this is not module or self.seconds is not None:
+                return forward(this, *args, **kwargs)
+            started = time.perf_counter()
+            outputs = forward(this, *args, **kwargs)
+            if self.seconds is None:
+                self.seconds = time.perf_counter() - started
+            return outputs
+
+        owner.forward = timed  # not a hook: a model that has any is never replayed
 
     def reset(self) -> None:
         self.seconds: float | None = None
-
-    def _enter(self, *_: Any) -> None:
-        if self.seconds is None:
-            self._started = time.perf_counter()
-
-    def _leave(self, *_: Any) -> None:
-        if self.seconds is None:
-            self.seconds = time.perf_counter() - self._started
 
 
 class StockCache:

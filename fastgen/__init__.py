@@ -178,7 +178,7 @@ def configure(**options: Any) -> Config:
     """Change settings.
 
     strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off"),
-    compile (bool).
+    replay ("auto", "always", "off"), compile (bool), cuda_graphs (bool).
     """
     return config.configure(**options)
 
@@ -191,6 +191,7 @@ def status() -> Status:
     packing = sys.modules.get("fastgen.packing")  # loaded by the first beam search, as are the buffers
     buffers = sys.modules.get("fastgen.buffers")
     compiled = sys.modules.get(_COMPILED)
+    graphs = sys.modules.get("fastgen.optimizer.transformers.graphs")
     return Status(
         __version__,
         on,
@@ -203,6 +204,7 @@ def status() -> Status:
         compiled=compiled.steps() if compiled else {},
         operators=report.operators(),
         encoders=report.encoders(),
+        replayed=graphs.replayed() if graphs else {},
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 TIERS = ("auto", "fast", "compat", "stock")
-PACKING = ("auto", "always", "off")
+PACKING = REPLAY = ("auto", "always", "off")
 NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
 _FLAGS |= {"1": True, "true": True, "yes": True, "on": True}
@@ -23,12 +23,14 @@ class Config:
     history: int = 32  # calls that status() remembers
     packing: str = "auto"  # products of our own, on packed weights or not: where a timing says so, "always", or "off"
     compile: bool = False  # run decode steps through torch.compile
+    replay: str = "auto"  # on the CPU, record decode steps and replay them: of one sentence, "always", or "off"
+    cuda_graphs: bool = False  # on CUDA, capture decode steps and replay them
 
     def __post_init__(self) -> None:
-        for name in ("strict", "compile"):
+        for name in ("strict", "compile", "cuda_graphs"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {value!r}.")
-        for name, choices in (("tier", TIERS), ("packing", PACKING)):
+        for name, choices in (("tier", TIERS), ("packing", PACKING), ("replay", REPLAY)):
             value = getattr(self, name)
             if value not in choices:
                 error = ValueError if isinstance(value, str) else TypeError
@@ -57,10 +59,10 @@ def native() -> str:
 
 
 def from_environment() -> Config:
-    """The settings of FASTGEN_STRICT, _TIER, _PACKING, _COMPILE and _HISTORY, defaults where unset."""
+    """The settings of FASTGEN_STRICT, FASTGEN_TIER and so on, defaults where a variable is unset."""
     native()  # not a setting that can be changed later, but a mistake in it should show at once as well
-    options: dict[str, Any] = {"strict": flag("FASTGEN_STRICT"), "compile": flag("FASTGEN_COMPILE")}
-    for name in ("tier", "packing"):
+    options: dict[str, Any] = {name: flag(f"FASTGEN_{name.upper()}") for name in ("strict", "compile", "cuda_graphs")}
+    for name in ("tier", "packing", "replay"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             options[name] = text.lower()
     if history := os.environ.get("FASTGEN_HISTORY", "").strip():

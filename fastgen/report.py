@@ -57,6 +57,7 @@ class Status:
     operators: dict[str, str] = field(default_factory=dict)  # how each runs; empty until they are first used
     compiled: dict[str, str] = field(default_factory=dict)  # how each model has fared with `compile=True`, by class
     encoders: dict[str, int] = field(default_factory=dict)  # batches read without padding: see `encoders`
+    replayed: dict[str, str] = field(default_factory=dict)  # what became of replaying steps, by class of the model
 
     def __str__(self) -> str:
         lines = [f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}"]
@@ -76,6 +77,8 @@ class Status:
             lines.append(f"buffers kept for later calls: {_size(self.buffer_bytes)}")
         for model, how in self.compiled.items():
             lines += textwrap.wrap(f"compiled {model}: {how}", _WIDTH, subsequent_indent="  ")
+        for model, how in self.replayed.items():
+            lines += textwrap.wrap(f"replaying {model}: {how}", _WIDTH, subsequent_indent="  ")
         if self.calls:
             lines += _table(self.calls)
         return "\n".join(lines)

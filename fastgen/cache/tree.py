@@ -43,20 +43,25 @@ class TreeLayer:
         self.values[:, :, start:end] = values
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this step's keys and values and return all slots in use, `[B, H, used, D]`.
+        """Write this step's keys and values and return those of all slots a step spans, `[B, H, width, D]`.
 
         `keys`: one row per beam, `[B*M, H, 1, D]`, or beams as positions, `[B, H, M, D]`.
         """
         tree = self.tree
         stored_keys, stored_values = self.stored()
         start, used = tree.used - tree.beams, tree.used
-        if used > stored_keys.shape[2]:
+        if tree.width > stored_keys.shape[2]:
             capacity = tree.prompt_length + tree.capacity
             self.keys = stored_keys = self._grown(stored_keys[:, :, :start], capacity)
             self.values = stored_values = self._grown(stored_values[:, :, :start], capacity)
-        stored_keys[:, :, start:used] = _beams_as_positions(keys, tree.beams)
-        stored_values[:, :, start:used] = _beams_as_positions(values, tree.beams)
-        return stored_keys[:, :, :used], stored_values[:, :, :used]
+        keys, values = _beams_as_positions(keys, tree.beams), _beams_as_positions(values, tree.beams)
+        if tree.is_static:
+            stored_keys.index_copy_(2, tree.slots, keys)
+            stored_values.index_copy_(2, tree.slots, values)
+        else:
+            stored_keys[:, :, start:used] = keys
+            stored_values[:, :, start:used] = values
+        return stored_keys[:, :, : tree.width], stored_values[:, :, : tree.width]
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """The buffers of keys and values, which the prompt has filled by now."""
@@ -92,13 +97,19 @@ class TreeLayer:
         """A copy with room for `capacity` slots along dimension 2."""
         grown = self._empty(tensor, len(tensor), capacity)
         grown[:, :, : tensor.shape[2]] = tensor
+        self._clear_from(tensor.shape[2], grown)
         return grown
 
     def _selected(self, tensor: Tensor, sentences: Tensor, capacity: int) -> Tensor:
         """The same of these sentences only."""
         selected = self._empty(tensor, len(sentences), capacity)
         torch.index_select(tensor, 0, sentences, out=selected[:, :, : tensor.shape[2]])
+        self._clear_from(tensor.shape[2], selected)
         return selected
+
+    def _clear_from(self, slot: int, tensor: Tensor) -> None:
+        if self.tree.is_static:  # nobody sees those slots yet, but nothing times what memory holds may be no number
+            tensor[:, :, slot:] = 0
 
     def _empty(self, like: Tensor, batch: int, capacity: int) -> Tensor:
         _, heads, _, size = like.shape
@@ -108,8 +119,16 @@ class TreeLayer:
 class BeamTree:
     """The state all layers share: how far generation is, and who descends from whom."""
 
-    def __init__(self, batch: int, beams: int, max_steps: int, buffers: Buffers | None = None) -> None:
-        """`buffers`: where the layers take their memory from."""
+    def __init__(
+        self, batch: int, beams: int, max_steps: int, buffers: Buffers | None = None, is_static: bool = False
+    ) -> None:
+        """`buffers`: where the layers take their memory from.
+
+        `is_static`: until `epoch` changes, all that a step reads and writes keeps its shape and its address, so that
+        the step can be captured once and replayed. Keys and masks then span all slots allocated.
+        """
+        self.is_static = is_static
+        self.epoch = 0
         self.buffers = Buffers(None) if buffers is None else buffers
         self.batch, self.beams, self.max_steps = batch, beams, max_steps
         self.capacity = max(1, min(max_steps, FIRST_STEPS)) * beams  # generated slots allocated
@@ -131,6 +150,10 @@ class BeamTree:
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()
         self._own = torch.eye(self.beams, dtype=torch.bool, device=device)
         self._positions = torch.arange(slots, device=device)[None]  # those of generated slots are set as they open
+        if self.is_static:
+            self._positions = self._positions.repeat(self.batch, 1)
+            self.slots = torch.zeros(self.beams, dtype=torch.int64, device=device)  # those of this step
+            self._clock = torch.zeros((), dtype=torch.int64, device=device)  # `length`, where a replayed step sees it
 
     @property
     def used(self) -> int:
@@ -138,9 +161,19 @@ class BeamTree:
         return self.prompt_length + self.generated
 
     @property
+    def width(self) -> int:
+        """Slots that a step's keys and masks span: those in use, or all of a static tree's."""
+        return self.prompt_length + (self.capacity if self.is_static else self.generated)
+
+    @property
     def length(self) -> int:
         """Tokens on the path of one beam, those of the step under way not counted."""
         return self.prompt_length + max(self.steps - 1, 0)
+
+    @property
+    def position(self) -> int | Tensor:
+        """`length` for what is computed within a step: of a static tree an int64 tensor without dimensions."""
+        return self._clock if self.is_static else self.length
 
     def advance(self) -> None:
         """Open the next step's slots; each beam sees its own."""
@@ -151,6 +184,9 @@ class BeamTree:
         self.generated += self.beams
         self._ancestry[:, :, start : self.used] = self._own
         self._positions[:, start : self.used].fill_(self.length)
+        if self.is_static:
+            torch.arange(start, self.used, out=self.slots)
+            self._clock.fill_(self.length)
         self._masks.clear()
 
     def _is_full(self) -> bool:
@@ -169,6 +205,7 @@ class BeamTree:
             more = self.prompt_length + self.capacity - self._ancestry.shape[2]
             self._ancestry = F.pad(self._ancestry, (0, more))
             self._positions = F.pad(self._positions, (0, more))
+            self.epoch += 1
 
     def _ancestors(self) -> Tensor:
         """The generated slots on some beam's path, in order, int64 `[B, W]`.
@@ -184,7 +221,9 @@ class BeamTree:
         start, end = self.prompt_length, self.prompt_length + slots.shape[1]
         beams = slots[:, None].expand(-1, self.beams, -1)
         self._ancestry[:, :, start:end] = self._ancestry[:, :, start:].gather(2, beams)
-        self._positions = self._positions.repeat(self.batch // len(self._positions), 1)  # from now on each its own
+        self._ancestry[:, :, end:] = False
+        if len(self._positions) < self.batch:
+            self._positions = self._positions.repeat(self.batch, 1)  # from now on each its own
         self._positions[:, start:end] = self._positions[:, start:].gather(1, slots)
         self.generated, self._was_pruned = slots.shape[1], True
         for layer in self.layers:
@@ -201,17 +240,18 @@ class BeamTree:
         if len(self._positions) > 1:
             self._positions = self._positions.index_select(0, sentences)
         self.batch = len(sentences)
+        self.epoch += 1
         for layer in self.layers:
             layer.keep(sentences)
         self._masks.clear()
 
     def positions(self) -> Tensor:
-        """The logical position of each slot in use, int64 `[B or 1, used]`; any, where nobody sees the slot."""
-        return self._positions[:, : self.used]
+        """The logical position of each slot, int64 `[B or 1, width]`; any, where nobody sees the slot."""
+        return self._positions[:, : self.width]
 
     def ancestry(self) -> Tensor:
-        """Which slots in use each beam sees, bool `[B, M, used]`."""
-        return self._ancestry[:, :, : self.used]
+        """Which slots each beam sees, bool `[B, M, width]`."""
+        return self._ancestry[:, :, : self.width]
 
     def paths(self) -> Tensor:
         """The slots on each beam's path in order of position, int64 `[B*M, tokens]`; padding is included."""
@@ -224,12 +264,12 @@ class BeamTree:
         return torch.cat([prompt, self.prompt_length + generated], dim=1)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask `[B, 1, M, used]` of this step: 0 = attend, the dtype's minimum = don't."""
+        """Additive mask `[B, 1, M, width]` of this step: 0 = attend, the dtype's minimum = don't."""
         key = (window, dtype)
         if key not in self._masks:
             seen = self.ancestry()
             if window is not None:
-                seen = seen & (self.length - self.positions()[:, None] < window)
+                seen = seen & (self.position - self.positions()[:, None] < window)
             self._masks[key] = additive_mask(seen, dtype)[:, None]
         return self._masks[key]
 

@@ -27,11 +27,17 @@ class FinishingPolicy:
     max_length: int
     prompt_length: int
 
-    def is_improvable(self, running: Tensor, finished: Tensor, is_finished: Tensor, length: int) -> Tensor:
-        """Whether the best live beam may still beat the worst finished one, bool `[B, 1]`."""
+    def divisor(self, length: int) -> float:
+        """What the score of a hypothesis of this length, the prompt's tokens included, is divided by."""
+        return float((length - self.prompt_length) ** self.length_penalty)
+
+    def best_divisor(self, length: int) -> float:
+        """The same of what a hypothesis that is so long now may become."""
         by_maximum = self.early_stopping == "never" and self.length_penalty > 0.0
-        best_length = (self.max_length if by_maximum else length) - self.prompt_length
-        best = running[:, :1] / (best_length**self.length_penalty)
+        return self.divisor(self.max_length if by_maximum else length)
+
+    def is_improvable(self, best: Tensor, finished: Tensor, is_finished: Tensor) -> Tensor:
+        """Whether the best live beam, of score `[B, 1]`, may still beat the worst finished one, bool `[B, 1]`."""
         worst = torch.where(is_finished, finished.min(dim=1, keepdim=True)[0], _DEAD)
         return torch.any(best > worst, dim=-1, keepdim=True)
 
@@ -188,7 +194,8 @@ class BeamSearch:
         live.rows[:, :, step] = chosen + self._request_row
         self.length += 1
 
-        improvable = self.policy.is_improvable(live.scores, live.finished_scores, live.is_finished, self.length)
+        best_score = live.scores[:, :1] / self.policy.best_divisor(self.length)
+        improvable = self.policy.is_improvable(best_score, live.finished_scores, live.is_finished)
         live.improvable = live.improvable & improvable
         self.done = self._is_done(stopped)
         return local
@@ -205,7 +212,7 @@ class BeamSearch:
         """Let the candidates that stopped here compete with the hypotheses finished before."""
         live, policy = self.live, self.policy
         finishing = stopped & self._best  # beyond the best M, candidates only keep the beam full
-        normalised = scores / ((self.length + 1 - policy.prompt_length) ** policy.length_penalty)
+        normalised = scores / policy.divisor(self.length + 1)
         # One after the other, as the host adds them: near -1e9 float32 rounds to multiples of 64.
         if policy.early_stopping is True:
             normalised.add_(torch.all(live.is_finished, dim=-1, keepdim=True), alpha=_DEAD)
@@ -252,6 +259,10 @@ class BeamSearch:
         live = self.live
         real = torch.all(live.is_finished & (live.finished_scores > 0.1 * _DEAD), dim=1)
         return real if self.policy.early_stopping is True else real & ~live.improvable[:, 0]
+
+    def leavers(self) -> int:
+        """How many sentences are settled."""
+        return int(self.settled().sum())
 
     def evict(self, settled: Tensor) -> Tensor:
         """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""

@@ -43,7 +43,7 @@ def shift_positions(patch: Patch) -> None:
 
 def unmap_bias(patch: Patch) -> None:
     """T5's relative bias, and sliding windows, taken by physical slot."""
-    patch.setattr(BeamTree, "positions", lambda self: torch.arange(self.used)[None])
+    patch.setattr(BeamTree, "positions", lambda self: torch.arange(self.width)[None])
 
 
 def forget_padding(patch: Patch) -> None:
@@ -68,7 +68,7 @@ def forget_window(patch: Patch) -> None:
 
 
 def see_everything(patch: Patch) -> None:
-    patch.setattr(BeamTree, "ancestry", lambda self: torch.ones_like(self._ancestry[:, :, : self.used]))
+    patch.setattr(BeamTree, "ancestry", lambda self: torch.ones_like(self._ancestry[:, :, : self.width]))
 
 
 def overwrite_a_slot(patch: Patch) -> None:
@@ -111,14 +111,15 @@ CONTROLS: dict[Callable[[Patch], None], tuple[str, ...]] = {
 def test_damage_is_seen(damage: Callable[[Patch], None], name: str, tier: str) -> None:
     model, inputs = zoo.load(name), {**zoo.inputs_for(name), **zoo.FAMILIES[name].generate}
     stock = harness.compare(model, inputs, tier=tier, **OPTIONS, **SCORES)
-    with pytest.MonkeyPatch.context() as patch:
-        damage(patch)
-        output, _ = harness.run_fastgen(model, inputs, tier=tier, **OPTIONS, **SCORES)
-    with pytest.raises(AssertionError, match=r"differ|beyond the tolerance"):
-        harness.assert_same(stock, output)
-    # not by a little either: logits are off by far more than the tolerance, from some step on
-    steps = zip(stock.scores[1:], output.scores[1:], strict=False)
-    assert max(float((mine - theirs).abs().max()) for theirs, mine in steps) > 100 * harness.TOLERANCE
+    for setting in ("off", "always"):
+        with pytest.MonkeyPatch.context() as patch, harness.configured(replay=setting):
+            damage(patch)
+            output, _ = harness.run_fastgen(model, inputs, tier=tier, **OPTIONS, **SCORES)
+        with pytest.raises(AssertionError, match=r"differ|beyond the tolerance"):
+            harness.assert_same(stock, output)
+        # not by a little either: logits are off by far more than the tolerance, from some step on
+        steps = zip(stock.scores[1:], output.scores[1:], strict=False)
+        assert max(float((mine - theirs).abs().max()) for theirs, mine in steps) > 100 * harness.TOLERANCE
 
 
 def test_wrong_sentences_evicted() -> None:

@@ -56,7 +56,7 @@ def test_one_prompt_for_all_samples(family: str) -> None:
         count_rows(self, args, inputs)
         return forward(self, *args, **inputs)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, harness.configured(replay="off"):
         patch.setattr(type(model), "forward", counting)
         harness.run_fastgen(model, inputs_for(family), **options)
     batch = zoo.inputs_for(family)["input_ids"].shape[0]

@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 
 from fastgen.buffers import Buffers
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
+from fastgen.decoding.static_search import StaticSearch
 from fastgen.optimizer.transformers import chunks, host
 from fastgen.optimizer.transformers.cache import stock_cache
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
@@ -42,7 +43,7 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
     all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
     all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
     buffers = decoder.tree.buffers
-    search, process = _search(request, buffers), Processing(buffers)
+    search, process = _search(request, decoder, buffers), Processing(buffers)
     is_stopped, may_evict = request.stopper(), request.may_evict
 
     def stops(tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
@@ -62,7 +63,7 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
         del outputs
         log_probs = process(request.logits_processor, search.running(), logits)
         if all_logits is not None:
-            all_logits += (logits,)
+            all_logits += (logits.clone(),)  # a replayed step writes the next ones to the same memory
         if all_scores is not None:
             all_scores += (log_probs.clone(),)
         parents = search.choose(log_probs, stops, config.do_sample)
@@ -70,14 +71,13 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
         decoder.reorder(parents)
         if search.done:
             break
-        if may_evict:
+        if may_evict and decoder.lets_go(search.leavers(), search.batch):
             settled = search.settled()
-            if decoder.lets_go(int(settled.sum()), search.batch):
-                index = torch.arange(search.batch * beams, device=device)
-                index = index[~settled.repeat_interleave(beams)]
-                rows = _kept(rows, index, search.batch * beams)
-                request.keep(index)
-                decoder.keep(search.evict(settled))
+            index = torch.arange(search.batch * beams, device=device)
+            index = index[~settled.repeat_interleave(beams)]
+            rows = _kept(rows, index, search.batch * beams)
+            request.keep(index)
+            decoder.keep(search.evict(settled))
         outputs = yield host.next_inputs(model, search.running(), rows)
         logits = _last(outputs, device)
 
@@ -122,8 +122,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
             decoder.plant(shared)
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs
-        with decoder.session.active():
-            return model.forward(**decoder.step_inputs(inputs))
+        return decoder.run(model.forward, inputs)
 
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     proxy.__dict__["forward"] = forward
@@ -133,7 +132,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     return result
 
 
-def _search(request: Request, buffers: Buffers) -> BeamSearch:
+def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSearch:
     config = request.generation_config
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
     policy = FinishingPolicy(
@@ -145,7 +144,10 @@ def _search(request: Request, buffers: Buffers) -> BeamSearch:
     # Enough candidates that M go on although any of M beams may end with any of the end tokens.
     candidates = max(2, 1 + (len(eos) if eos is not None else 0)) * request.beams
     fill = int(pad or eos[0]) if eos is not None else -1
-    return BeamSearch(request.input_ids, request.beams, candidates, policy, fill, buffers)
+    arguments = (request.input_ids, request.beams, candidates, policy, fill)
+    if decoder.replayer is None or not decoder.replayer.waits_for_nothing or not request.chooses_by_numbers:
+        return BeamSearch(*arguments, buffers)
+    return StaticSearch(*arguments, decoder.replayer.another(), eos, is_late=not config.return_dict_in_generate)
 
 
 def _last(outputs: Any, device: torch.device) -> Tensor:

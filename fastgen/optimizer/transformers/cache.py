@@ -65,12 +65,13 @@ class _Layer(CacheLayerMixin):
     def get_seq_length(self, *args: Any) -> int:
         tree = self.session.tree
         if tree.steps:
-            return tree.length
+            # A step must not bake it in; elsewhere a number is at hand, and a tensor might have to be waited for.
+            return tree.position if self.session.is_active else tree.length  # type: ignore[return-value]
         return self.layer.prompt_length
 
     def get_mask_sizes(self, query_length: int | Tensor, *args: Any) -> tuple[int, int]:
         if self.session.tree.steps:
-            return self.session.tree.used, 0
+            return self.session.tree.width, 0
         return self.get_seq_length() + _count(query_length), 0
 
     def get_max_length(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
+from fastgen.decoding import replay
 from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.requests import Request
@@ -16,6 +18,7 @@ from fastgen.optimizer.transformers.session import Session
 
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
 _EVICT_FROM = 1 / 16  # of the sentences still running
+_EVICT_FROM_REPLAYED = 1 / 2  # then the step has to be captured anew
 NOT_ROWS = ("past_key_values", "cache_position")  # of the host's inputs, those that have no row per beam
 
 
@@ -26,12 +29,14 @@ class TreeDecoder:
     only masks, encoder outputs and the cache have one row per sentence.
     """
 
-    def __init__(self, request: Request, tree: BeamTree | None = None) -> None:
-        """`close` it when the call ends, however it does."""
+    def __init__(self, request: Request, tree: BeamTree | None = None, replayer: replay.Replayer | None = None) -> None:
+        """`close` it when the call ends, however it does. `replayer`: of the steps on a tree of this call alone."""
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
         max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
-        self.tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model)) if tree is None else tree
+        if tree is None:
+            tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
+        self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
         self.session = Session(self.tree, self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.peak_bytes = 0
@@ -79,8 +84,16 @@ class TreeDecoder:
 
     def step(self, inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step, one row per beam."""
+        return self.run(self.model, {**inputs, "return_dict": True})
+
+    def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """The same by the model's `forward`. Where it is replayed, good until the next step."""
+        inputs = self.step_inputs(inputs)
         with self.session.active():
-            return self.model(**self.step_inputs(inputs), return_dict=True)
+            # Autograd would have to see the model, and autocast casts anew what was cast.
+            if self.replayer is None or torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type):
+                return forward(**inputs)
+            return self.replayer(lambda own: self.session.alone(forward, own), inputs, self.tree.epoch)
 
     def reorder(self, parents: Tensor) -> None:
         """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
@@ -88,7 +101,8 @@ class TreeDecoder:
 
     def lets_go(self, settled: int, of: int) -> bool:
         """Whether so many sentences, of so many still here, are worth letting out now."""
-        return settled > 0 and settled >= int(of * _EVICT_FROM)
+        part = _EVICT_FROM if self.replayer is None else _EVICT_FROM_REPLAYED
+        return settled > 0 and settled >= int(of * part)
 
     def keep(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
@@ -109,6 +123,8 @@ class TreeDecoder:
     def close(self) -> None:
         """Let go of all keys and values; those that the result refers to live on with it."""
         self.tree.close()
+        if self.replayer is not None:
+            self.replayer.close()
         if isinstance(self.cache, TreeEncoderDecoderCache):
             self.cache.close()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastgen import config, report
-from fastgen.optimizer.transformers import beam_search
+from fastgen.optimizer.transformers import beam_search, graphs
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import disproof
 from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
@@ -49,8 +49,9 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     reason = changed_rules(request.model) if request.is_search else None
     if reason and settings.strict and settings.tier == "fast":
         raise report.FallbackError(reason)
+    replayer = graphs.replayer_for(request, stock)
     start = time.perf_counter()
-    with contextlib.closing(TreeDecoder(request)) as decoder:
+    with contextlib.closing(TreeDecoder(request, replayer=replayer)) as decoder:
         # What greedy search and sampling do between two steps is cheap: the host's own loop keeps all of its rules.
         if reason or settings.tier == "compat" or not request.is_search:
             tier, result = "compat", beam_search.compat(request, decoder, stock)
@@ -58,6 +59,8 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
             tier, result = "fast", beam_search.fast(request, decoder)
         cache_bytes = decoder.cache_bytes()
     seconds = time.perf_counter() - start
+    if replayer is not None:
+        graphs.note(request, replayer)
     steps = decoder.tree.steps + 1  # the prompt's own forward pass chooses tokens too
     _record(request, tier, reason, steps, seconds, cache_bytes)
     return result

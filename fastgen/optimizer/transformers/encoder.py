@@ -7,13 +7,14 @@ positions are the same but for rounding. Those of padding become zeros: cross-at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastgen import config, report
+from fastgen.optimizer.transformers import modules
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.requests import unsupported_configuration, unsupported_model
@@ -112,7 +113,7 @@ def _groups(
     weights = _CALLS_WEIGHTS.get(inputs.device.type, _CALLS_WEIGHTS_ELSEWHERE)
     fixed = _WEIGHTS_TOKENS + weights / (12 * encoder.config.hidden_size**2)
     groups = split([int(length) for length in lengths.tolist()], inputs.shape[1], fixed)
-    return None if groups is None or _is_watched(encoder) else groups
+    return None if groups is None or modules.is_watched(encoder.modules()) else groups
 
 
 def split(lengths: Sequence[int], width: int, fixed: float) -> list[tuple[list[int], int]] | None:
@@ -160,21 +161,3 @@ def _is_accelerated(model: Any, generation_config: Any, device: torch.device) ->
         and unsupported_model(model) is None
         and is_the_hosts_own(model)
     )
-
-
-def _is_watched(encoder: nn.Module) -> bool:
-    """Whether somebody sees the encoder's calls, or has replaced or compiled some of it for the shapes it has."""
-    if nn.modules.module._has_any_global_hook():
-        return True
-    return any(
-        _foreign(module._forward_hooks.values())
-        or _foreign(module._forward_pre_hooks.values())
-        or "forward" in vars(module)
-        or module._compiled_call_impl is not None
-        for module in encoder.modules()
-    )
-
-
-def _foreign(hooks: Iterable[Any]) -> bool:
-    """Whether any hook is another than those the host leaves behind once it was asked for hidden states."""
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)

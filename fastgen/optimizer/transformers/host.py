@@ -13,6 +13,8 @@ ATTENTION_SEAM = "get_interface" if hasattr(AttentionInterface, "get_interface")
 FINDS_EAGER = ATTENTION_SEAM == "get_interface"
 # 5.x takes a finished mask of the source as it is; 4.57 builds it from the two-dimensional one.
 TAKES_SOURCE_MASK = FINDS_EAGER
+# 4.57 makes numbers of positions here and there.
+COUNTS_IN_TENSORS = FINDS_EAGER
 PREFILLS = hasattr(GenerationMixin, "_prefill")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ import torch
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "layer_state")
 # Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
 _FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
+
+# Before each look-up they compare the position with their table's length, to make it longer.
+# Class -> static method that numbers positions.
+_WITH_GROWING_TABLES = {"M2M100SinusoidalPositionalEmbedding": "create_position_ids_from_input_ids"}
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -40,6 +44,12 @@ def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wra
     }
 
 
+def replayable_positions(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
+    """Wrappers, by class and attribute, for modules that would wait for a device to know a token's position."""
+    owners = {type(module) for module in model.modules()}
+    return {(owner, "forward"): _of_grown_table for owner in owners if owner.__name__ in _WITH_GROWING_TABLES}
+
+
 def unfoldable_attention(model: torch.nn.Module) -> str | None:
     """The name of an attention class that cannot be folded, if the model has one."""
     for owner in _hand_written(model):
@@ -52,6 +62,24 @@ def is_the_hosts_own(model: torch.nn.Module) -> bool:
     """Whether all of the model's classes are the host's or torch's."""
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
     return packages <= {"torch", "transformers"}
+
+
+def is_watched(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether somebody sees the calls of a module, or has replaced or compiled it for the shapes it has."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return True
+    return any(
+        _foreign(module._forward_hooks.values())
+        or _foreign(module._forward_pre_hooks.values())
+        or "forward" in vars(module)
+        or module._compiled_call_impl is not None
+        for module in modules
+    )
+
+
+def _foreign(hooks: Iterable[Any]) -> bool:
+    """Whether any hook is another than those the host leaves behind once it was asked for hidden states."""
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def _hand_written(model: torch.nn.Module) -> set[Any]:
@@ -84,3 +112,23 @@ def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:
         return (output.reshape(hidden_states.shape), *rest)
 
     return folded
+
+
+def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
+    from fastgen.optimizer.transformers import session as sessions
+
+    @functools.wraps(forward)
+    def positions(
+        self: Any, input_ids: Any = None, inputs_embeds: Any = None, past_key_values_length: Any = 0
+    ) -> torch.Tensor:
+        session, number = sessions.current(), getattr(self, _WITH_GROWING_TABLES[type(self).__name__], None)
+        if session is None or number is None or input_ids is None or not torch.is_tensor(past_key_values_length):
+            stock: torch.Tensor = forward(self, input_ids, inputs_embeds, past_key_values_length)
+            return stock
+        longest = self.padding_idx + 1 + session.tree.prompt_length + session.tree.max_steps
+        if longest > len(self.weights):
+            self.make_weights(longest + self.offset, self.embedding_dim, self.padding_idx)
+        ids = number(input_ids, self.padding_idx, past_key_values_length)
+        return self.weights.index_select(0, ids.flatten()).unflatten(0, ids.shape).detach()
+
+    return positions

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
+from fastgen.decoding import replay
 from fastgen.optimizer.transformers import beam_search
 from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
 from fastgen.optimizer.transformers.host import FINDS_EAGER
@@ -29,15 +30,18 @@ _TESTED = frozenset(
     """bart bert bert-generation blenderbot gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
     mistral mt5 opt pegasus phi3 qwen3 speech_to_text t5 trocr umt5 whisper""".split()
 )
-_SENTENCES, _BEAMS, _STEPS = 2, 3, 4
+_SENTENCES, _BEAMS, _STEPS = 2, 3, 6
 # Largest difference of two logits, relative to the largest logit: rounding in another order stays far below.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 _verdicts: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
-def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
-    """Why this model may not run on the tree, or None; tried once for each model and way to run it."""
+def disproof(request: Request, stock: Callable[..., Any], is_replayed: bool = False) -> str | None:
+    """Why this model may not run on the tree, or None; tried once for each model and way to run it.
+
+    `is_replayed`: the question is whether its steps may be replayed.
+    """
     model = request.model
     config = getattr(model.config, "decoder", None)
     model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
@@ -47,7 +51,7 @@ def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
     verdicts = _verdicts.setdefault(model, {})
     is_chunked = request.generation_config.prefill_chunk_size is not None
     attention = getattr(model.config, "_attn_implementation", None)
-    key = (attention, model.dtype, request.is_search, request.beams > 1, is_chunked)
+    key = (attention, model.dtype, request.is_search, request.beams > 1, is_chunked, is_replayed)
     if key not in verdicts:
         devices = [request.input_ids.device] if request.input_ids.is_cuda else []
         with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
@@ -55,18 +59,26 @@ def disproof(request: Request, stock: Callable[..., Any]) -> str | None:
                 expected = _sampled(request, stock)
             except Exception as error:  # the request's own fault, most likely: it says nothing about the model
                 return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
-            verdicts[key] = _try(request, stock, expected)
+            verdicts[key] = _try(request, stock, expected, is_replayed)
     return verdicts[key]
 
 
-def _try(request: Request, stock: Callable[..., Any], expected: Any) -> str | None:
+def _try(
+    request: Request,
+    stock: Callable[..., Any],
+    expected: Any,
+    is_replayed: bool,
+) -> str | None:
     ours = _sample(request)
+    replayer = replay.Replayer(request.input_ids.device) if is_replayed else None
     try:
-        with contextlib.closing(TreeDecoder(ours)) as decoder:
+        with contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
             result = beam_search.fast(ours, decoder) if ours.is_search else beam_search.compat(ours, decoder, stock)
     # Here, and only here, an unknown model's code meets the tree: whatever it raises is the verdict.
     except Exception as error:
         return f"it cannot run on the tree ({type(error).__name__}: {_first_line(error)})"
+    if replayer is not None and replayer.failure:
+        return replayer.failure
     steps = len(result.scores) - 1
     if not decoder.session.folds:
         return "its attention cannot be reached: it is not looked up in AttentionInterface"

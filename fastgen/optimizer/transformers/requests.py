@@ -132,6 +132,18 @@ class Request:
     def stops_by_last_token(self) -> bool:
         return all(type(criterion) in _BY_LAST_TOKEN for criterion in self.stopping_criteria)
 
+    @property
+    def chooses_by_numbers(self) -> bool:
+        """Whether the next tokens follow from float32 scores, last tokens and lengths alone."""
+        processors = [type(processor).__module__ for processor in self.logits_processor]
+        is_stock = type(self.logits_processor) is logits_process.LogitsProcessorList
+        return (
+            self.stops_by_last_token
+            and not self.generation_config.do_sample
+            and is_stock
+            and set(processors) <= {logits_process.__name__}
+        )
+
     def stopper(self) -> Callable[..., Tensor]:
         """The host's stopping criteria as a function of candidates' tokens `[B, K]` -> bool `[B, K]`.
 

@@ -35,6 +35,8 @@ class Session:
         self.tree = tree
         self.products = Products(config.current().packing)
         self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
+        if tree.is_static:
+            self.patches |= modules.replayable_positions(model)
         self._model, self._compiled_step = model, None
         if config.current().compile:
             from fastgen.optimizer.transformers import compiled  # brings the compiler with it
@@ -44,6 +46,7 @@ class Session:
         # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
         self.spans: list[tuple[int, int]] | None = None
         self.folds = 0  # calls folded so far: proof that the path ran
+        self.is_active = False
         self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
         self._cross: tuple[Tensor, Tensor] | None = None  # the source's mask and its bias: the same at every step
         self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
@@ -71,6 +74,7 @@ class Session:
         """Fold the attention of this thread inside the block."""
         stack = _stack()
         stack.append(self)
+        self.is_active = True
         self._derived.clear()
         try:
             with _redirected(_ATTENTION | self.patches), using(self.products):
@@ -78,8 +82,15 @@ class Session:
             self._check()
         finally:
             stack.pop()
+            self.is_active = False
             self._derived.clear()
             self._appended = None
+
+    def alone(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """`forward(**inputs)`, whatever an attempt before it, which could not be captured, has left behind."""
+        self._derived.clear()
+        self._appended = None
+        return forward(**inputs)
 
     def multiplying(self) -> contextlib.AbstractContextManager[None]:
         """For the prompt's forward pass."""

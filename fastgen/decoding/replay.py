@@ -1,0 +1,172 @@
+"""A decode step that is captured once and replayed: on a GPU as one CUDA graph, on a CPU without the model's Python.
+
+What is captured are operations on memory, not the Python around them. So a step may be replayed for as
+long as all that it reads stays where it was: state in place (the static tree), inputs copied to where the captured
+step finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fastgen.decoding.tape import Tape
+
+_PATIENCE = 4  # times as many steps run by themselves before each further capture of a call
+
+
+class Recording(Protocol):
+    """What a function of no arguments has done to a device's memory, to be done again."""
+
+    has_run: bool  # whether capturing computes anything
+
+    def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
+        """Record `function`; returns its result, of no value if nothing `has_run`."""
+
+    def replay(self) -> Any:
+        """Do it again and return the result, which may lie where the last one did."""
+
+
+class CudaGraph:
+    """A CUDA graph, with memory of its own."""
+
+    has_run = False
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
+        # Not `torch.cuda.graph`, which empties the allocator's cache and collects garbage first: milliseconds each.
+        current, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            # What other threads do meanwhile is theirs.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._result = function()
+            finally:
+                self._graph.capture_end()
+        current.wait_stream(aside)
+        return self._result
+
+    def replay(self) -> Any:
+        self._graph.replay()
+        return self._result
+
+
+# What records a step on a device of this type.
+RECORDINGS: dict[str, type[Recording]] = {"cuda": CudaGraph, "cpu": Tape}
+
+
+@dataclass
+class Counts:
+    captures: int = 0
+    replays: int = 0
+
+
+class Replayer:
+    """Runs the steps of one call: of equal inputs, the first by itself, the second captured, all others replayed.
+
+    Each time something moves, such as when sentences leave, more steps must be equal before one is captured again.
+    """
+
+    def __init__(self, device: torch.device, counts: Counts | None = None) -> None:
+        self._recording, self._device = RECORDINGS[device.type], device
+        self.counts = Counts() if counts is None else counts
+        self._steps, self._patience = 0, 1  # equal ones that have run by themselves, and how many must have
+        self.failure: str | None = None  # why steps run by themselves after all
+        self._last: tuple[Hashable, list[Any]] | None = None  # of a step that ran by itself: its key and its inputs
+        self._captured: _Captured | None = None
+
+    def __call__(self, step: Callable[[Any], Any], inputs: Any, epoch: Hashable) -> Any:
+        """`step(inputs)`; what a replayed step returns is overwritten by the next.
+
+        Args:
+            step: whatever it reads besides its inputs stays where it is until `epoch` changes. If capturing runs it
+                but fails, it is run again from the beginning.
+            inputs: containers of tensors and anything else.
+        """
+        leaves, spec = pytree.tree_flatten(inputs)
+        key = (epoch, spec, tuple(map(_kind, leaves)))
+        if self._captured is not None and self._captured.takes(key, leaves):
+            self.counts.replays += 1
+            return self._captured.replay(leaves)
+        last, self._last, self._captured = self._last, None, None
+        if self.failure:
+            return step(inputs)
+        self._steps = 0 if last is None or last[0] != key else self._steps
+        if last is None or self._steps < self._patience:
+            self._last = key, leaves
+            self._steps += 1
+            return step(inputs)
+        self._steps, self._patience = 0, self._patience * _PATIENCE
+        captured, recording = _Captured(key, last[1], leaves), self._recording()
+        try:
+            result = captured.capture(recording, lambda own: step(pytree.tree_unflatten(own, spec)), self._device)
+        except RuntimeError as error:  # an operation that cannot be captured, such as waiting for the device
+            self.failure = f"its steps cannot be captured ({(str(error).splitlines() or ['RuntimeError'])[0][:150]})"
+            return step(inputs)
+        self._captured = captured
+        self.counts.captures += 1
+        if recording.has_run:
+            return result
+        self.counts.replays += 1
+        return captured.replay(leaves)
+
+    @property
+    def waits_for_nothing(self) -> bool:
+        """Whether what is around the steps had better wait for no value either."""
+        return not self._recording.has_run
+
+    def another(self) -> Replayer:
+        """One for another part of the call's steps, counted with this one's."""
+        return Replayer(self._device, self.counts)
+
+    def close(self) -> None:
+        """Let go of everything captured."""
+        self._last = self._captured = None
+
+
+class _Captured:
+    """A step as it was captured, with inputs of its own for those that move from step to step."""
+
+    def __init__(self, key: Hashable, before: list[Any], leaves: list[Any]) -> None:
+        """`before`: the inputs of the step before, still alive, so that none of `leaves` lies where they have lain
+        unless it is the same memory."""
+        self._key = key
+        self._inputs = [
+            leaf.clone() if isinstance(leaf, Tensor) and leaf.data_ptr() != last.data_ptr() else leaf
+            for last, leaf in zip(before, leaves, strict=True)
+        ]
+        self._moves = [mine is not leaf for mine, leaf in zip(self._inputs, leaves, strict=True)]
+
+    def capture(self, recording: Recording, step: Callable[[list[Any]], Any], device: torch.device) -> Any:
+        self._recording = recording
+        return recording.capture(lambda: step(self._inputs), device)
+
+    def takes(self, key: Hashable, leaves: list[Any]) -> bool:
+        """Whether a replay would be the step of these inputs."""
+        return key == self._key and all(
+            moves or not isinstance(leaf, Tensor) or leaf.data_ptr() == mine.data_ptr()
+            for moves, mine, leaf in zip(self._moves, self._inputs, leaves, strict=True)
+        )
+
+    def replay(self, leaves: list[Any]) -> Any:
+        for moves, mine, leaf in zip(self._moves, self._inputs, leaves, strict=True):
+            if moves:
+                mine.copy_(leaf)
+        return self._recording.replay()
+
+
+def _kind(leaf: Any) -> Hashable:
+    """What must be equal for a replay to be right, whatever values a tensor holds."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    if isinstance(leaf, (bool, int, float, str, type(None))):
+        return type(leaf), leaf
+    return id(leaf)

@@ -1,0 +1,166 @@
+"""Beam search whose steps can be captured and replayed: in place, with no shape or branch that depends on values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.beam_search import _DEAD, BeamSearch, FinishingPolicy, IsStopped
+from fastgen.decoding.replay import Replayer
+
+
+class StaticSearch(BeamSearch):
+    """The same search, for criteria that look at the last token and the length alone.
+
+    Whether it is done, and how many sentences could leave, the host learns a step late, so that nobody waits for the
+    device: from the step that ended the search on, what has finished stays as it is.
+    """
+
+    def __init__(
+        self,
+        prompt: Tensor,
+        beams: int,
+        candidates: int,
+        policy: FinishingPolicy,
+        fill: int,
+        replayer: Replayer,
+        ends: Tensor | None,
+        is_late: bool,
+    ) -> None:
+        """`ends`: the tokens that end a hypothesis, int64 `[n]`; `is_late`: a step more than needed does no harm."""
+        super().__init__(prompt, beams, candidates, policy, fill)
+        device = prompt.device
+        self._replayer = replayer
+        self._ends = prompt.new_empty(0) if ends is None else ends.to(device)
+        self._is_late = is_late
+        self._epoch = 0
+        lengths = range(policy.prompt_length + 1, policy.max_length + 2)
+        self._divisors = torch.tensor([policy.divisor(length) for length in lengths], device=device)  # float32
+        self._best_divisors = torch.tensor([policy.best_divisor(length) for length in lengths], device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)  # steps taken, `length` less the prompt's
+        self._state = torch.tensor([1, 0], device=device)  # int64 [2]: goes on, sentences settled
+        self._known = _Late(self._state)
+
+    def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False) -> Tensor:
+        """As the parent's; the criteria are those given at first, and nothing is sampled."""
+        parents: Tensor = self._replayer(self._choose, log_probs, self._epoch)
+        self.length += 1
+        self._known.push()
+        self.done = self.length >= self.policy.max_length or not self._known.values(self._is_late)[0]
+        return parents
+
+    def settled(self) -> Tensor:
+        """As the parent's, and none where all are: then the search is done, though the host may not know yet."""
+        settled = super().settled()
+        return settled & ~settled.all()
+
+    def leavers(self) -> int:
+        return self._known.values(late=True)[1]
+
+    def evict(self, settled: Tensor) -> Tensor:
+        self._epoch += 1  # tensors of fewer sentences are others
+        self._known.forget()
+        return super().evict(settled)
+
+    def _choose(self, log_probs: Tensor) -> Tensor:
+        """A step, to be captured; returns the parents' rows, int64 `[B*M]`."""
+        live, beams, policy = self.live, self.beams, self.policy
+        vocabulary = log_probs.shape[-1]
+        totals = (log_probs.view(self.batch, beams, vocabulary) + live.scores[:, :, None]).flatten(1)
+        scores, chosen = torch.topk(totals, k=self.candidates)  # [B, K]
+        tokens, parents = chosen % vocabulary, chosen // vocabulary
+        length = self._step + policy.prompt_length
+        stopped = torch.isin(tokens, self._ends) | (length + 1 >= policy.max_length)
+        goes_on = self._state[:1] > 0  # bool [1]
+        self._finish_all(scores, tokens, parents, stopped, goes_on)
+
+        best_scores, best = torch.topk(scores.add(stopped, alpha=_DEAD), k=beams)  # [B, M]
+        live.scores.copy_(best_scores)
+        chosen = parents.gather(1, best)
+        local = (chosen + self._first_row).flatten()
+        for written, new, place in (
+            (live.tokens, tokens.gather(1, best), length),
+            (live.rows, (chosen + self._request_row).to(live.rows.dtype), self._step),
+        ):
+            written.copy_(_of_rows(written, local))
+            written.index_copy_(2, place, new[:, :, None])
+        self._step.add_(1)
+        best_score = _divided(live.scores[:, :1], self._best_divisors.index_select(0, self._step - 1))
+        live.improvable.logical_and_(policy.is_improvable(best_score, live.finished_scores, live.is_finished))
+        goes_on = goes_on & live.improvable.any()
+        if policy.early_stopping is True:
+            goes_on = goes_on & ~live.is_finished.all()
+        if not self._evicted:
+            goes_on = goes_on & ~stopped.all()
+        self._state.copy_(torch.stack([goes_on[0].to(torch.int64), self.settled().sum()]))
+        return local
+
+    def _finish_all(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor, goes_on: Tensor) -> None:
+        """`_finish` of every sentence, whether anything has ended or not."""
+        live, beams, policy = self.live, self.beams, self.policy
+        finishing = stopped & self._best
+        normalised = _divided(scores, self._divisors.index_select(0, self._step))
+        if policy.early_stopping is True:
+            normalised.add_(torch.all(live.is_finished, dim=-1, keepdim=True), alpha=_DEAD)
+        normalised.add_(~live.improvable, alpha=_DEAD)
+        normalised.add_(~finishing, alpha=_DEAD)
+        merged = torch.cat([live.finished_scores, normalised], dim=1)  # [B, M + K]
+        finished_scores, best = torch.topk(merged, k=beams)
+        best = torch.where(goes_on, best, self._places)
+        live.finished_scores.copy_(torch.where(goes_on, finished_scores, live.finished_scores))
+        live.is_finished.copy_(torch.cat([live.is_finished, finishing], dim=1).gather(1, best))
+        is_old = (best < beams)[:, :, None]
+        old = (best.clamp(max=beams - 1) + self._first_row).flatten()
+        candidate = (best - beams).clamp(min=0)
+        parent = parents.gather(1, candidate)
+        rows = (parent + self._first_row).flatten()
+        for finished, running, new, place in (
+            (live.finished_tokens, live.tokens, tokens.gather(1, candidate), self._step + policy.prompt_length),
+            (live.finished_rows, live.rows, (parent + self._request_row).to(live.rows.dtype), self._step),
+        ):
+            entering = _of_rows(running, rows)
+            entering.index_copy_(2, place, new[:, :, None])
+            finished.copy_(torch.where(is_old, _of_rows(finished, old), entering))
+
+
+class _Late:
+    """A small tensor's values on the host, as they were a step ago, or now at the price of waiting."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        is_cuda = tensor.is_cuda
+        self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda).copy_(tensor) for _ in "ab"]
+        self._events = [torch.cuda.Event() if is_cuda else None for _ in "ab"]
+        self._latest = 0
+        self._first = self._copies[0].clone()
+
+    def push(self) -> None:
+        """Begin to copy the values of this step."""
+        self._latest = 1 - self._latest
+        self._copies[self._latest].copy_(self._tensor, non_blocking=True)
+        if (event := self._events[self._latest]) is not None:
+            event.record()
+
+    def forget(self) -> None:
+        """Until the next push is known, the values are those at first."""
+        for copy, event in zip(self._copies, self._events, strict=True):
+            if event is not None:
+                event.synchronize()
+            copy.copy_(self._first)
+
+    def values(self, late: bool) -> list[int]:
+        place = 1 - self._latest if late else self._latest
+        if (event := self._events[place]) is not None:
+            event.synchronize()
+        values: list[int] = self._copies[place].tolist()
+        return values
+
+
+def _of_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Beams of `[B, M, ...]` by their rows, int64 `[B*M]`, counted over the batch."""
+    return tensor.flatten(0, 1).index_select(0, rows).view_as(tensor)
+
+
+def _divided(scores: Tensor, divisor: Tensor) -> Tensor:
+    """`scores / divisor` as torch divides by a number: on CUDA it multiplies by the reciprocal."""
+    return scores * divisor.reciprocal() if scores.is_cuda else scores / divisor

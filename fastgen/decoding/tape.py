@@ -1,0 +1,174 @@
+"""The operators of a step as a Python function that calls them again, without the model's own Python around them.
+
+At few rows on a CPU, a fifth of a step is Python: modules, shapes, attention's arguments. They are the same each time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Tape(TorchDispatchMode):
+    """Records the operators of a function. Tensors made by it are made anew in a replay, all others stay what they are;
+    numbers are baked in."""
+
+    has_run = True  # capturing computes the result
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the compiler would be imported, a third of a second, to be told to keep out
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if depends_on_values(function, args):
+            raise RuntimeError(f"{function} waits for a value")
+        outputs = function(*args, **kwargs)
+        self._calls.append((function, args, kwargs, outputs))
+        return outputs
+
+    def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
+        with self:
+            result = function()
+        leaves, self._spec = pytree.tree_flatten(result)
+        source, namespace = _Script(self._calls).written(leaves)
+        self._calls.clear()
+        exec(_compiled(source), namespace)
+        # Out of the namespace that are its globals: memory is to go with the tape, not when garbage is collected.
+        self._function: Callable[[], list[Any]] = namespace.pop("replay")
+        return result
+
+    def replay(self) -> Any:
+        return pytree.tree_unflatten(self._function(), self._spec)
+
+
+def depends_on_values(function: Any, args: Any) -> bool:
+    """Whether an operator's result, beyond what its tensors hold, depends on values: a number, or a shape."""
+    if not _may_depend_on_values(function):
+        return False
+    # Indexing does only by a mask.
+    return not function.overloadpacket.__name__.startswith("index") or any(
+        index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1])
+    )
+
+
+@functools.cache
+def _may_depend_on_values(function: Any) -> bool:
+    return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(function.tags)
+
+
+def _is_constant(function: Any, tensors: list[Tensor]) -> bool:
+    """Whether the outputs stay what they are if these inputs do: memory at the same place, or made of weights."""
+    if not tensors:
+        return False
+    return is_view(function) or (
+        not function._schema.is_mutable and all(isinstance(tensor, nn.Parameter) for tensor in tensors)
+    )
+
+
+@functools.cache
+def is_view(function: Any) -> bool:
+    """Whether it returns its arguments' memory and changes nothing."""
+    return not function._schema.is_mutable and any(output.alias_info for output in function._schema.returns)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Of an operator's arguments or outputs, which are in lists at most."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+
+
+class _Script:
+    """Python source for recorded calls: `v1` is a tensor they make, `c1` a constant, `f1` an operator."""
+
+    def __init__(self, calls: list[tuple[Any, Any, Any, Any]]) -> None:
+        self._names: dict[_Place, str] = {}  # of tensors made; all are alive in `calls`
+        self._made: set[int] = set()  # their storages
+        self._functions: dict[Any, str] = {}
+        self._namespace: dict[str, Any] = {}
+        self._lines: list[list[str]] = []
+        self._last_use: dict[str, int] = {}
+        for function, args, kwargs, outputs in calls:
+            tensors = list(_tensors((args, *kwargs.values())))
+            used = [name for name in map(self._name, tensors) if name]
+            if used or not _is_constant(function, tensors):
+                self._write(function, args, kwargs, outputs, used)
+
+    def written(self, results: list[Any]) -> tuple[str, dict[str, Any]]:
+        """The source of `replay()`, which returns `results`, and the names that it needs."""
+        returned = ", ".join(self._reference(result) for result in results)
+        kept = {self._name(result) for result in results if isinstance(result, Tensor)}
+        for name, line in self._last_use.items():
+            if name not in kept:
+                self._lines[line].append(f"del {name}")  # its memory serves what comes next
+        body = "\n    ".join(statement for statements in self._lines for statement in statements)
+        return f"def replay():\n    {body}\n    return [{returned}]\n", self._namespace
+
+    def _write(self, function: Any, args: Any, kwargs: Any, outputs: Any, used: list[str]) -> None:
+        line = len(self._lines)
+        name = self._functions.setdefault(function, f"f{len(self._functions)}")
+        self._namespace[name] = function
+        arguments = [self._reference(value) for value in args]
+        arguments += [f"{key}={self._reference(value)}" for key, value in kwargs.items()]
+        self._last_use.update(dict.fromkeys(used, line))
+        targets = []
+        returns = function._schema.returns
+        for place, output in enumerate(outputs if isinstance(outputs, (list, tuple)) else [outputs]):
+            target = "_"
+            alias = returns[min(place, len(returns) - 1)].alias_info  # a list is one return
+            if isinstance(output, Tensor) and not (alias and alias.is_write):  # what was written to has its name
+                target, where = f"v{line}_{place}", _place(output)
+                self._names[where] = target
+                self._made.add(where[0])
+                self._last_use[target] = line
+            targets.append(target)
+        left = ", ".join(targets) + ("," if isinstance(outputs, (list, tuple)) else "")
+        self._lines.append([f"{left} = {name}({', '.join(arguments)})"])
+
+    def _reference(self, value: Any) -> str:
+        if isinstance(value, Tensor) and (known := self._name(value)):
+            return known
+        if isinstance(value, (list, tuple)) and next(_tensors(value), None) is not None:
+            return f"[{', '.join(self._reference(item) for item in value)}]"
+        if value is None or isinstance(value, (bool, int)):
+            return repr(value)
+        name = f"c{len(self._namespace)}"
+        self._namespace[name] = value
+        return name
+
+    def _name(self, tensor: Tensor) -> str | None:
+        if tensor.layout is not torch.strided:
+            return None  # what oneDNN has packed
+        place = _place(tensor)
+        if place not in self._names and place[0] in self._made:
+            raise RuntimeError("a view was made that the tape has not seen")
+        return self._names.get(place)
+
+
+# What a tensor is known by: its memory and which part of it. Not the object, for autograd copies views' objects.
+_Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+def _place(tensor: Tensor) -> _Place:
+    storage = tensor.untyped_storage()._cdata
+    return storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(source: str) -> CodeType:
+    """Calls of the same shapes have the same source."""
+    return compile(source, "<a recorded step>", "exec")

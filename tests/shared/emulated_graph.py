@@ -1,0 +1,74 @@
+"""What a CUDA graph does, on any device: operations recorded, and done again at the same addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastgen.decoding import tape
+
+
+class Graph(TorchDispatchMode):
+    """Records the operators of a function with its tensors and with numbers baked in, as a CUDA graph does.
+
+    A replay computes each anew from the same memory into the same memory. Views cost nothing: they lie there.
+    """
+
+    has_run = False
+    made: ClassVar[list[Graph]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replays = 0
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        Graph.made.append(self)
+
+    def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
+        random = torch.get_rng_state()
+        try:
+            with self:
+                result = function()
+        finally:  # a graph only records
+            torch.set_rng_state(random)
+            for tensor, before in reversed(self._written):
+                tensor.copy_(before)
+            self._written.clear()
+        for tensor in pytree.tree_leaves([outputs for function, _, _, outputs in self._calls if _is_fresh(function)]):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                tensor.fill_(float("nan"))  # nothing has been computed yet
+        self._result = result
+        return result
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if tape.depends_on_values(function, args):
+            raise RuntimeError(f"{function} waits for a value")
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._written += [(each, each.clone()) for each in pytree.tree_leaves(value)]
+        outputs = function(*args, **kwargs)
+        self._calls.append((function, args, kwargs, outputs))
+        return outputs
+
+    def replay(self) -> Any:
+        self.replays += 1
+        for function, args, kwargs, outputs in self._calls:
+            if tape.is_view(function):
+                continue
+            again = function(*args, **kwargs)
+            if _is_fresh(function):
+                for kept, new in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(again), strict=True):
+                    if isinstance(kept, torch.Tensor):
+                        assert kept.shape == new.shape, f"{function} made {kept.shape}, and now {new.shape}"
+                        kept.copy_(new)
+        return self._result
+
+
+def _is_fresh(function: Any) -> bool:
+    """Whether its outputs are new tensors."""
+    return all(output.alias_info is None for output in function._schema.returns)

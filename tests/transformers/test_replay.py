@@ -1,0 +1,216 @@
+"""Decode steps captured once and replayed, as on CUDA, by a tape of operators: the output stays the host's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+from emulated_graph import Graph
+
+import fastgen
+from fastgen.cache import tree
+from fastgen.decoding import replay
+from fastgen.decoding.tape import Tape
+from fastgen.optimizer.transformers import graphs, host
+
+pytestmark = pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+
+TOKENS = dict(return_dict_in_generate=False)
+DETAILS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
+
+
+@pytest.fixture(autouse=True, params=["tape", "graph"])
+def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[replay.Recording]]:
+    recording = {"tape": Tape, "graph": Graph}[request.param]
+    monkeypatch.setitem(replay.RECORDINGS, "cpu", recording)
+    fastgen.configure(replay="always")
+    graphs.release()
+    yield recording
+    fastgen.configure(replay="off")
+    graphs.release()
+
+
+def _inputs(family: str, **options: Any) -> dict[str, Any]:
+    return {**zoo.FAMILIES[family].inputs(zoo.load(family), **options), **zoo.FAMILIES[family].generate}
+
+
+# They make a Python number of a position, or look whether a mask has padding: a graph cannot hold that.
+WAITING = {"bert2bert", "bert_generation", "led", "speech_to_text", "trocr", "vit2bert"}
+
+
+def _counts(model: Any) -> tuple[int, int]:
+    return graphs._counts.get(model, (0, 0))
+
+
+@pytest.mark.parametrize("tier", harness.TIERS)
+@pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
+def test_identical(family: str, tier: str, recording: type[replay.Recording]) -> None:
+    model = copy.deepcopy(zoo.load(family))
+    # The model, and our search where nothing may wait for the device.
+    parts = 2 if tier == "fast" and recording is Graph else 1
+    for options in (DETAILS, TOKENS):
+        captures, replays = _counts(model)
+        harness.compare(model, _inputs(family), tier=tier, num_beams=4, max_new_tokens=16, **options)
+        captures, replays = _counts(model)[0] - captures, _counts(model)[1] - replays
+        how = fastgen.status().replayed[type(model).__name__]
+        if family in WAITING:
+            assert "waits for a value" in how
+            assert captures == (parts - 1 if options is DETAILS else 0), "it is tried once"
+        else:
+            assert captures >= parts and replays > 3 * parts
+            assert "{} captured, {} steps replayed".format(*_counts(model)) in how
+            assert how in " ".join(str(fastgen.status()).split())
+
+
+@pytest.mark.parametrize("family", sorted({"bart", "t5", "llama", "mistral"}.intersection(zoo.ACCELERATED)))
+def test_slots_are_pruned_and_grow(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "FIRST_STEPS", 3)
+    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    model = copy.deepcopy(zoo.load(family))
+    harness.compare(model, _inputs(family, batch=5), num_beams=3, min_new_tokens=30, max_new_tokens=30)
+    assert _counts(model)[0] > 1 and _counts(model)[1] > 10
+
+
+SEARCHES = {
+    "early": dict(num_beams=3, early_stopping=True, num_return_sequences=2),
+    "never": dict(num_beams=4, early_stopping="never", length_penalty=2.0),
+    "short": dict(num_beams=5, length_penalty=-1.0, repetition_penalty=1.3),
+    "ngrams": dict(num_beams=4, no_repeat_ngram_size=2, min_new_tokens=6),
+    "several ends": dict(num_beams=3, eos_token_id=[7, 11, 23, 40]),
+    "greedy": dict(num_beams=1),
+    "samples": dict(num_beams=1, do_sample=True, top_k=0, num_return_sequences=3),
+    "sampled beams": dict(num_beams=3, do_sample=True, top_k=20),
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_searches(family: str, search: str) -> None:
+    """Sentences leave as they finish, and the last ones end while the host does not know it yet."""
+    model = copy.deepcopy(zoo.load(family))
+    for batch in (1, 6):
+        for options in (DETAILS, TOKENS):
+            inputs = _inputs(family, batch=batch)
+            harness.compare(model, inputs, max_new_tokens=24, **SEARCHES[search], **options)
+    assert _counts(model)[1] > 10
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_what_watches_a_step_sees_it(family: str) -> None:
+    """A model with hooks, or with a forward of somebody else's, is called at every step."""
+    model, options = copy.deepcopy(zoo.load(family)), dict(num_beams=3, max_new_tokens=10)
+    layer = [module for module in model.modules() if type(module) is torch.nn.Linear][-1]
+    calls: list[int] = []
+    handle = layer.register_forward_hook(lambda *_: calls.append(1))
+    harness.compare(model, _inputs(family), min_new_tokens=10, **options)
+    handle.remove()
+    assert len(calls) == 20 and _counts(model) == (0, 0)
+    harness.compare(model, _inputs(family), min_new_tokens=10, **options)
+    assert len(calls) == 20 and _counts(model)[1] > 5
+
+
+def test_weights_that_change_between_calls() -> None:
+    model = copy.deepcopy(zoo.load("bart"))
+    for _ in range(2):
+        harness.compare(model, _inputs("bart"), num_beams=3, max_new_tokens=12)
+        for parameter in model.parameters():
+            parameter.data.mul_(1.1)
+    assert _counts(model)[1] > 10
+
+
+def test_autocast_sees_the_model() -> None:
+    model = copy.deepcopy(zoo.load("llama"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        harness.run_fastgen(model, _inputs("llama"), tier="compat", num_beams=3, max_new_tokens=12)
+    assert _counts(model) == (0, 0)
+
+
+def test_settings() -> None:
+    model = copy.deepcopy(zoo.load("gpt2"))
+    one, few = _inputs("gpt2", batch=1), _inputs("gpt2", batch=3)
+    for setting, inputs, tokens, replays in (
+        ("off", one, 14, False),
+        ("auto", one, 14, True),
+        ("auto", one, 8, False),
+        ("auto", few, 14, False),
+        ("always", few, 8, True),
+    ):
+        before = _counts(model)
+        fastgen.configure(replay=setting)
+        harness.compare(model, inputs, num_beams=3, min_new_tokens=tokens, max_new_tokens=tokens)
+        assert (_counts(model) != before) == replays, (setting, tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
+def test_on_cuda(family: str) -> None:
+    """The real thing: the same tokens as stock's, by graphs that the device replays."""
+    model = copy.deepcopy(zoo.load(family)).cuda()
+    inputs = {name: value.cuda() for name, value in _inputs(family, batch=6).items() if isinstance(value, torch.Tensor)}
+    with harness.configured(cuda_graphs=True):
+        for options in (DETAILS, TOKENS):
+            harness.compare(model, inputs, num_beams=4, max_new_tokens=20, **options)
+        if family in WAITING:
+            assert "cannot be captured" in fastgen.status().replayed[type(model).__name__]
+        else:
+            assert _counts(model)[1] > 20
+
+
+# ---------------------------------------------------------------------------------------------- the tape itself
+def _taped(function: Any) -> Any:
+    tape = Tape()
+    with torch.no_grad():
+        tape.capture(function, torch.device("cpu"))
+        return tape.replay
+
+
+def test_a_tape_computes_anew() -> None:
+    rows, weight = torch.rand(3, 4), torch.nn.Parameter(torch.rand(4, 4))
+    state = torch.zeros(3, 4)
+
+    def step() -> dict[str, Any]:
+        left, right = (rows @ weight.t()).split(2, dim=1)
+        state.add_(rows)
+        total = torch.cat([left.relu(), right], dim=1)
+        total[:, 0] = 1
+        return {"total": total, "views": [total.view(-1), state[1]], "what": "else"}
+
+    replay = _taped(step)
+    rows.copy_(torch.rand(3, 4))
+    state.zero_()
+    again, expected = replay(), step()
+    assert torch.equal(again["total"], expected["total"]) and again["what"] == "else"
+    assert torch.equal(again["views"][0], expected["views"][0])
+    assert torch.equal(state, 2 * rows) and torch.equal(again["views"][1], state[1])
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0.5],
+        lambda x: bool((x > 0).all()),
+        lambda x: torch.unique(x),
+        lambda x: torch.equal(x, x + 1),
+    ],
+)
+def test_a_tape_refuses_what_depends_on_values(function: Any) -> None:
+    values = torch.rand(5)
+    with pytest.raises(RuntimeError, match="waits for a value"):
+        _taped(lambda: function(values))
+
+
+def test_a_tape_frees_what_it_no_longer_needs() -> None:
+    rows = torch.rand(256, 1024)
+    replay = _taped(lambda: functools.reduce(lambda x, _: x + 1, range(50), rows).sum())
+    with torch.profiler.profile(profile_memory=True) as profile:
+        replay()
+    sizes = [event.cpu_memory_usage for event in profile.events()]
+    assert sum(size for size in sizes if size > 0) and sum(sizes) < 4 * rows.nbytes
