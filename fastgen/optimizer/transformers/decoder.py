@@ -89,11 +89,15 @@ class TreeDecoder:
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The same by the model's `forward`. Where it is replayed, good until the next step."""
         inputs = self.step_inputs(inputs)
-        with self.session.active():
-            # Autograd would have to see the model, and autocast casts anew what was cast.
-            if self.replayer is None or torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type):
+
+        def step(inputs: dict[str, Any]) -> Any:
+            with self.session.active():
                 return forward(**inputs)
-            return self.replayer(lambda own: self.session.alone(forward, own), inputs, self.tree.epoch)
+
+        # Autograd would have to see the model, and autocast casts anew what was cast.
+        if self.replayer is None or torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type):
+            return step(inputs)
+        return self.replayer(step, inputs, self.tree.epoch)
 
     def reorder(self, parents: Tensor) -> None:
         """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""

@@ -86,12 +86,6 @@ class Session:
             self._derived.clear()
             self._appended = None
 
-    def alone(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """`forward(**inputs)`, whatever an attempt before it, which could not be captured, has left behind."""
-        self._derived.clear()
-        self._appended = None
-        return forward(**inputs)
-
     def multiplying(self) -> contextlib.AbstractContextManager[None]:
         """For the prompt's forward pass."""
         return multiplying(self.products)
