@@ -229,6 +229,10 @@ class BeamTree:
         for layer in self.layers:
             layer.prune(slots)
 
+    def forget_masks(self) -> None:
+        """Derive them anew: a step begins, or begins again after an attempt in which nothing was computed."""
+        self._masks.clear()
+
     def reorder(self, parents: Tensor) -> None:
         """Beam `(b, m)` continues row `parents[b*M + m]` (int64 `[B*M]`, rows counted over the batch)."""
         rows = self._ancestry[:, :, : self.used].flatten(0, 1).index_select(0, parents)

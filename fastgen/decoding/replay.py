@@ -7,6 +7,7 @@ step finds them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fastgen.decoding.tape import Tape
+from fastgen.decoding.tape import Noting, Tape
 
+_capturing = threading.Lock()  # torch's dispatch modes have flags for the whole process
 _PATIENCE = 4  # times as many steps run by themselves before each further capture of a call
 
 
@@ -84,7 +86,7 @@ class Replayer:
         self._captured: _Captured | None = None
 
     def __call__(self, step: Callable[[Any], Any], inputs: Any, epoch: Hashable) -> Any:
-        """`step(inputs)`; what a replayed step returns is overwritten by the next.
+        """`step(inputs)`; on CUDA what a replayed step returns is overwritten by the next.
 
         Args:
             step: whatever it reads besides its inputs stays where it is until `epoch` changes. If capturing runs it
@@ -103,11 +105,12 @@ class Replayer:
         if last is None or self._steps < self._patience:
             self._last = key, leaves
             self._steps += 1
-            return step(inputs)
+            return self._alone(step, inputs)
         self._steps, self._patience = 0, self._patience * _PATIENCE
         captured, recording = _Captured(key, last[1], leaves), self._recording()
         try:
-            result = captured.capture(recording, lambda own: step(pytree.tree_unflatten(own, spec)), self._device)
+            with _capturing:
+                result = captured.capture(recording, lambda own: step(pytree.tree_unflatten(own, spec)), self._device)
         except RuntimeError as error:  # an operation that cannot be captured, such as waiting for the device
             self.failure = f"its steps cannot be captured ({(str(error).splitlines() or ['RuntimeError'])[0][:150]})"
             return step(inputs)
@@ -117,6 +120,16 @@ class Replayer:
             return result
         self.counts.replays += 1
         return captured.replay(leaves)
+
+    def _alone(self, step: Callable[[Any], Any], inputs: Any) -> Any:
+        if self._recording.has_run:
+            return step(inputs)
+        # A CUDA capture that fails may leave the device's generator and allocator in disorder: don't begin one in vain.
+        with _capturing, Noting() as noting:
+            result = step(inputs)
+        if noting.waits:
+            self.failure = f"its steps cannot be captured ({noting.waits} waits for a value)"
+        return result
 
     @property
     def waits_for_nothing(self) -> bool:

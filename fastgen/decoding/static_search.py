@@ -139,7 +139,7 @@ class _Late:
         self._latest = 1 - self._latest
         self._copies[self._latest].copy_(self._tensor, non_blocking=True)
         if (event := self._events[self._latest]) is not None:
-            event.record()
+            event.record(torch.cuda.current_stream(self._tensor.device))
 
     def forget(self) -> None:
         """Until the next push is known, the values are those at first."""

@@ -11,7 +11,8 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,12 +36,20 @@ class Tape(TorchDispatchMode):
         if depends_on_values(function, args):
             raise RuntimeError(f"{function} waits for a value")
         outputs = function(*args, **kwargs)
+        if function is torch.ops.aten.lift_fresh.default:
+            # A tensor that the step has made of a number, and may write to: in a replay a copy of what it is now.
+            function, args = torch.ops.aten.clone.default, (args[0].clone(),)
         self._calls.append((function, args, kwargs, outputs))
         return outputs
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
-        with self:
-            result = function()
+        random = torch.get_rng_state()
+        try:
+            with _Refusing(), self:
+                result = function()
+        except BaseException:
+            torch.set_rng_state(random)  # what was drawn will be drawn again
+            raise
         leaves, self._spec = pytree.tree_flatten(result)
         source, namespace = _Script(self._calls).written(leaves)
         self._calls.clear()
@@ -63,18 +72,45 @@ def depends_on_values(function: Any, args: Any) -> bool:
     )
 
 
+class _Refusing(TorchFunctionMode):
+    """Raises where Python reads values past the operators."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _READERS or (function in _READERS_OF_PARTS and _holds_tensors(args)):
+            raise RuntimeError(f"{function.__name__} waits for a value")
+        return function(*args, **(kwargs or {}))
+
+
+_READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+_READERS_OF_PARTS = {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_split, Tensor.tensor_split}
+
+
+def _holds_tensors(args: Any) -> bool:
+    """Beyond the first argument, or within it if it is a list."""
+    inner = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    return next(_tensors([*inner, *args[1:]]), None) is not None
+
+
+class Noting(TorchDispatchMode):
+    """Notes, in `waits`, an operator that depends on values, while all run as ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: str | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if depends_on_values(function, args):
+            self.waits = str(function)
+        return function(*args, **(kwargs or {}))
+
+
 @functools.cache
 def _may_depend_on_values(function: Any) -> bool:
     return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(function.tags)
-
-
-def _is_constant(function: Any, tensors: list[Tensor]) -> bool:
-    """Whether the outputs stay what they are if these inputs do: memory at the same place, or made of weights."""
-    if not tensors:
-        return False
-    return is_view(function) or (
-        not function._schema.is_mutable and all(isinstance(tensor, nn.Parameter) for tensor in tensors)
-    )
 
 
 @functools.cache
@@ -105,7 +141,7 @@ class _Script:
         for function, args, kwargs, outputs in calls:
             tensors = list(_tensors((args, *kwargs.values())))
             used = [name for name in map(self._name, tensors) if name]
-            if used or not _is_constant(function, tensors):
+            if used or not tensors or not is_view(function):  # a view of what stays where it is stays too
                 self._write(function, args, kwargs, outputs, used)
 
     def written(self, results: list[Any]) -> tuple[str, dict[str, Any]]:
@@ -127,7 +163,10 @@ class _Script:
         self._last_use.update(dict.fromkeys(used, line))
         targets = []
         returns = function._schema.returns
-        for place, output in enumerate(outputs if isinstance(outputs, (list, tuple)) else [outputs]):
+        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        if not listed or any(isinstance(output, (list, tuple)) for output in listed):
+            raise RuntimeError(f"{function} returns what the tape has no name for")
+        for place, output in enumerate(listed):
             target = "_"
             alias = returns[min(place, len(returns) - 1)].alias_info  # a list is one return
             if isinstance(output, Tensor) and not (alias and alias.is_write):  # what was written to has its name
@@ -153,6 +192,8 @@ class _Script:
     def _name(self, tensor: Tensor) -> str | None:
         if tensor.layout is not torch.strided:
             return None  # what oneDNN has packed
+        if tensor.is_conj() or tensor.is_neg():
+            raise RuntimeError("a tensor is conjugate or negated without having been computed")
         place = _place(tensor)
         if place not in self._names and place[0] in self._made:
             raise RuntimeError("a view was made that the tape has not seen")

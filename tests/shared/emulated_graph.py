@@ -38,9 +38,10 @@ class Graph(TorchDispatchMode):
             for tensor, before in reversed(self._written):
                 tensor.copy_(before)
             self._written.clear()
-        for tensor in pytree.tree_leaves([outputs for function, _, _, outputs in self._calls if _is_fresh(function)]):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                tensor.fill_(float("nan"))  # nothing has been computed yet
+            made = [outputs for function, _, _, outputs in self._calls if _is_fresh(function)]
+            for tensor in pytree.tree_leaves(made):
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                    tensor.fill_(float("nan"))  # nothing has been computed yet
         self._result = result
         return result
 

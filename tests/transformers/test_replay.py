@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import harness
+import numpy
 import pytest
 import torch
+import transformers
 import zoo
 from emulated_graph import Graph
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.cache import tree
@@ -99,6 +102,95 @@ def test_searches(family: str, search: str) -> None:
             inputs = _inputs(family, batch=batch)
             harness.compare(model, inputs, max_new_tokens=24, **SEARCHES[search], **options)
     assert _counts(model)[1] > 10
+
+
+def test_an_embedding_that_encoder_and_decoder_share() -> None:
+    model, options = copy.deepcopy(zoo.load("bart")), dict(num_beams=3, min_new_tokens=10, max_new_tokens=10)
+    model.resize_token_embeddings(zoo.VOCAB + 2)
+    calls: list[int] = []
+    model.get_decoder().embed_tokens.register_forward_hook(lambda *_: calls.append(1))
+    harness.compare(model, _inputs("bart"), **options)
+    assert len(calls) == 2 * 11 and _counts(model) == (0, 0)
+    model = copy.deepcopy(zoo.load("bart"))
+    model.get_encoder().layers[0].register_forward_hook(lambda *_: None)  # no step calls it
+    harness.compare(model, _inputs("bart"), **options)
+    assert _counts(model)[1] > 5
+
+
+class _Changing(LogitsProcessor):
+    """Changes the model at its fifth call."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.calls = model, 0
+        self.weight = model.lm_head.weight.detach().clone()
+        model.lm_head.weight.data.copy_(self.weight)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            self.model.lm_head = copy.deepcopy(self.model.lm_head)
+            self.model.lm_head.weight.data.mul_(-1)
+        return scores
+
+
+def test_code_of_the_users_between_steps() -> None:
+    source = zoo.load("llama")
+    outputs = []
+    for run in (harness.run_stock, lambda *args, **options: harness.run_fastgen(*args, **options)[0]):
+        model = copy.deepcopy(source)
+        processors = LogitsProcessorList([_Changing(model)])
+        outputs.append(
+            run(model, _inputs("llama"), num_beams=3, max_new_tokens=14, logits_processor=lambda p=processors: p)
+        )
+        assert _counts(model) == (0, 0)
+    assert torch.equal(*outputs)
+
+
+class _Counting(transformers.LlamaForCausalLM):
+    """A model of somebody's that counts its own calls and, after the third, computes something else."""
+
+    calls = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        self.calls = 1 if outputs.logits.shape[1] > 1 else self.calls + 1
+        outputs.logits = outputs.logits * (1.0 + 0.1 * self.calls)
+        return outputs
+
+
+def test_a_model_that_counts_its_calls() -> None:
+    """What nobody has tested is tried first, with as many steps as that takes."""
+    model = _Counting(copy.deepcopy(zoo.load("llama").config)).eval()
+    model.load_state_dict(zoo.load("llama").state_dict())
+    model.generation_config = copy.deepcopy(zoo.load("llama").generation_config)
+    for tokens in (3, 14):
+        harness.compare(model, _inputs("llama"), num_beams=3, min_new_tokens=tokens, max_new_tokens=tokens)
+        assert _counts(model) == (0, 0)
+    assert "logits differ" in fastgen.status().replayed["_Counting"]
+
+
+def test_a_capture_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the attempt is used: the step is computed from its beginning."""
+    model = copy.deepcopy(zoo.load("llama"))
+    append, calls = tree.TreeLayer.append, []
+
+    def failing(self: Any, *args: Any) -> Any:
+        calls.append(self)
+        if len(calls) == 2 * 2:  # the second layer, of the step that is captured
+            raise RuntimeError("out of memory")
+        return append(self, *args)
+
+    monkeypatch.setattr(tree.TreeLayer, "append", failing)
+    harness.compare(model, _inputs("llama"), num_beams=3, max_new_tokens=12)
+    assert "out of memory" in fastgen.status().replayed["LlamaForCausalLM"]
+
+
+def test_inference_mode() -> None:
+    model, options = copy.deepcopy(zoo.load("bart")), dict(num_beams=3, min_new_tokens=12, max_new_tokens=12, **TOKENS)
+    stock = harness.run_stock(model, _inputs("bart"), **options)
+    with torch.inference_mode():
+        output, _ = harness.run_fastgen(model, _inputs("bart"), **options)
+    assert torch.equal(stock, output) and _counts(model)[1] > 5
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
@@ -199,12 +291,41 @@ def test_a_tape_computes_anew() -> None:
         lambda x: bool((x > 0).all()),
         lambda x: torch.unique(x),
         lambda x: torch.equal(x, x + 1),
+        lambda x: x.tolist(),
+        lambda x: x.numpy(),
+        lambda x: numpy.asarray(x),
+        lambda x: torch.tensor([x[0], 1.0]),
+        lambda x: torch.tensor_split(x, torch.tensor([1, 3])),
     ],
 )
 def test_a_tape_refuses_what_depends_on_values(function: Any) -> None:
     values = torch.rand(5)
     with pytest.raises(RuntimeError, match="waits for a value"):
         _taped(lambda: function(values))
+
+
+def test_a_tape_makes_its_own_state_anew() -> None:
+    """Tensors that a step makes of weights, or of numbers, and then writes to."""
+    rows, weight = torch.rand(4), torch.nn.Parameter(torch.rand(4))
+
+    def step() -> list[torch.Tensor]:
+        zeros, number, noise = torch.zeros_like(weight), torch.tensor(0.0), torch.rand_like(weight)
+        zeros.add_(rows)
+        number += rows.sum()
+        return [zeros, number, noise]
+
+    replay = _taped(step)
+    first, second = replay(), replay()
+    assert torch.equal(first[0], rows) and torch.equal(second[0], rows)
+    assert torch.equal(second[1], rows.sum()) and not torch.equal(first[2], second[2])
+
+
+def test_a_tape_that_fails_has_drawn_nothing() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="waits"):
+        _taped(lambda: torch.rand(3).sum().item())
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_tape_frees_what_it_no_longer_needs() -> None:

@@ -147,7 +147,7 @@ def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSea
     arguments = (request.input_ids, request.beams, candidates, policy, fill)
     if decoder.replayer is None or not decoder.replayer.waits_for_nothing or not request.chooses_by_numbers:
         return BeamSearch(*arguments, buffers)
-    return StaticSearch(*arguments, decoder.replayer.another(), eos, is_late=not config.return_dict_in_generate)
+    return StaticSearch(*arguments, decoder.replayer.another(), eos, is_late=request.may_evict)
 
 
 def _last(outputs: Any, device: torch.device) -> Tensor:

@@ -91,6 +91,7 @@ class TreeDecoder:
         inputs = self.step_inputs(inputs)
 
         def step(inputs: dict[str, Any]) -> Any:
+            self.tree.forget_masks()
             with self.session.active():
                 return forward(**inputs)
 
@@ -111,6 +112,8 @@ class TreeDecoder:
     def keep(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
         self._measure()
+        if self.replayer is not None:
+            self.replayer.close()  # it holds the buffers that are to be copied, and could not be replayed any more
         sentences = sentences.to(self.tree.ancestry().device)
         self.tree.keep(sentences)
         if isinstance(self.cache, TreeEncoderDecoderCache):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from fastgen.optimizer.transformers.requests import Request
 
 _lock = threading.Lock()
 _counts: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()  # captures and replays
+_disproofs: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # proof remembers its verdicts
 _failures: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
@@ -29,13 +30,26 @@ def replayer_for(request: Request, stock: Callable[..., Any]) -> replay.Replayer
     model = request.model
     if not host.COUNTS_IN_TENSORS or not _is_wanted(request) or model in _failures:
         return None
-    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
-    if modules.is_watched(module for module in model.modules() if module not in encoder):
-        return None  # whoever watches, or has replaced something, expects to be called
+    # Whoever watches, has replaced something or may change the model while it decodes expects it to be called.
+    if request.calls_back or modules.is_watched(_of_steps(model)):
+        return None
     if reason := proof.disproof(request, stock, is_replayed=True):
-        _fails(model, reason)
+        with _lock:
+            _disproofs[model] = reason
         return None
     return replay.Replayer(request.input_ids.device)
+
+
+def _of_steps(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that a decode step may call: all that are not the encoder's alone."""
+    encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None  # type: ignore[operator, union-attr]
+    seen, waiting = {encoder} - {model}, [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            waiting += module.children()
 
 
 def _is_wanted(request: Request) -> bool:
@@ -71,11 +85,13 @@ def replayed() -> dict[str, str]:
             type(model).__name__: f"{captures} captured, {replays} steps replayed"
             for model, (captures, replays) in _counts.items()
         }
-        return {**counts, **{type(model).__name__: f"none, {reason}" for model, reason in _failures.items()}}
+        reasons = [*_disproofs.items(), *_failures.items()]
+        return {**counts, **{type(model).__name__: f"none, {reason}" for model, reason in reasons}}
 
 
 def release() -> None:
     """Forget what became of it: a model may be tried again."""
     with _lock:
         _counts.clear()
+        _disproofs.clear()
         _failures.clear()

@@ -128,6 +128,7 @@ def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
         longest = self.padding_idx + 1 + session.tree.prompt_length + session.tree.max_steps
         if longest > len(self.weights):
             self.make_weights(longest + self.offset, self.embedding_dim, self.padding_idx)
+        session.held.append(self.weights)  # another thread may make a longer one
         ids = number(input_ids, self.padding_idx, past_key_values_length)
         return self.weights.index_select(0, ids.flatten()).unflatten(0, ids.shape).detach()
 

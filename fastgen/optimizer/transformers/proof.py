@@ -48,6 +48,8 @@ def disproof(request: Request, stock: Callable[..., Any], is_replayed: bool = Fa
     # Where eager attention can't be found, not even the tested ones are sure; nor are classes derived from theirs.
     if model_type in _TESTED and FINDS_EAGER and is_the_hosts_own(model):
         return None
+    if is_replayed and request.generation_config.max_length - request.input_ids.shape[1] < _STEPS:
+        return "its first calls were too short to try"
     verdicts = _verdicts.setdefault(model, {})
     is_chunked = request.generation_config.prefill_chunk_size is not None
     attention = getattr(model.config, "_attn_implementation", None)

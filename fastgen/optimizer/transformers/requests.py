@@ -133,6 +133,18 @@ class Request:
         return all(type(criterion) in _BY_LAST_TOKEN for criterion in self.stopping_criteria)
 
     @property
+    def calls_back(self) -> bool:
+        """Whether code of the user's runs between two steps: a processor, a criterion or a streamer."""
+        watchers = [*self.logits_processor, *self.stopping_criteria, self.logits_processor, self.stopping_criteria]
+        if self.streamer is not None:
+            watchers.append(self.streamer)
+        return any(
+            not type(watcher).__module__.startswith("transformers.")
+            or type(watcher) is logits_process.PrefixConstrainedLogitsProcessor
+            for watcher in watchers
+        )
+
+    @property
     def chooses_by_numbers(self) -> bool:
         """Whether the next tokens follow from float32 scores, last tokens and lengths alone."""
         processors = [type(processor).__module__ for processor in self.logits_processor]

@@ -46,6 +46,7 @@ class Session:
         # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
         self.spans: list[tuple[int, int]] | None = None
         self.folds = 0  # calls folded so far: proof that the path ran
+        self.held: list[Tensor] = []  # what a captured step reads, and perhaps nobody else keeps
         self.is_active = False
         self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
         self._cross: tuple[Tensor, Tensor] | None = None  # the source's mask and its bias: the same at every step
