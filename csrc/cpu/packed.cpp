@@ -13,12 +13,11 @@
 namespace fastgen {
 namespace {
 
-at::Tensor packed_linear(
-    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {
+at::Tensor& packed_linear_out(
+    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias,
+    at::Tensor& output) {
   check_packed(rows, packed, width, bias);
-  std::vector<int64_t> shape = rows.sizes().vec();
-  shape.back() = width;
-  at::Tensor output = at::empty(shape, rows.options());
+  check_output(output, rows, width);
   if (output.numel() == 0) {
     return output;
   }
@@ -42,10 +41,20 @@ at::Tensor packed_linear(
   return output;
 }
 
+at::Tensor packed_linear(
+    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {
+  check_packed(rows, packed, width, bias);
+  std::vector<int64_t> shape = rows.sizes().vec();
+  shape.back() = width;
+  at::Tensor output = at::empty(shape, rows.options());
+  return packed_linear_out(rows, packed, width, bias, output);
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
   m.impl("packed_linear", &packed_linear);
+  m.impl("packed_linear.out", &packed_linear_out);
 }
 
 } // namespace fastgen

@@ -150,7 +150,7 @@ class Prompt:
 
 def over_the_tree(decoder: Any, session: Session) -> Any:
     """The decoder with attention over the session's tree and its own products; the decoder itself stays as it is."""
-    products = Products(config.current().packing)
+    products = Products(config.current().packing, session.tree.buffers)
     biases: dict[int, Tensor | None] = {}
     layers = []
     for layer in decoder.layers:

@@ -33,7 +33,8 @@ class Session:
 
     def __init__(self, tree: BeamTree, model: torch.nn.Module) -> None:
         self.tree = tree
-        self.products = Products(config.current().packing)
+        # What is replayed writes to the same memory at each step, whether somebody still holds the last one's or not.
+        self.products = Products(config.current().packing, None if tree.is_static else tree.buffers)
         self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
         if tree.is_static:
             self.patches |= modules.replayable_positions(model)
