@@ -159,9 +159,14 @@ inline void check_packed(
   check_linear_bias(bias, width, rows);
 }
 
-inline void check_output(const at::Tensor& output, const at::Tensor& rows, int64_t width) {
+inline std::vector<int64_t> output_shape(const at::Tensor& rows, int64_t width) {
   std::vector<int64_t> shape = rows.sizes().vec();
   shape.back() = width;
+  return shape;
+}
+
+inline void check_output(const at::Tensor& output, const at::Tensor& rows, int64_t width) {
+  const std::vector<int64_t> shape = output_shape(rows, width);
   TORCH_CHECK_VALUE(
       output.sizes() == at::IntArrayRef(shape) && output.is_contiguous(),
       "out must be ", at::IntArrayRef(shape), " and contiguous, not of shape ", output.sizes(), ".");

@@ -13,13 +13,11 @@
 namespace fastgen {
 namespace {
 
-at::Tensor& packed_linear_out(
-    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias,
-    at::Tensor& output) {
-  check_packed(rows, packed, width, bias);
-  check_output(output, rows, width);
+void multiply_into(
+    const at::Tensor& output, const at::Tensor& rows, const at::Tensor& packed, int64_t width,
+    const std::optional<at::Tensor>& bias) {
   if (output.numel() == 0) {
-    return output;
+    return;
   }
   const at::Tensor x = rows.contiguous(), w = packed.contiguous();
   const at::Tensor b = bias ? bias->contiguous() : at::Tensor();
@@ -38,16 +36,23 @@ at::Tensor& packed_linear_out(
       multiply(all, task);
     }
   });
-  return output;
 }
 
 at::Tensor packed_linear(
     const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {
   check_packed(rows, packed, width, bias);
-  std::vector<int64_t> shape = rows.sizes().vec();
-  shape.back() = width;
-  at::Tensor output = at::empty(shape, rows.options());
-  return packed_linear_out(rows, packed, width, bias, output);
+  at::Tensor output = at::empty(output_shape(rows, width), rows.options());
+  multiply_into(output, rows, packed, width, bias);
+  return output;
+}
+
+at::Tensor& packed_linear_out(
+    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias,
+    at::Tensor& output) {
+  check_packed(rows, packed, width, bias);
+  check_output(output, rows, width);
+  multiply_into(output, rows, packed, width, bias);
+  return output;
 }
 
 } // namespace

@@ -20,10 +20,8 @@ at::Tensor skinny_linear(const at::Tensor& rows, at::TensorList weights, const s
   for (const at::Tensor& weight : weights) {
     width += weight.size(0);
   }
-  std::vector<int64_t> shape = rows.sizes().vec();
-  const int64_t size = shape.back();
-  shape.back() = width;
-  at::Tensor output = at::empty(shape, rows.options());
+  const int64_t size = rows.size(-1);
+  at::Tensor output = at::empty(output_shape(rows, width), rows.options());
   if (output.numel() == 0) {
     return output;
   }

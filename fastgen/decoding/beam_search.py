@@ -212,14 +212,7 @@ class BeamSearch:
         """Let the candidates that stopped here compete with the hypotheses finished before."""
         live, policy = self.live, self.policy
         finishing = stopped & self._best  # beyond the best M, candidates only keep the beam full
-        normalised = scores / policy.divisor(self.length + 1)
-        # One after the other, as the host adds them: near -1e9 float32 rounds to multiples of 64.
-        if policy.early_stopping is True:
-            normalised.add_(torch.all(live.is_finished, dim=-1, keepdim=True), alpha=_DEAD)
-        normalised.add_(~live.improvable, alpha=_DEAD)
-        normalised.add_(~finishing, alpha=_DEAD)
-        merged = torch.cat([live.finished_scores, normalised], dim=1)  # [B, M + K]
-        finished_scores, best = torch.topk(merged, k=self.beams)  # [B, M]
+        finished_scores, best = self._ranked(scores / policy.divisor(self.length + 1), finishing)
         if torch.equal(best, self._places.expand_as(best)):
             return  # nothing new
         live.finished_scores = finished_scores
@@ -238,6 +231,20 @@ class BeamSearch:
         new_rows[:, step] = parent + self._request_row[sentence, 0]
         live.finished_tokens[sentence, place] = new_tokens
         live.finished_rows[sentence, place] = new_rows
+
+    def _ranked(self, normalised: Tensor, finishing: Tensor) -> tuple[Tensor, Tensor]:
+        """The best M of the finished hypotheses and the candidates, by score: scores and places among both, `[B, M]`.
+
+        `normalised`: the candidates' scores `[B, K]`, written to; `finishing`: which of them end, bool `[B, K]`.
+        """
+        live = self.live
+        # One after the other, as the host adds them: near -1e9 float32 rounds to multiples of 64.
+        if self.policy.early_stopping is True:
+            normalised.add_(torch.all(live.is_finished, dim=-1, keepdim=True), alpha=_DEAD)
+        normalised.add_(~live.improvable, alpha=_DEAD)
+        normalised.add_(~finishing, alpha=_DEAD)
+        scores, places = torch.topk(torch.cat([live.finished_scores, normalised], dim=1), k=self.beams)  # of M + K
+        return scores, places
 
     def _is_done(self, stopped: Tensor) -> bool:
         live = self.live

@@ -100,12 +100,7 @@ class StaticSearch(BeamSearch):
         live, beams, policy = self.live, self.beams, self.policy
         finishing = stopped & self._best
         normalised = _divided(scores, self._divisors.index_select(0, self._step))
-        if policy.early_stopping is True:
-            normalised.add_(torch.all(live.is_finished, dim=-1, keepdim=True), alpha=_DEAD)
-        normalised.add_(~live.improvable, alpha=_DEAD)
-        normalised.add_(~finishing, alpha=_DEAD)
-        merged = torch.cat([live.finished_scores, normalised], dim=1)  # [B, M + K]
-        finished_scores, best = torch.topk(merged, k=beams)
+        finished_scores, best = self._ranked(normalised, finishing)
         best = torch.where(goes_on, best, self._places)
         live.finished_scores.copy_(torch.where(goes_on, finished_scores, live.finished_scores))
         live.is_finished.copy_(torch.cat([live.is_finished, finishing], dim=1).gather(1, best))

@@ -91,7 +91,6 @@ class TreeDecoder:
         inputs = self.step_inputs(inputs)
 
         def step(inputs: dict[str, Any]) -> Any:
-            self.tree.forget_masks()
             with self.session.active():
                 return forward(**inputs)
 

@@ -78,6 +78,7 @@ class Session:
         stack.append(self)
         self.is_active = True
         self._derived.clear()
+        self.tree.forget_masks()
         try:
             with _redirected(_ATTENTION | self.patches), using(self.products):
                 yield
