@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from fastgen.decoding import replay
@@ -71,7 +71,7 @@ def _try(
     expected: Any,
     is_replayed: bool,
 ) -> str | None:
-    ours = _sample(request)
+    ours = _sample(request, LogitsProcessorList([_Recorded(expected.scores)]))
     replayer = replay.Replayer(request.input_ids.device) if is_replayed else None
     try:
         with contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
@@ -99,7 +99,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _sampled(request: Request, stock: Callable[..., Any]) -> Any:
-    return _sample(request).run(stock)
+    return _sample(request, LogitsProcessorList()).run(stock)
 
 
 def _difference(expected: Tensor, logits: Tensor) -> float:
@@ -110,7 +110,21 @@ def _difference(expected: Tensor, logits: Tensor) -> float:
     return float((expected[finite] - logits[finite]).abs().max() / largest)
 
 
-def _sample(request: Request) -> Request:
+class _Recorded(LogitsProcessor):
+    """The host's scores in place of ours, step by step.
+
+    Only logits of the same tokens can be compared, and in half precision the next two beams are often so
+    close that another order of sums swaps them.
+    """
+
+    def __init__(self, scores: Sequence[Tensor]) -> None:
+        self._scores = iter(scores)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return next(self._scores).clone()
+
+
+def _sample(request: Request, processors: LogitsProcessorList) -> Request:
     """A few sentences, beams and steps of the request, with plain search and nothing shared with it."""
     beams = min(request.beams, _BEAMS)
     sentences = min(request.batch, _SENTENCES)
@@ -134,7 +148,7 @@ def _sample(request: Request) -> Request:
     return Request(
         request.model,
         selected(request.input_ids, index, rows),
-        LogitsProcessorList(),
+        processors,
         criteria,
         config,
         False,
