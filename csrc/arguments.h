@@ -165,14 +165,6 @@ inline std::vector<int64_t> output_shape(const at::Tensor& rows, int64_t width) 
   return shape;
 }
 
-inline void check_output(const at::Tensor& output, const at::Tensor& rows, int64_t width) {
-  const std::vector<int64_t> shape = output_shape(rows, width);
-  TORCH_CHECK_VALUE(
-      output.sizes() == at::IntArrayRef(shape) && output.is_contiguous(),
-      "out must be ", at::IntArrayRef(shape), " and contiguous, not of shape ", output.sizes(), ".");
-  check_float("out", output, rows);
-}
-
 // Rows may lie anywhere; inside a row the kernels walk with stride one.
 inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
   return tensor.size(1) <= 1 || tensor.stride(1) == 1 ? tensor : tensor.contiguous();

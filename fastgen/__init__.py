@@ -189,7 +189,7 @@ def status() -> Status:
         hosts = tuple(host.status() for host in _hosts)
         on = _switch.on
     packing = sys.modules.get("fastgen.packing")  # loaded by the first beam search, as are the buffers
-    buffers = sys.modules.get("fastgen.buffers")
+    kept = [sys.modules.get(name) for name in ("fastgen.buffers", "fastgen.arena")]
     compiled = sys.modules.get(_COMPILED)
     graphs = sys.modules.get("fastgen.optimizer.transformers.graphs")
     return Status(
@@ -200,7 +200,7 @@ def status() -> Status:
         report.calls(),
         packed_weights=packing.count() if packing else 0,
         packed_bytes=packing.nbytes() if packing else 0,
-        buffer_bytes=buffers.nbytes() if buffers else 0,
+        buffer_bytes=sum(module.nbytes() for module in kept if module),
         compiled=compiled.steps() if compiled else {},
         operators=report.operators(),
         encoders=report.encoders(),
@@ -209,8 +209,8 @@ def status() -> Status:
 
 
 def release() -> None:
-    """Free what fastgen keeps between calls: packed copies of weights, buffers of keys and values, compiled code."""
-    for name in ("fastgen.packing", "fastgen.buffers", _COMPILED):
+    """Free what fastgen keeps between calls: packed copies of weights, buffers, memory of steps, compiled code."""
+    for name in ("fastgen.packing", "fastgen.buffers", "fastgen.arena", _COMPILED):
         if module := sys.modules.get(name):
             module.release()
 

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import memory
-from fastgen.buffers import Buffers
 from fastgen.native_operators import native_operator
 from fastgen.siblings import loners
 
 Copy = Any  # what `pack` returns
-_LARGE = 2**21  # floats of a result: memory beyond some 8 MB goes back to the system, to be taken anew page by page
 
 
 class _Source:
@@ -172,13 +170,9 @@ def pack(weight: Tensor) -> Copy:
     return ops.pack_weight(weight), len(weight)
 
 
-def multiply(rows: Tensor, packed: Copy, bias: Tensor | None, buffers: Buffers | None = None) -> Tensor:
-    """`linear(rows, weight, bias)` of a packed weight; large results lie in `buffers`."""
+def multiply(rows: Tensor, packed: Copy, bias: Tensor | None) -> Tensor:
+    """`linear(rows, weight, bias)` of a packed weight."""
     if isinstance(packed, tuple):
-        shape = (*rows.shape[:-1], packed[1])
-        if buffers is not None and math.prod(shape) >= _LARGE:
-            out = buffers.empty(shape, rows.dtype, rows.device)
-            return torch.ops.fastgen.packed_linear.out(rows, *packed, bias, out=out)
         return torch.ops.fastgen.packed_linear.default(rows, *packed, bias)
     return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
 

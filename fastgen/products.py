@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import packing
-from fastgen.buffers import Buffers
 from fastgen.native_operators import native_operator
 from fastgen.siblings import Siblings, loners
 
@@ -66,9 +65,7 @@ class Products:
     `mode`: "auto" leaves stock's product where a timing says so, "always" nowhere, "off" everywhere.
     """
 
-    def __init__(self, mode: str, buffers: Buffers | None = None) -> None:
-        """`buffers`: where large results lie."""
-        self._packed = functools.partial(packing.multiply, buffers=buffers)
+    def __init__(self, mode: str) -> None:
         self.count = 0  # of those that stock did not do
         self._mode = mode
         self._plans: dict[tuple[int, int], _Plan | None] = {}  # by id of a layer and number of rows
@@ -146,9 +143,9 @@ class Products:
         if not self._pays(layer, rows, transposed, limit, packing.multiply, packing.pack):
             return None
         if not rows.is_inference() and (joint := packing.joint(layer)) is not None:
-            return _Plan(self._packed, joint.copy, _bias(joint.layers), joint.layers)
+            return _Plan(packing.multiply, joint.copy, _bias(joint.layers), joint.layers)
         copy = packing.copy_of(layer, transposed)
-        return None if copy is None else _Plan(self._packed, copy, _bias((layer,)), (layer,))
+        return None if copy is None else _Plan(packing.multiply, copy, _bias((layer,)), (layer,))
 
     def _pays(
         self,

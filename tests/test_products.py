@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen import buffers, memory, packing, products
-from fastgen.buffers import Buffers
+from fastgen import memory, packing, products
 from fastgen.products import Products
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (33, 257), (1000, 130)]
@@ -188,9 +187,9 @@ def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.Monk
     product: Any = packing.multiply if kind != "skinny" else products._skinny()
     monkeypatch.setattr(products, "_skinny", lambda: slow if kind == "skinny" else None)
 
-    def slow(rows: Any, weights: Any, bias: Any, **options: Any) -> Any:
+    def slow(rows: Any, weights: Any, bias: Any) -> Any:
         clock[0] += 1.0 if pays else 3.0
-        return product(rows, weights, bias, **options)
+        return product(rows, weights, bias)
 
     def timed_linear(*arguments: Any) -> Any:
         clock[0] += 2.0
@@ -302,8 +301,8 @@ def widths(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     product: Any = packing.multiply if kind != "skinny" else products._skinny()
 
-    def counted(rows: Any, weights: Any, bias: Any, **options: Any) -> Any:
-        output = product(rows, weights, bias, **options)
+    def counted(rows: Any, weights: Any, bias: Any) -> Any:
+        output = product(rows, weights, bias)
         found.append(output.shape[-1])
         return output
 
@@ -418,9 +417,9 @@ def test_copies_and_weights_as_they_are_in_one_call(block: Block, monkeypatch: p
     done: list[tuple[str, int]] = []
 
     def counted(name: str, product: Any) -> Any:
-        def multiply(rows: Any, weights: Any, bias: Any, **options: Any) -> Any:
+        def multiply(rows: Any, weights: Any, bias: Any) -> Any:
             done.append((name, len(rows)))
-            return product(rows, weights, bias, **options)
+            return product(rows, weights, bias)
 
         return multiply
 
@@ -434,24 +433,3 @@ def test_copies_and_weights_as_they_are_in_one_call(block: Block, monkeypatch: p
     steps = [("packed", 9, 6), ("packed", 9, 3), ("skinny", 3, 6), ("skinny", 3, 3), ("packed", 9, 3), ("skinny", 3, 3)]
     assert done == [(name, rows) for name, rows, count in steps for _ in range(count)]
     assert packing.count() == 6
-
-
-@pytest.mark.parametrize("kind", ["packed"], indirect=True)
-@torch.no_grad()
-def test_large_results_lie_in_memory_that_serves_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But never in what somebody still holds, be it a view of it."""
-    monkeypatch.setattr(packing, "_LARGE", 2**18)
-    layer = torch.nn.Linear(8, 4096)
-    decode, rows = Products("always", Buffers(layer)), torch.randn(70, 1, 8)
-    first = decode(layer, rows, stock)
-    view, copy_of_it = first[3:5, :, 7:], first.clone()
-    address = first.data_ptr()
-    del first
-    second = decode(layer, -rows, stock)
-    assert second.data_ptr() != address and torch.equal(view, copy_of_it[3:5, :, 7:])
-    del view
-    third = decode(layer, rows, stock)
-    assert third.data_ptr() == address and torch.equal(third, copy_of_it)
-    assert decode(layer, rows[:3], stock).data_ptr() not in (address, second.data_ptr())
-    torch.testing.assert_close(third, stock(layer, rows))
-    buffers.release()

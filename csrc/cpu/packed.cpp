@@ -13,22 +13,26 @@
 namespace fastgen {
 namespace {
 
-void multiply_into(
-    const at::Tensor& output, const at::Tensor& rows, const at::Tensor& packed, int64_t width,
-    const std::optional<at::Tensor>& bias) {
+at::Tensor packed_linear(
+    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {
+  check_packed(rows, packed, width, bias);
+  at::Tensor output = at::empty(output_shape(rows, width), rows.options());
   if (output.numel() == 0) {
-    return;
+    return output;
   }
   const at::Tensor x = rows.contiguous(), w = packed.contiguous();
   const at::Tensor b = bias ? bias->contiguous() : at::Tensor();
+  const int64_t count = output.numel() / width, size = rows.size(-1);
+  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   const Packed all{
       x.const_data_ptr<float>(),
       w.const_data_ptr<float>(),
       bias ? b.const_data_ptr<float>() : nullptr,
       output.mutable_data_ptr<float>(),
-      output.numel() / width,
-      rows.size(-1),
-      width};
+      count,
+      size,
+      width,
+      rows_of_a_block(count, size, panels_of(width), threads)};
   const auto multiply = FASTGEN_CHOOSE(multiply_panel);
   const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, kPanel * all.size));
   at::parallel_for(0, all.tasks(), grain, [&](int64_t begin, int64_t end) {
@@ -36,22 +40,6 @@ void multiply_into(
       multiply(all, task);
     }
   });
-}
-
-at::Tensor packed_linear(
-    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {
-  check_packed(rows, packed, width, bias);
-  at::Tensor output = at::empty(output_shape(rows, width), rows.options());
-  multiply_into(output, rows, packed, width, bias);
-  return output;
-}
-
-at::Tensor& packed_linear_out(
-    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias,
-    at::Tensor& output) {
-  check_packed(rows, packed, width, bias);
-  check_output(output, rows, width);
-  multiply_into(output, rows, packed, width, bias);
   return output;
 }
 
@@ -59,7 +47,6 @@ at::Tensor& packed_linear_out(
 
 TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
   m.impl("packed_linear", &packed_linear);
-  m.impl("packed_linear.out", &packed_linear_out);
 }
 
 } // namespace fastgen

@@ -24,8 +24,8 @@ FASTGEN_TARGET inline void panel_tile(const float* rows, int64_t size, const flo
 // One panel and one block of rows.
 FASTGEN_TARGET void multiply_panel(const Packed& all, int64_t task) {
   float sums[kRowsAtOnce * kWidth];
-  const int64_t panel = task % all.panels(), first_row = task / all.panels() * all.block();
-  const int64_t rows = std::min(all.block(), all.count - first_row);
+  const int64_t panel = task % all.panels(), first_row = task / all.panels() * all.block;
+  const int64_t rows = std::min(all.block, all.count - first_row);
   const int64_t end = std::min(all.width, (panel + 1) * kPanel);
   for (int64_t i = panel * kPanel; i < end; i += kWidth) {
     const float* const weight = all.weight + panel * kPanel * all.size + i % kPanel;

@@ -23,15 +23,24 @@ struct Packed {
   const float *rows, *weight, *bias; // [count, size], [panels, size, 64], [width] or null
   float* output; // [count, width]
   int64_t count, size, width;
+  int64_t block; // rows that meet a panel together
 
   int64_t panels() const { return panels_of(width); }
-  // Rows that meet a panel together: they stay in the second-level cache from one panel to the next. As even as can be.
-  int64_t blocks() const { return (count + most() - 1) / most(); }
-  int64_t block() const { return (count + blocks() - 1) / blocks(); }
-  int64_t tasks() const { return blocks() * panels(); } // a panel and a block of rows each
-
- private:
-  int64_t most() const { return std::max<int64_t>(48, (1 << 17) / std::max<int64_t>(1, size)); }
+  int64_t tasks() const { return (count + block - 1) / block * panels(); } // a panel and a block of rows each
 };
+
+// Rows of a block, as even as can be: few enough to stay in the second-level cache from one panel to the next, and so
+// that each of the threads has as much to do, in a few tasks.
+inline int64_t rows_of_a_block(int64_t count, int64_t size, int64_t panels, int64_t threads) {
+  constexpr int64_t kFewest = 24, kTasksOfAThread = 4; // fewer rows read a panel too often for too little
+  const int64_t most = std::max<int64_t>(48, (1 << 17) / std::max<int64_t>(1, size));
+  int64_t blocks = (count + most - 1) / most;
+  if (threads > 1 && blocks * panels < kTasksOfAThread * threads) {
+    while (blocks * panels % threads != 0 && count / (blocks + 1) >= kFewest) {
+      ++blocks;
+    }
+  }
+  return (count + blocks - 1) / blocks;
+}
 
 } // namespace fastgen

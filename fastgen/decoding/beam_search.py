@@ -148,25 +148,39 @@ class BeamSearch:
             scores, chosen = torch.topk(totals, k=self.candidates)
         return self._take(scores, chosen % vocabulary, chosen // vocabulary, is_stopped)
 
-    def _candidates_by_row(self, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    def choose_allowed(self, logits: Tensor, banned: Tensor | None, is_stopped: IsStopped) -> Tensor | None:
+        """The same from `logits` `[B*M, V]`, float32, with `banned` tokens, int64 `[n]`, in all rows.
+
+        None, and nothing done, where that needs all log-probabilities.
+        """
+        found = self._candidates_by_row(logits, banned, are_logits=True)
+        return None if found is None else self._take(*found, is_stopped)
+
+    def _candidates_by_row(
+        self, scores: Tensor, banned: Tensor | None = None, are_logits: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Scores, tokens and parents of the K candidates, `[B, K]` each: the best K of a sentence are among those of
         its rows, which the native operator finds in one pass.
+
+        `scores` `[B*M, V]`: log-probabilities, or logits if they `are_logits`.
 
         None where there is no such operator, or where `torch.topk` is to say which of equal scores come first.
         """
         from fastgen import ops  # loads or even compiles them, so not before they are needed
 
         beams, wanted = self.beams, self.candidates + 1  # one more, to see a tie at the end
-        if log_probs.dtype != torch.float32 or log_probs.shape[-1] < wanted or not ops.is_native(log_probs.device):
+        if scores.dtype != torch.float32 or scores.shape[-1] < wanted or not ops.is_native(scores.device):
             return None
-        _, tokens, log_sum_exp = ops.topk_log_softmax(log_probs, wanted)  # [B*M, K+1]
-        totals = (log_probs.gather(1, tokens).view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)
-        scores, place = torch.topk(totals, k=wanted)  # [B, K+1]
-        is_clear = (scores[:, :-1] > scores[:, 1:]).all() & ~log_sum_exp.isnan().any()  # NaN ranks otherwise there
+        log_probs, tokens, log_sum_exp = ops.topk_log_softmax(scores, wanted, banned)  # [B*M, K+1]
+        if not are_logits:
+            log_probs = scores.gather(1, tokens)
+        totals = (log_probs.view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)
+        best, place = torch.topk(totals, k=wanted)  # [B, K+1]
+        is_clear = (best[:, :-1] > best[:, 1:]).all() & ~log_sum_exp.isnan().any()  # NaN ranks otherwise there
         if not bool(is_clear):
             return None
         place = place[:, :-1]
-        return scores[:, :-1], tokens.view(-1, beams * wanted).gather(1, place), place // wanted
+        return best[:, :-1], tokens.view(-1, beams * wanted).gather(1, place), place // wanted
 
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""

@@ -49,6 +49,9 @@ class StaticSearch(BeamSearch):
         self.done = self.length >= self.policy.max_length or not self._known.values(self._is_late)[0]
         return parents
 
+    def choose_allowed(self, logits: Tensor, banned: Tensor | None, is_stopped: IsStopped) -> Tensor | None:
+        return None
+
     def settled(self) -> Tensor:
         """As the parent's, and none where all are: then the search is done, though the host may not know yet."""
         settled = super().settled()

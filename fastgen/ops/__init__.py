@@ -174,9 +174,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     return packed
 
 
-def packed_linear(
-    rows: Tensor, packed: Tensor, width: int, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None = None) -> Tensor:
     """`linear(rows, weight, bias)` of a weight packed by `pack_weight`.
 
     Natively, on the CPU, what one step of the loops needs lies side by side and in its order, as in the inner kernel of
@@ -188,7 +186,6 @@ def packed_linear(
         packed: float32 `[ceil(width / 64), size, 64]`.
         width: of the weight, outputs.
         bias: float32 `[width]`, or None.
-        out: float32 `[..., width]`, contiguous: where the result goes.
 
     Returns: float32 `[..., width]`; no gradient passes through it. Natively, each row is the same to the last digit
         whatever the others are, and however many.
@@ -197,9 +194,6 @@ def packed_linear(
         ValueError: for shapes or devices other than these.
         TypeError: for other dtypes.
     """
-    if out is not None:
-        torch.ops.fastgen.packed_linear.out(rows, packed, width, bias, out=out)
-        return out
     output: Tensor = torch.ops.fastgen.packed_linear(rows, packed, width, bias)
     return output
 

@@ -15,7 +15,6 @@ from fastgen.ops import reference
 from fastgen.ops.checks import (
     check_attention,
     check_ngrams,
-    check_output,
     check_packed,
     check_skinny,
     check_source,
@@ -40,11 +39,6 @@ _library = torch.library.Library("fastgen", "DEF")
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
-_library.define(
-    "packed_linear.out(Tensor rows, Tensor packed, SymInt width, Tensor? bias, *, Tensor(a!) out) -> Tensor(a!)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.impl("packed_linear.out", reference.packed_linear, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fastgen::ban_repeated_ngrams_", lib=_library)
@@ -81,13 +75,6 @@ def _beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
 def _skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     check_skinny(rows, weights, bias)
     return rows.new_empty(*rows.shape[:-1], sum(weight.shape[0] for weight in weights))
-
-
-@torch.library.register_fake("fastgen::packed_linear.out", lib=_library)
-def _packed_linear_out(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None, *, out: Tensor) -> Tensor:
-    check_packed(rows, packed, width, bias)
-    check_output(out, rows, width)
-    return out
 
 
 @torch.library.register_fake("fastgen::packed_linear", lib=_library)

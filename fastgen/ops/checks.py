@@ -115,13 +115,6 @@ def check_packed(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) 
     _check_floats("rows are", rows, ("rows", rows), ("packed", packed), ("bias", bias))
 
 
-def check_output(out: Tensor, rows: Tensor, width: int) -> None:
-    shape = (*rows.shape[:-1], width)
-    if out.shape != shape or not out.is_contiguous():
-        raise ValueError(f"out must be {list(shape)} and contiguous, not of shape {list(out.shape)}.")
-    _check_floats("rows are", rows, ("out", out))
-
-
 def _check_bias(bias: Tensor | None, width: int) -> None:
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must be [{width}], not of shape {list(bias.shape)}.")

@@ -17,7 +17,6 @@ from fastgen.ops.checks import (
     check_attention,
     check_ngrams,
     check_no_overlap,
-    check_output,
     check_packed,
     check_skinny,
     check_source,
@@ -97,11 +96,6 @@ def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) 
     return output if bias is None else output + bias
 
 
-def packed_linear(
-    rows: Tensor, packed: Tensor, width: int, bias: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
+def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> Tensor:
     check_packed(rows, packed, width, bias)
-    if out is not None:
-        check_output(out, rows, width)
-    output = F.linear(rows, packed.transpose(1, 2).flatten(0, 1)[:width], bias)
-    return output if out is None else out.copy_(output)
+    return F.linear(rows, packed.transpose(1, 2).flatten(0, 1)[:width], bias)

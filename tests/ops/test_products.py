@@ -172,24 +172,3 @@ def test_pack_weight(width: int) -> None:
     assert packed.shape == (-(-width // 64), 7, 64) and packed.is_contiguous()
     flat = packed.transpose(1, 2).flatten(0, 1)
     assert torch.equal(flat[:width], weight) and not flat[width:].any()
-
-
-@pytest.mark.parametrize("shape", [(1, 3), (2, 17, 3), (0, 3), (5, 0)])
-def test_a_result_that_is_given(operators: Any, shape: tuple[int, ...]) -> None:
-    rows, weight = torch.rand(shape), torch.rand(70, shape[-1])
-    packed, out = ops.pack_weight(weight), torch.full((*shape[:-1], 70), float("nan"))
-    assert operators.packed_linear(rows, packed, 70, None, out) is out
-    assert torch.equal(out, operators.packed_linear(rows, packed, 70))
-
-
-@pytest.mark.parametrize(
-    ("out", "error", "message"),
-    [
-        (torch.empty(2, 69), ValueError, r"out must be \[2, 70\] and contiguous, not of shape \[2, 69\]"),
-        (torch.empty(70, 2).t(), ValueError, r"out must be \[2, 70\] and contiguous"),
-        (torch.empty(2, 70).half(), TypeError, r"out must be float32, not .*([Hh]alf|float16)"),
-    ],
-)
-def test_bad_results_to_write_to(operators: Any, out: Tensor, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        operators.packed_linear(ROWS[:1].expand(2, -1), PACKED, 70, None, out)

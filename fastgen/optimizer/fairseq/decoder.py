@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import config
+from fastgen import arena, config
 from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
@@ -61,6 +61,7 @@ class TreeEnsemble(StandIn):
         models = [replaced(model, decoder=over_the_tree(model.decoder, self.session)) for model in self.inner.models]
         self._over_the_tree = replaced(self.inner, models=models, single_model=models[0])
         self._prompt: Prompt | None = None
+        self._arena = arena.of(self.inner.models[0])
         if not self.inner.has_encoder() and request.generator.lm_model is None:
             self._prompt = self._read_prompt(request, models)
         self.session.plant()
@@ -95,7 +96,8 @@ class TreeEnsemble(StandIn):
                 return scores.repeat_interleave(self.session.tree.beams, dim=0), None
             self._prompt = None
         self.session.advance(tokens[:, -1])
-        return self._over_the_tree.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
+        with self._arena:
+            return self._over_the_tree.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
 
 
 class TreeLanguageModel:
@@ -150,7 +152,7 @@ class Prompt:
 
 def over_the_tree(decoder: Any, session: Session) -> Any:
     """The decoder with attention over the session's tree and its own products; the decoder itself stays as it is."""
-    products = Products(config.current().packing, session.tree.buffers)
+    products = Products(config.current().packing)
     biases: dict[int, Tensor | None] = {}
     layers = []
     for layer in decoder.layers:

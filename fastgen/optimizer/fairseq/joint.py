@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import report
+from fastgen import arena, report
 from fastgen.buffers import Buffers
 from fastgen.cache.joint import JointTree, Seats
 from fastgen.cache.tree import BeamTree, additive_mask
@@ -38,6 +38,7 @@ class Joint:
             decoder = replaced(decoder, embed_positions=self._at_each_position)
         model = replaced(inner.single_model, decoder=decoder)
         self._model = replaced(inner, models=[model], single_model=model)
+        self._arena = arena.of(inner.single_model)
         self._self_attention = [layer.self_attn for layer in decoder.layers]
         self._cross_attention = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
         self._seats = [(Seats(rows, buffers), Seats(rows, buffers)) for _ in self._cross_attention]
@@ -110,7 +111,8 @@ class Joint:
         tokens = torch.cat([part.step.tokens[:, -1:] for part in self.parts])
         self._session.advance(tokens[:, 0])
         sources = [{"encoder_out": [tokens], "encoder_padding_mask": []}]  # the layers have keys of the sources
-        scores, weights = self._model.forward_decoder(tokens, sources, [{}], self.parts[0].step.temperature)
+        with self._arena:
+            scores, weights = self._model.forward_decoder(tokens, sources, [{}], self.parts[0].step.temperature)
         self.steps += 1
         first = 0
         for part in self.parts:

@@ -61,13 +61,19 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
     while True:
         rows = model._update_model_kwargs_for_generation(outputs, rows, is_encoder_decoder=decoder.is_encoder_decoder)
         del outputs
-        log_probs = process(request.logits_processor, search.running(), logits)
         if all_logits is not None:
             all_logits += (logits.clone(),)  # a replayed step writes the next ones to the same memory
-        if all_scores is not None:
-            all_scores += (log_probs.clone(),)
-        parents = search.choose(log_probs, stops, config.do_sample)
-        del logits, log_probs
+        parents = None
+        if all_scores is None and not config.do_sample:
+            banned = process.banned(request.logits_processor, search.length, logits)
+            parents = None if banned is None else search.choose_allowed(logits, banned, stops)
+        if parents is None:
+            log_probs = process(request.logits_processor, search.running(), logits)
+            if all_scores is not None:
+                all_scores += (log_probs.clone(),)
+            parents = search.choose(log_probs, stops, config.do_sample)
+            del log_probs
+        del logits
         decoder.reorder(parents)
         if search.done:
             break

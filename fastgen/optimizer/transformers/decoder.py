@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen import arena
 from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import replay
@@ -37,7 +38,7 @@ class TreeDecoder:
         if tree is None:
             tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
-        self.session = Session(self.tree, self.model)
+        self.session, self._arena = Session(self.tree, self.model), arena.of(self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.peak_bytes = 0
         self.is_planted = False  # the prompt has been read
@@ -95,9 +96,11 @@ class TreeDecoder:
                 return forward(**inputs)
 
         # Autograd would have to see the model, and autocast casts anew what was cast.
-        if self.replayer is None or torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type):
-            return step(inputs)
-        return self.replayer(step, inputs, self.tree.epoch)
+        may_replay = not (torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type))
+        with self._arena:
+            if self.replayer is None or not may_replay:
+                return step(inputs)
+            return self.replayer(step, inputs, self.tree.epoch)
 
     def reorder(self, parents: Tensor) -> None:
         """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
@@ -133,6 +136,7 @@ class TreeDecoder:
             self.replayer.close()
         if isinstance(self.cache, TreeEncoderDecoderCache):
             self.cache.close()
+        arena.settle(self.model)
 
     def _measure(self) -> None:
         size = self.tree.nbytes

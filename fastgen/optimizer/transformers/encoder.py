@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fastgen import config, report
-from fastgen.buffers import Buffers
 from fastgen.optimizer.transformers import modules
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
@@ -52,7 +51,7 @@ def encode(
     """
     if not _is_accelerated(model, generation_config, inputs.device):
         return stock(model, inputs, model_kwargs, input_name, generation_config)
-    with sessions.multiplying(Products(config.current().packing, Buffers(model))):
+    with sessions.multiplying(Products(config.current().packing), model):
         groups = _groups(model, inputs, model_kwargs, input_name)
         if groups is None:
             return stock(model, inputs, model_kwargs, input_name, generation_config)

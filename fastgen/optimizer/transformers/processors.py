@@ -78,6 +78,17 @@ class Processing:
             scores = logits.log_softmax(-1)
         return self.apply(processors, input_ids, scores, ours=True)
 
+    def banned(self, processors: Any, length: int, logits: Tensor) -> Tensor | None:
+        """The tokens, int64 `[n]`, that `processors` ban in all rows of `[rows, V]`; None if they do anything else."""
+        if type(processors) is not logits_process.LogitsProcessorList or any(
+            type(one) not in _BANS for one in processors
+        ):
+            return None
+        found = [self._tokens(one, length, logits) for one in processors]
+        return torch.cat(
+            [torch.empty(0, dtype=torch.int64, device=logits.device), *(x for x in found if x is not None)]
+        )
+
     def apply(self, processors: Any, input_ids: Tensor, scores: Tensor, ours: bool = False) -> Tensor:
         """What `processors`, a LogitsProcessorList and no subclass, returns for `scores` `[rows, V]`.
 

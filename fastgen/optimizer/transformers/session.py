@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from fastgen import config
+from fastgen import arena, config
 from fastgen._patching import PatchSet
 from fastgen.attention import beam_attention, fold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
@@ -33,8 +33,7 @@ class Session:
 
     def __init__(self, tree: BeamTree, model: torch.nn.Module) -> None:
         self.tree = tree
-        # What is replayed writes to the same memory at each step, whether somebody still holds the last one's or not.
-        self.products = Products(config.current().packing, None if tree.is_static else tree.buffers)
+        self.products = Products(config.current().packing)
         self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
         if tree.is_static:
             self.patches |= modules.replayable_positions(model)
@@ -91,7 +90,7 @@ class Session:
 
     def multiplying(self) -> contextlib.AbstractContextManager[None]:
         """For the prompt's forward pass."""
-        return multiplying(self.products)
+        return multiplying(self.products, self._model)
 
     def folds_rows(self, rows: int) -> bool:
         return rows == self.tree.batch * self.tree.beams
@@ -247,9 +246,9 @@ def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[N
 
 
 @contextlib.contextmanager
-def multiplying(products: Products) -> Iterator[None]:
-    """Inside the block this thread multiplies by `products`, and folds nothing."""
-    with _redirected(_PRODUCTS), using(products):
+def multiplying(products: Products, model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block this thread multiplies by `products`, in the model's arena, and folds nothing."""
+    with arena.of(model), _redirected(_PRODUCTS), using(products):
         yield
 
 

@@ -1,0 +1,139 @@
+"""Arenas: what a thread frees inside serves it again, and never while anybody refers to it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import fastgen
+from fastgen import arena, memory, ops
+from fastgen.arena import Arena
+
+pytestmark = pytest.mark.skipif(not ops.is_native(torch.device("cpu")), reason="there is no native library")
+LEAST = 2**17  # bytes: smaller ones are left to the C library
+
+
+@pytest.fixture(autouse=True)
+def _none_kept() -> Iterator[None]:
+    arena.release()
+    yield
+    arena.release()
+
+
+def taken(size: int = LEAST) -> torch.Tensor:
+    return torch.empty(size // 4, device="cpu")
+
+
+def test_memory_serves_again_once_nobody_refers_to_it() -> None:
+    with Arena() as _, Arena():  # the innermost counts
+        first = taken()
+        address, part = first.data_ptr(), first[5:7]
+        del first
+        second = taken()
+        assert second.data_ptr() != address, "a part of it is still in use"
+        del part
+        assert taken().data_ptr() == address
+
+
+def test_sizes_that_differ_by_little_share_and_others_do_not() -> None:
+    inside = Arena()
+    with inside:
+        del (large := [taken(16 * LEAST)])[:]
+        assert inside.nbytes() == 16 * LEAST
+        kept = taken(15 * LEAST)
+        assert inside.nbytes() == 0, "it took the larger block"
+        del kept, large
+        kept = taken(7 * LEAST)
+        assert inside.nbytes() == 16 * LEAST, "more than half would lie idle"
+        del kept
+        small = taken(LEAST - 4)
+        del small
+    assert inside.nbytes() == 23 * LEAST
+    inside.trim()
+    assert inside.nbytes() == 0
+
+
+def test_nothing_changes_outside() -> None:
+    inside, kept = Arena(), []
+    taken()
+    with pytest.raises(ZeroDivisionError), inside:
+        1 / 0  # noqa: B018
+    taken()
+    thread = threading.Thread(target=lambda: kept.append(taken().numel()))
+    with inside:
+        thread.start()
+        thread.join()
+    assert kept and inside.nbytes() == 0
+
+
+def test_tensors_outlive_their_arena() -> None:
+    inside = Arena()
+    with inside:
+        tensor, other = taken().fill_(7.0), taken()
+        del other
+    number = inside._number
+    del inside
+    gc.collect()
+    assert torch.ops.fastgen.arena_idle(number) == 0
+    with Arena():
+        del (others := [taken().fill_(1.0) for _ in range(9)])[:]
+    assert bool((tensor == 7).all()) and not others
+
+
+def test_resized_shared_and_cloned_tensors() -> None:
+    with Arena():
+        tensor = torch.ones(LEAST)
+        grown = tensor.clone().resize_(3 * LEAST)
+        assert grown.numel() == 3 * LEAST and bool((grown[:LEAST] == 1).all())
+        shared = tensor.clone().share_memory_()
+        numbers = tensor.numpy()
+        del tensor
+        torch.zeros(LEAST)
+        assert numbers.min() == 1 and bool((shared == 1).all())
+
+
+def test_threads_get_different_memory() -> None:
+    inside, start, failed = Arena(), threading.Barrier(8), []
+
+    def work(number: int) -> None:
+        start.wait()
+        for _ in range(200):
+            with inside:
+                tensor = taken().fill_(number)
+            if not bool((tensor == number).all()):
+                failed.append(number)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and 0 < inside.nbytes() <= 16 * LEAST
+
+
+def test_a_models_memory_goes_with_it_or_on_release_or_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    for end in ("death", "release", "shortage", "plenty"):
+        model = torch.nn.Identity()
+        with arena.of(model), arena.of(model):
+            taken()
+        assert arena.nbytes() == LEAST == fastgen.status().buffer_bytes
+        if end == "death":
+            del model
+            gc.collect()
+        elif end == "release":
+            fastgen.release()
+        else:
+            monkeypatch.setattr(memory, "free", lambda end=end: 4 * LEAST if end == "plenty" else LEAST)
+            arena.settle(model)
+        assert arena.nbytes() == (LEAST if end == "plenty" else 0), end
+
+
+def test_wrong_use() -> None:
+    with pytest.raises(RuntimeError, match="no arena 12345"):
+        torch.ops.fastgen.arena_enter(12345)
+    with pytest.raises(RuntimeError, match="is in no arena"):
+        torch.ops.fastgen.arena_leave()
