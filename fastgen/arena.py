@@ -28,24 +28,22 @@ class Arena(contextlib.AbstractContextManager[None]):
     """
 
     def __init__(self) -> None:
-        self._number: int = torch.ops.fastgen.arena_open()
-        self._closed = weakref.finalize(self, torch.ops.fastgen.arena_trim.default, self._number, True)
-        self._closed.atexit = False
+        self._native = torch.classes.fastgen.Arena()
 
     def __enter__(self) -> None:
-        torch.ops.fastgen.arena_enter.default(self._number)
+        self._native.enter()
 
     def __exit__(self, *_: Any) -> None:
-        torch.ops.fastgen.arena_leave.default()
+        self._native.leave()
 
     def nbytes(self) -> int:
         """Of the memory that is kept and in no use."""
-        size: int = torch.ops.fastgen.arena_idle(self._number)
+        size: int = self._native.nbytes()
         return size
 
     def trim(self) -> None:
         """Free what is in no use."""
-        torch.ops.fastgen.arena_trim(self._number, False)
+        self._native.trim()
 
 
 def of(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -6,7 +6,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <torch/library.h>
+#include <torch/custom_class.h>
 
 #include <map>
 #include <memory>
@@ -19,21 +19,19 @@ namespace {
 
 constexpr size_t kSmallest = 1 << 17; // bytes: what is smaller, the C library keeps by itself
 
-struct Arena {
-  std::multimap<size_t, void*> idle; // by size
-  bool is_open = true;
+struct Idle {
+  std::multimap<size_t, void*> blocks; // by size
+  bool is_kept = true; // else blocks are freed with their tensors
 };
 
 struct Block {
-  std::shared_ptr<Arena> arena;
+  std::shared_ptr<Idle> idle; // where it belongs when its tensor has died
   size_t size;
 };
 
 struct State {
-  std::mutex mutex; // of all below, the arenas included
+  std::mutex mutex; // of all below, and of what is idle
   std::unordered_map<void*, Block> blocks;
-  std::unordered_map<int64_t, std::shared_ptr<Arena>> arenas;
-  int64_t last_arena = 0;
   c10::Allocator* torchs = nullptr; // that was there before ours
 };
 
@@ -42,7 +40,7 @@ State& state() { // never destroyed: tensors may die later than whatever is
   return *only;
 }
 
-thread_local std::vector<std::shared_ptr<Arena>> entered;
+thread_local std::vector<std::shared_ptr<Idle>> entered; // of the arenas that this thread is in
 
 // A few sizes for all, so that a block fits the next request although the rows have become fewer.
 size_t rounded(size_t size) {
@@ -58,8 +56,8 @@ void give_back(void* data) {
   {
     const std::lock_guard<std::mutex> lock(all.mutex);
     const auto found = all.blocks.find(data);
-    if (found != all.blocks.end() && found->second.arena->is_open) {
-      found->second.arena->idle.emplace(found->second.size, data);
+    if (found != all.blocks.end() && found->second.idle->is_kept) {
+      found->second.idle->blocks.emplace(found->second.size, data);
       return;
     }
     if (found != all.blocks.end()) {
@@ -76,20 +74,20 @@ class Allocator final : public c10::Allocator {
     if (entered.empty() || size < kSmallest) {
       return all.torchs->allocate(size);
     }
-    const std::shared_ptr<Arena>& arena = entered.back();
+    const std::shared_ptr<Idle>& idle = entered.back();
     size = rounded(size);
     {
       const std::lock_guard<std::mutex> lock(all.mutex);
-      const auto found = arena->idle.lower_bound(size);
-      if (found != arena->idle.end() && found->first <= 2 * size) {
+      const auto found = idle->blocks.lower_bound(size);
+      if (found != idle->blocks.end() && found->first <= 2 * size) {
         void* const data = found->second;
-        arena->idle.erase(found);
+        idle->blocks.erase(found);
         return pointer(data);
       }
     }
     void* const data = all.torchs->raw_allocate(size);
     const std::lock_guard<std::mutex> lock(all.mutex);
-    all.blocks[data] = {arena, size};
+    all.blocks[data] = {idle, size};
     return pointer(data);
   }
 
@@ -107,80 +105,79 @@ class Allocator final : public c10::Allocator {
   }
 };
 
-int64_t arena_open() {
+void install() { // for good: blocks may outlive every arena
   State& all = state();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  if (all.torchs == nullptr) { // from now on, and for good: blocks may outlive every arena
+  if (all.torchs == nullptr) {
     c10::Allocator* const torchs = c10::GetCPUAllocator();
     TORCH_CHECK(torchs->raw_deleter() != nullptr, "fastgen: torch's allocator for the CPU deals in no plain pointers");
     all.torchs = torchs;
     c10::SetCPUAllocator(new Allocator);
   }
-  all.arenas[++all.last_arena] = std::make_shared<Arena>();
-  return all.last_arena;
 }
 
-void arena_enter(int64_t arena) {
-  State& all = state();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.arenas.find(arena);
-  TORCH_CHECK(found != all.arenas.end(), "fastgen: there is no arena ", arena);
-  entered.push_back(found->second);
-}
+// A class, as operators would be seen by whoever watches the operators of a model.
+class Arena final : public torch::CustomClassHolder {
+ public:
+  Arena() {
+    install();
+  }
 
-void arena_leave() {
-  TORCH_CHECK(!entered.empty(), "fastgen: this thread is in no arena");
-  entered.pop_back();
-}
+  ~Arena() override {
+    free_idle(false);
+  }
 
-// The bytes of its idle blocks.
-int64_t arena_idle(int64_t arena) {
-  State& all = state();
-  const std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.arenas.find(arena);
-  int64_t bytes = 0;
-  if (found != all.arenas.end()) {
-    for (const auto& [size, data] : found->second->idle) {
+  void enter() {
+    entered.push_back(idle_);
+  }
+
+  void leave() {
+    TORCH_CHECK(!entered.empty(), "fastgen: this thread is in no arena");
+    entered.pop_back();
+  }
+
+  int64_t nbytes() {
+    const std::lock_guard<std::mutex> lock(state().mutex);
+    int64_t bytes = 0;
+    for (const auto& [size, data] : idle_->blocks) {
       bytes += static_cast<int64_t>(size);
     }
+    return bytes;
   }
-  return bytes;
-}
 
-// Frees its idle blocks and, if it `closes`, all others as their tensors die.
-void arena_trim(int64_t arena, bool closes) {
-  State& all = state();
-  std::vector<void*> freed; // once the lock is free: a profiler may listen
-  {
-    const std::lock_guard<std::mutex> lock(all.mutex);
-    const auto found = all.arenas.find(arena);
-    if (found == all.arenas.end()) {
-      return;
+  void trim() {
+    free_idle(true);
+  }
+
+ private:
+  void free_idle(bool is_kept) {
+    State& all = state();
+    std::multimap<size_t, void*> freed; // once the lock is free: a profiler may listen
+    {
+      const std::lock_guard<std::mutex> lock(all.mutex);
+      idle_->is_kept = is_kept;
+      idle_->blocks.swap(freed);
+      for (const auto& [size, data] : freed) {
+        all.blocks.erase(data);
+      }
     }
-    const std::shared_ptr<Arena> mine = found->second;
-    for (const auto& [size, data] : mine->idle) {
-      freed.push_back(data);
-      all.blocks.erase(data);
-    }
-    mine->idle.clear();
-    if (closes) {
-      mine->is_open = false;
-      all.arenas.erase(found);
+    for (const auto& [size, data] : freed) {
+      all.torchs->raw_deallocate(data);
     }
   }
-  for (void* const block : freed) {
-    all.torchs->raw_deallocate(block);
-  }
-}
+
+  std::shared_ptr<Idle> idle_ = std::make_shared<Idle>();
+};
 
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(fastgen, m) {
-  m.def("arena_open() -> int", &arena_open);
-  m.def("arena_enter(int arena) -> ()", &arena_enter);
-  m.def("arena_leave() -> ()", &arena_leave);
-  m.def("arena_idle(int arena) -> int", &arena_idle);
-  m.def("arena_trim(int arena, bool closes) -> ()", &arena_trim);
+  m.class_<Arena>("Arena")
+      .def(torch::init<>())
+      .def("enter", [](const c10::intrusive_ptr<Arena>& arena) { arena->enter(); })
+      .def("leave", [](const c10::intrusive_ptr<Arena>& arena) { arena->leave(); })
+      .def("nbytes", [](const c10::intrusive_ptr<Arena>& arena) { return arena->nbytes(); })
+      .def("trim", [](const c10::intrusive_ptr<Arena>& arena) { arena->trim(); });
 }
 
 } // namespace fastgen

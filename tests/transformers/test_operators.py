@@ -45,6 +45,10 @@ def calls_in(model: Any, inputs: dict[str, Any], tier: str = "fast", **options: 
     return calls.counts
 
 
+def log_softmaxes(counts: Counter[str]) -> int:
+    return counts["aten::_log_softmax"] + counts["aten::log_softmax"]  # the latter into given memory
+
+
 @pytest.fixture(scope="module", params=["bart", "gpt2"])
 def case(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
     return zoo.load(request.param), zoo.inputs_for(request.param)
@@ -54,7 +58,16 @@ def case(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Any]]:
 @pytest.mark.parametrize("options", [{}, {"min_length": 8, "suppress_tokens": [3, 5]}, {"repetition_penalty": 1.3}])
 def test_candidates_come_from_the_rows(case: tuple[Any, dict[str, Any]], options: dict[str, Any]) -> None:
     counts = calls_in(*case, **TOKENS, **options)
-    assert counts["fastgen::topk_log_softmax"] >= 5
+    steps = counts["fastgen::topk_log_softmax"]
+    assert steps >= 5
+    # Where tokens are banned at most, nobody needs the log-probabilities of all of them, but for ties.
+    assert (log_softmaxes(counts) < steps / 2) == ("repetition_penalty" not in options), counts
+
+
+@needs_native
+def test_all_log_probabilities_where_they_are_asked_for(case: tuple[Any, dict[str, Any]]) -> None:
+    counts = calls_in(*case, num_beams=4, max_new_tokens=12, return_dict_in_generate=True, output_scores=True)
+    assert log_softmaxes(counts) >= counts["fastgen::topk_log_softmax"] >= 5
 
 
 @pytest.mark.parametrize(
@@ -200,3 +213,29 @@ def test_the_same_beams_as_from_all_scores(kind: str, monkeypatch: pytest.Monkey
         assert torch.equal(stock.result().tokens, ours.result().tokens)
         assert torch.equal(stock.live.tokens, ours.live.tokens)
     assert direct == 540 if kind == "apart" else direct < 540
+
+
+@needs_native
+@pytest.mark.parametrize("banned", [[], [2], [0, 7, 39]])
+def test_the_same_beams_from_logits_as_from_log_probabilities(banned: list[int]) -> None:
+    policy = FinishingPolicy(length_penalty=1.0, early_stopping=False, max_length=12, prompt_length=1)
+    prompt, tokens = torch.zeros(6, 1, dtype=torch.int64), torch.tensor(banned, dtype=torch.int64)
+    stops = lambda tokens, hypotheses: tokens == 2  # noqa: E731
+    direct = 0
+    for seed in range(60):
+        generator = torch.Generator().manual_seed(seed)
+        all_scores, ours = (BeamSearch(prompt, 3, 6, policy, 1) for _ in range(2))
+        for step in range(9):
+            logits = 100 * seed + torch.randn(6, 40, generator=generator)
+            if seed % 3 == 2:
+                logits = logits.round()  # ties are left to all log-probabilities
+            log_probs = logits.log_softmax(-1).index_fill_(1, tokens, -torch.inf)
+            expected, before = all_scores.choose(log_probs, stops), logits.clone()
+            parents = ours.choose_allowed(logits, tokens, stops)
+            assert torch.equal(logits, before)
+            direct += parents is not None
+            parents = ours.choose(log_probs, stops) if parents is None else parents
+            assert torch.equal(parents, expected), (seed, step)
+            torch.testing.assert_close(ours.live.scores, all_scores.live.scores, rtol=1e-6, atol=1e-5)
+        assert torch.equal(all_scores.result().tokens, ours.result().tokens)
+    assert 300 < direct < 540
