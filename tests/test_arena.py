@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -128,6 +130,34 @@ def test_a_models_memory_goes_with_it_or_on_release_or_when_memory_is_short(monk
             monkeypatch.setattr(memory, "free", lambda end=end: 4 * LEAST if end == "plenty" else LEAST)
             arena.settle(model)
         assert arena.nbytes() == (LEAST if end == "plenty" else 0), end
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_process_can_use_it() -> None:
+    inside, stop = Arena(), threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            with inside:
+                taken()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if not child:
+                signal.alarm(20)  # rather than wait for ever
+                with inside:
+                    taken()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_wrong_use() -> None:

@@ -8,6 +8,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <torch/custom_class.h>
 
+#include <pthread.h>
+
 #include <map>
 #include <memory>
 #include <mutex>
@@ -113,6 +115,8 @@ void install() { // for good: blocks may outlive every arena
     TORCH_CHECK(torchs->raw_deleter() != nullptr, "fastgen: torch's allocator for the CPU deals in no plain pointers");
     all.torchs = torchs;
     c10::SetCPUAllocator(new Allocator);
+    // A forked process has this thread alone: nobody else there would unlock what another held.
+    pthread_atfork([] { state().mutex.lock(); }, [] { state().mutex.unlock(); }, [] { state().mutex.unlock(); });
   }
 }
 
