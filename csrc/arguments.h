@@ -135,7 +135,9 @@ inline void check_skinny(const at::Tensor& rows, at::TensorList weights, const s
     TORCH_CHECK_VALUE(
         weight.dim() == 2 && weight.size(1) == rows.size(-1), "weights must be [width, ", rows.size(-1),
         "], not of shape ", weight.sizes(), ".");
-    check_float("weights", weight, rows);
+    if (weight.scalar_type() != at::kHalf || weight.device() != rows.device()) {
+      check_float("weights", weight, rows);
+    }
     width += weight.size(0);
   }
   check_linear_bias(bias, width, rows);

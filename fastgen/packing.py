@@ -19,7 +19,8 @@ from fastgen import memory
 from fastgen.native_operators import native_operator
 from fastgen.siblings import loners
 
-Copy = Any  # what `pack` returns
+Copy = Any  # what `pack` returns, or the weight in half precision
+_FIRST = 4096  # numbers
 
 
 class _Source:
@@ -53,8 +54,9 @@ class _Packed:
 
     @property
     def nbytes(self) -> int:
-        if isinstance(self.copy, tuple):
-            size: int = self.copy[0].nbytes
+        copy = self.copy[0] if isinstance(self.copy, tuple) else self.copy
+        if isinstance(self.copy, tuple) or copy.dtype == torch.float16:
+            size: int = copy.nbytes
             return size
         return sum(source.nbytes for source in self.sources)  # oneDNN does not say
 
@@ -66,6 +68,9 @@ class _Packed:
 _lock = threading.RLock()
 _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()  # by the first of the siblings
+_halves: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
+_inexact: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()  # and no halves: as seen
+_ALL = (_copies, _joint, _halves)
 
 
 @functools.cache
@@ -88,20 +93,21 @@ def _waves(*shape: int) -> Tensor:
 def nbytes() -> int:
     """The memory that packed copies take now."""
     with _lock:
-        return sum(packed.nbytes for packed in (*_copies.values(), *_joint.values()))
+        return sum(packed.nbytes for kind in _ALL for packed in kind.values())
 
 
 def count() -> int:
     """How many weights have a packed copy now."""
     with _lock:
-        return sum(len(packed.sources) for packed in (*_copies.values(), *_joint.values()))
+        return sum(len(packed.sources) for kind in _ALL for packed in kind.values())
 
 
 def release() -> None:
     """Drop all packed copies; what was learnt about shapes stays."""
     with _lock:
-        _copies.clear()
-        _joint.clear()
+        for kind in _ALL:
+            kind.clear()
+        _inexact.clear()
 
 
 def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
@@ -115,6 +121,31 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
                 return None
             _copies[layer] = packed
         return packed.copy
+
+
+def half_of(layer: nn.Module) -> Tensor | None:
+    """The layer's weight in half precision where nothing is lost by it: many models are published in float32 whose
+    weights were halves. None elsewhere, or if memory is short."""
+    with _lock:
+        if packed := _halves.get(layer):
+            half: Tensor = packed.copy
+            return half
+        weight: Tensor = layer.weight.detach()  # type: ignore[operator]
+        seen = (weight.data_ptr(), weight._version)
+        if _inexact.get(layer) == seen:
+            return None
+        # A look at the first of them spares the others, most often.
+        if not (_is_half(weight.flatten()[:_FIRST]) and _is_half(weight)):
+            _inexact[layer] = seen
+            return None
+        if not memory.may_keep(weight.nbytes // 2, taken=nbytes()):
+            return None
+        _halves[layer] = _Packed([_Source(layer)], weight.half())
+        return _halves[layer].copy
+
+
+def _is_half(weight: Tensor) -> bool:
+    return torch.equal(weight.half().float(), weight)
 
 
 def joint(layer: nn.Module) -> _Packed | None:
@@ -152,7 +183,7 @@ def _packed(layers: list[nn.Module], weight: Tensor) -> _Packed | None:
 def drop_outdated(layer: nn.Module) -> None:
     """Drop the layer's copies if their weights have changed since."""
     with _lock:
-        for copies in (_copies, _joint):
+        for copies in _ALL:
             packed = copies.get(layer)
             if packed is not None and not all(source.is_current() for source in packed.sources):
                 del copies[layer]

@@ -54,8 +54,8 @@ class _Plan:
         return isinstance(self.weights, list)
 
 
-# (out, in, rows up to which it holds, threads) -> whether our own operator pays, or else packing
-_verdicts: dict[tuple[int, int, int | None, int], bool] = {}
+# (out, in, rows up to which it holds, threads, whether over float32) -> whether our own operator, packing or halves pay
+_verdicts: dict[tuple[int, int, int | None, int, bool], bool] = {}
 _lock = threading.Lock()
 
 
@@ -126,19 +126,39 @@ class Products:
         skinny = None if transposed or number > _SKINNY_ROWS else _skinny()
         if skinny is not None and self._pays(layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight]):
             layers = self._family(layer, rows)
-            return _Plan(skinny, [one.weight for one in layers], _bias(layers), layers)
+            return _Plan(skinny, self._weights(layers, rows, skinny), _bias(layers), layers)
         return self._packed_plan(layer, rows, number, transposed)
 
     def _family(self, layer: nn.Module, rows: Tensor) -> tuple[Any, ...]:
         family = self._families.get(id(layer), (layer,))
         return (layer,) if rows.is_inference() or not loners.isdisjoint(family) else family
 
-    def _packed_plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
-        if packing.unavailable() is not None:
-            return None
+    def _weights(self, layers: tuple[Any, ...], rows: Tensor, skinny: Product) -> list[Tensor]:
+        """For `skinny_linear`: in half precision, half as much to read, where that is exact and pays."""
+
+        def in_float32(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return skinny(rows, [weight], bias)
+
+        weights: list[Tensor] = []
+        for layer in layers:
+            self._drop_outdated(layer)
+            half = packing.half_of(layer)
+            if half is not None and not self._pays(
+                layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight.half()], over=in_float32
+            ):
+                half = None
+            weights.append(layer.weight if half is None else half)
+        return weights
+
+    def _drop_outdated(self, layer: nn.Module) -> None:
         if id(layer) not in self._checked:
             packing.drop_outdated(layer)
             self._checked.add(id(layer))
+
+    def _packed_plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
+        if packing.unavailable() is not None:
+            return None
+        self._drop_outdated(layer)
         limit = _FEW_ROWS if number <= _FEW_ROWS else None
         if not self._pays(layer, rows, transposed, limit, packing.multiply, packing.pack):
             return None
@@ -155,8 +175,9 @@ class Products:
         limit: int | None,
         product: Product,
         prepare: Callable[[Tensor], Any],
+        over: Product | None = None,
     ) -> bool:
-        """Whether `product`, of what `prepare` makes of a weight `[out, in]`, beats stock's with so many rows."""
+        """Whether `product`, of what `prepare` makes of a weight `[out, in]`, beats `over`, or else stock's."""
         if self._mode == "always":
             return True
         weight = layer.weight.detach()
@@ -165,10 +186,10 @@ class Products:
         if is_small or torch.are_deterministic_algorithms_enabled():
             return False
         weight = weight.t() if transposed else weight
-        key = _key(weight, limit)
+        key = (*_key(weight, limit), over is not None)
         if key not in _verdicts:
             try:
-                pays = _is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias)
+                pays = _is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias, over)
             except (RuntimeError, MemoryError):  # no memory for the trial
                 pays = False
             with _lock:
@@ -189,7 +210,7 @@ def is_read_in_place(layer: nn.Module) -> bool:
     weight: Any = layer._parameters.get("weight")
     if _skinny() is None or not _is_plain(layer, weight) or weight.numel() < _MIN_ELEMENTS:
         return False
-    return _verdicts.get(_key(weight, _SKINNY_ROWS), True)
+    return _verdicts.get((*_key(weight, _SKINNY_ROWS), False), True)
 
 
 def _key(weight: Tensor, limit: int | None) -> tuple[int, int, int | None, int]:
@@ -221,16 +242,21 @@ def _bias(layers: tuple[Any, ...]) -> Tensor | None:
 
 
 def _is_faster(
-    product: Product, prepare: Callable[[Tensor], Any], weight: Tensor, rows: Tensor, bias: Tensor | None
+    product: Product,
+    prepare: Callable[[Tensor], Any],
+    weight: Tensor,
+    rows: Tensor,
+    bias: Tensor | None,
+    over: Product | None,
 ) -> bool:
-    """Time stock's product of `rows` and `weight` `[out, in]` and another, over many copies of the weight.
+    """Time stock's product of `rows` and `weight` `[out, in]`, or `over`, and another, over many copies of the weight.
 
     In a decode step one weight after the other comes from memory; a single one would wait in the nearest cache.
     """
     fitting = _PASSING_BYTES // (weight.numel() * weight.element_size())
     count = max(1, min(fitting, _TRIALS + _WARM_UP))
     weights = [weight.clone() for _ in range(count)]  # keeps the strides
-    theirs = _median_seconds(lambda i: nn.functional.linear(rows, weights[i % count], bias))
+    theirs = _median_seconds(lambda i: (over or nn.functional.linear)(rows, weights[i % count], bias))
     prepared = [prepare(copy) for copy in weights]
     return _median_seconds(lambda i: product(rows, prepared[i % count], bias)) < theirs
 

@@ -433,3 +433,94 @@ def test_copies_and_weights_as_they_are_in_one_call(block: Block, monkeypatch: p
     steps = [("packed", 9, 6), ("packed", 9, 3), ("skinny", 3, 6), ("skinny", 3, 3), ("packed", 9, 3), ("skinny", 3, 3)]
     assert done == [(name, rows) for name, rows, count in steps for _ in range(count)]
     assert packing.count() == 6
+
+
+# ---------------------------------------------------------------------------------------------- halves
+skinny_only = pytest.mark.parametrize("kind", ["skinny"], indirect=True)
+
+
+def of_halves(size: int = 80, width: int = 70) -> Any:
+    """A layer in float32 as models are that were published in half precision."""
+    torch.manual_seed(size)
+    return torch.nn.Linear(size, width).half().float()
+
+
+@pytest.fixture
+def read(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[list[torch.dtype]]:
+    """The dtypes of the weights that each product reads."""
+    found: list[list[torch.dtype]] = []
+    product: Any = products._skinny()
+
+    def counted(rows: Any, weights: Any, bias: Any) -> Any:
+        found.append([weight.dtype for weight in weights])
+        return product(rows, weights, bias)
+
+    monkeypatch.setattr(products, "_skinny", lambda: counted)
+    return found
+
+
+@skinny_only
+@torch.no_grad()
+def test_weights_that_are_halves_are_read_as_such(read: list[list[torch.dtype]]) -> None:
+    layer, rows = of_halves(), torch.randn(5, 1, 80)
+    output, ours = multiply(layer, rows)
+    assert ours == 1 and read == [[torch.float16]]
+    assert torch.equal(output, torch.ops.fastgen.skinny_linear(rows, [layer.weight], layer.bias)), "to the last digit"
+    assert packing.count() == 1 and packing.nbytes() == layer.weight.nbytes // 2
+    multiply(layer, rows)
+    assert packing.count() == 1 and len(read) == 2
+
+
+@skinny_only
+@pytest.mark.parametrize("place", [0, 70 * 80 - 1])
+@pytest.mark.parametrize("value", [1.0001, 1e-9, 70000.0, float("nan")])
+@torch.no_grad()
+def test_one_other_number_is_enough_for_float32(place: int, value: float, read: list[list[torch.dtype]]) -> None:
+    layer, rows = of_halves(), torch.randn(2, 80)
+    layer.weight.view(-1)[place] = value
+    for _ in range(2):
+        output, _ = multiply(layer, rows)
+        torch.testing.assert_close(output, stock(layer, rows), equal_nan=True)
+    assert read == [[torch.float32]] * 2 and packing.count() == 0
+
+
+@skinny_only
+@pytest.mark.parametrize("change", [_step, _load, _data, _one_element, _reordered, _in_place])
+def test_changed_halves(change: Any, read: list[list[torch.dtype]]) -> None:
+    layer, rows = of_halves(48, 64), torch.randn(3, 48)
+    multiply(layer, rows)
+    change(layer)
+    with torch.no_grad():
+        output, _ = multiply(layer, rows)
+        torch.testing.assert_close(output, stock(layer, rows))
+    assert read[0] == [torch.float16]
+
+
+@skinny_only
+@torch.no_grad()
+def test_halves_where_memory_is_short_or_the_clock_against_them(
+    read: list[list[torch.dtype]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, rows = of_halves(512, 512), torch.randn(2, 512)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "free", lambda: 1000)
+        multiply(layer, rows)
+    assert read == [[torch.float32]] and packing.count() == 0
+    for pays in (False, True):
+        products._verdicts.clear()
+        # Against stock it always pays here.
+        monkeypatch.setattr(products, "_is_faster", lambda *args, pays=pays: pays or args[-1] is None)
+        multiply(layer, rows, "auto")
+        assert read[-1] == [torch.float16 if pays else torch.float32]
+
+
+@skinny_only
+@torch.no_grad()
+def test_siblings_of_which_some_are_halves(read: list[list[torch.dtype]]) -> None:
+    torch.manual_seed(0)
+    layers, decode = [of_halves(48, 64), torch.nn.Linear(48, 64), of_halves(48, 8)], Products("always")
+    for _ in range(3):
+        rows = torch.randn(4, 48)
+        for layer in layers:
+            torch.testing.assert_close(decode(layer, rows, stock), stock(layer, rows))
+    assert read[-1] == [torch.float16, torch.float32, torch.float16]

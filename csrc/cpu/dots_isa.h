@@ -10,14 +10,15 @@ constexpr int64_t kTileRows = FASTGEN_LANES == 16 ? 6 : 2; // AVX-512 has 32 reg
 constexpr int64_t kDots = 4;
 
 // Sums of products of `Rows` rows with four vectors, [Rows, 4]. `IsAhead`: memory `ahead` floats further is asked for.
-template <int Rows, bool IsAhead = false>
+template <int Rows, bool IsAhead = false, typename Vector = float>
 FASTGEN_TARGET inline void dot_tile(
-    const float* rows, int64_t stride, const float* const* vectors, int64_t size, float* output,
+    const float* rows, int64_t stride, const Vector* const* vectors, int64_t size, float* output,
     int64_t output_stride, int64_t ahead = 0) {
-  const float *const a = vectors[0], *const b = vectors[1], *const c = vectors[2], *const d = vectors[3];
+  const Vector *const a = vectors[0], *const b = vectors[1], *const c = vectors[2], *const d = vectors[3];
+  constexpr int64_t kLine = 64 / sizeof(Vector);
   Floats sums[Rows][kDots] = {};
   const auto add = [&](int64_t i, auto part) FASTGEN_TARGET {
-    const auto take = [&](const float* from) FASTGEN_TARGET {
+    const auto take = [&](const auto* from) FASTGEN_TARGET {
       if constexpr (decltype(part)::value) {
         return load_part(from + i, size - i);
       } else {
@@ -25,8 +26,8 @@ FASTGEN_TARGET inline void dot_tile(
       }
     };
     const Floats va = take(a), vb = take(b), vc = take(c), vd = take(d);
-    if (IsAhead && (kLanes == 16 || i % 16 == 0)) { // once a cache line
-      for (const float* vector : {a, b, c, d}) {
+    if (IsAhead && (kLanes == kLine || i % kLine == 0)) { // once a cache line
+      for (const Vector* vector : {a, b, c, d}) {
         __builtin_prefetch(vector + i + ahead, 0, 2); // into the second-level cache
       }
     }

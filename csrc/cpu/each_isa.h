@@ -24,7 +24,7 @@
 #undef FASTGEN_REACHED
 
 #define FASTGEN_ISA avx2
-#define FASTGEN_TARGET __attribute__((target("avx2,fma,popcnt")))
+#define FASTGEN_TARGET __attribute__((target("avx2,fma,f16c,popcnt")))
 #define FASTGEN_LANES 8
 #define FASTGEN_FUSED 1
 #define FASTGEN_REACHED(a, b) \

@@ -1,4 +1,4 @@
-// fastgen::skinny_linear on the CPU, in float32.
+// fastgen::skinny_linear on the CPU, in float32; weights may be stored in half precision.
 #include "products.h"
 
 #include <ATen/Parallel.h>
@@ -6,6 +6,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <functional>
+#include <type_traits>
 #include <vector>
 
 #define FASTGEN_LOOPS "skinny_isa.h"
@@ -28,27 +30,33 @@ at::Tensor skinny_linear(const at::Tensor& rows, at::TensorList weights, const s
   const at::Tensor x = rows.contiguous();
   const at::Tensor b = bias ? bias->contiguous() : at::Tensor();
   std::vector<at::Tensor> held; // copies of weights that are not dense
-  std::vector<Skinny> parts;
+  std::vector<std::function<void(int64_t, int64_t)>> parts; // of each weight
   std::vector<int64_t> ends; // of each part, in groups of four outputs
   int64_t done = 0, groups = 0;
+  const auto add_part = [&](auto multiply, const auto* weight, int64_t outputs) {
+    const Skinny<std::decay_t<decltype(*weight)>> part{
+        x.const_data_ptr<float>(), weight, bias ? b.const_data_ptr<float>() + done : nullptr,
+        output.mutable_data_ptr<float>() + done, output.numel() / width, size, outputs, width};
+    parts.push_back([multiply, part](int64_t begin, int64_t end) { multiply(part, begin, end); });
+  };
   for (const at::Tensor& weight : weights) {
     held.push_back(weight.contiguous());
-    const float* const bias_part = bias ? b.const_data_ptr<float>() + done : nullptr;
-    parts.push_back(
-        {x.const_data_ptr<float>(), held.back().const_data_ptr<float>(), bias_part,
-         output.mutable_data_ptr<float>() + done, output.numel() / width, size, weight.size(0), width});
+    if (weight.scalar_type() == at::kHalf) {
+      add_part(FASTGEN_CHOOSE(multiply<c10::Half>), held.back().const_data_ptr<c10::Half>(), weight.size(0));
+    } else {
+      add_part(FASTGEN_CHOOSE(multiply<float>), held.back().const_data_ptr<float>(), weight.size(0));
+    }
     done += weight.size(0);
     groups += (weight.size(0) + 3) / 4;
     ends.push_back(groups);
   }
-  const auto multiply = FASTGEN_CHOOSE(multiply);
   const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, 4 * size));
   at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     for (size_t i = 0; i < parts.size(); ++i) {
       const int64_t first = i == 0 ? 0 : ends[i - 1];
       const int64_t from = std::max(begin, first), to = std::min(end, ends[i]);
       if (from < to) {
-        multiply(parts[i], from - first, to - first);
+        parts[i](from - first, to - first);
       }
     }
   });

@@ -4,18 +4,19 @@
 namespace fastgen {
 namespace FASTGEN_ISA {
 
-// The rows of a weight are short for the processor's own prefetching, which starts anew at each page. Floats ahead, at
+// The rows of a weight are short for the processor's own prefetching, which starts anew at each page. Weights ahead, at
 // least: 16 KB are as fast as the memory is (8 to 32 KB: the same); the first-level cache is too small for that.
 constexpr int64_t kAhead = 4096;
 
 // Outputs `begin * 4` up to `end * 4`, but for those beyond the last.
-FASTGEN_TARGET void multiply(const Skinny& all, int64_t begin, int64_t end) {
+template <typename Weight>
+FASTGEN_TARGET void multiply(const Skinny<Weight>& all, int64_t begin, int64_t end) {
   float sums[kTileRows * kDots];
   const int64_t four_rows = kDots * all.size; // rows beside one another: what is ahead of one must not be the next
   const int64_t ahead = (kAhead / std::max<int64_t>(1, four_rows) + 1) * four_rows;
   for (int64_t i = begin * kDots; i < std::min(end * kDots, all.width); i += kDots) {
     const int64_t outputs = std::min(kDots, all.width - i);
-    const float* four[kDots];
+    const Weight* four[kDots];
     for (int64_t j = 0; j < kDots; ++j) { // the last one again where there are no more
       four[j] = all.weight + std::min(i + j, all.width - 1) * all.size;
     }

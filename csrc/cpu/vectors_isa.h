@@ -18,6 +18,21 @@ FASTGEN_TARGET inline Floats load(const float* from) {
   return x;
 }
 
+// Half precision, exactly, as floats.
+FASTGEN_TARGET inline Floats load(const c10::Half* from) {
+#if FASTGEN_LANES == 16
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif FASTGEN_LANES == 8
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  Floats x;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    x[lane] = static_cast<float>(from[lane]);
+  }
+  return x;
+#endif
+}
+
 FASTGEN_TARGET inline void store(float* into, Floats x) {
   __builtin_memcpy(into, &x, sizeof x);
 }
@@ -52,6 +67,14 @@ FASTGEN_TARGET inline Floats load_part(const float* from, int64_t count) {
   }
   return x;
 #endif
+}
+
+FASTGEN_TARGET inline Floats load_part(const c10::Half* from, int64_t count) {
+  c10::Half whole[kLanes] = {};
+  for (int64_t lane = 0; lane < count; ++lane) {
+    whole[lane] = from[lane];
+  }
+  return load(whole);
 }
 
 #if defined(__clang__) || __GNUC__ >= 12

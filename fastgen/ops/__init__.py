@@ -143,7 +143,7 @@ def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None =
 
     Args:
         rows: float32 `[..., size]`.
-        weights: float32 `[width_i, size]` each.
+        weights: float32 or float16 `[width_i, size]` each; float16 ones are read as the float32 numbers that they are.
         bias: float32 `[width]`, or None; `width` is the sum of the weights' widths.
 
     Returns: float32 `[..., width]`: `linear(rows, torch.cat(weights), bias)`; no gradient passes through it. Natively,

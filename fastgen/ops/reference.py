@@ -92,7 +92,7 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
 
 def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     check_skinny(rows, weights, bias)
-    output = torch.cat([F.linear(rows, weight) for weight in weights], -1)
+    output = torch.cat([F.linear(rows, weight.float()) for weight in weights], -1)
     return output if bias is None else output + bias
 
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from test_attention import EXAMPLES
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastgen import ops
 from fastgen.ops import reference
@@ -172,3 +173,21 @@ def test_pack_weight(width: int) -> None:
     assert packed.shape == (-(-width // 64), 7, 64) and packed.is_contiguous()
     flat = packed.transpose(1, 2).flatten(0, 1)
     assert torch.equal(flat[:width], weight) and not flat[width:].any()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 12])
+def test_weights_in_half_precision(operators: Any, rows: int) -> None:
+    """The same as with the float32 numbers that they are: subnormal ones, infinities and NaN too."""
+    generator = torch.Generator().manual_seed(rows)
+    for size, width in [(1, 1), (7, 5), (16, 4), (31, 9), (33, 2), (70, 70), (512, 33)]:
+        halves = (torch.randn(width, size, generator=generator) * 10.0 ** (size % 9 - 6)).half()
+        x = torch.randn(rows, size, generator=generator)
+        weights, bias = [halves, torch.randn(3, size, generator=generator)], torch.randn(width + 3, generator=generator)
+        assert torch.equal(
+            operators.skinny_linear(x, weights, bias), operators.skinny_linear(x, [w.float() for w in weights], bias)
+        )
+    special = torch.tensor([[math.inf, 1.0, 6e-8], [-math.inf, -0.0, 65504.0], [math.nan, 0.0, 1.0]]).half()
+    x = torch.ones(rows, 3)
+    torch.testing.assert_close(
+        operators.skinny_linear(x, [special], None), F.linear(x, special.float()), rtol=0, atol=0, equal_nan=True
+    )

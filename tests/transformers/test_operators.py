@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.generation.logits_process import (
     NoRepeatNGramLogitsProcessor,
 )
 
-from fastgen import ops
+from fastgen import ops, packing
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.optimizer.transformers.processors import Processing
 
@@ -167,6 +168,22 @@ def test_sources_that_the_host_would_refuse_stay_with_it() -> None:
     processors = LogitsProcessorList([EncoderNoRepeatNGramLogitsProcessor(1, torch.tensor([[1], [2], [3], [4]]))])
     with pytest.raises(IndexError):
         Processing()(processors, torch.ones(6, 2, dtype=torch.int64), torch.randn(6, 6))
+
+
+@needs_native
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_weights_that_are_halves(family: str) -> None:
+    """Models published in float32 whose weights were halves are read as halves, with the same tokens."""
+    model = copy.deepcopy(zoo.load(family)).half().float()
+    with harness.configured(packing="always"):
+        for search in ({"num_beams": 4}, {"num_beams": 1, "do_sample": False}):
+            harness.compare(
+                model, zoo.inputs_for(family), tier="fast" if search["num_beams"] > 1 else "compat", **search
+            )
+            layers = [module for module in model.modules() if module in packing._halves]
+            assert len(layers) >= 4
+    for layer in layers:
+        assert torch.equal(packing._halves[layer].copy.float(), layer.weight)
 
 
 # ---------------------------------------------------------------------------------------------- ties
