@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastgen import buffers, memory
+from fastgen import memory
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # reentrant: a model may die, or a search be abandoned, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, Arena] = weakref.WeakKeyDictionary()
+_outside: Arena | None = None
 
 
 class Arena(contextlib.AbstractContextManager[None]):
@@ -27,8 +28,9 @@ class Arena(contextlib.AbstractContextManager[None]):
     Entered any number of times, by any threads. A tensor may outlive it.
     """
 
-    def __init__(self) -> None:
-        self._native = torch.classes.fastgen.Arena()
+    def __init__(self, keeps: bool = True) -> None:
+        """`keeps`: False for one inside which memory is torch's again."""
+        self._native = torch.classes.fastgen.Arena(keeps)
 
     def __enter__(self) -> None:
         self._native.enter()
@@ -47,13 +49,24 @@ class Arena(contextlib.AbstractContextManager[None]):
 
 
 def of(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The model's arena; nothing where the operators are not native."""
+    """The model's arena; nothing where the operators are not native, or the model is not on the CPU."""
+    global _outside
     from fastgen import ops  # loads or even compiles them, so not before they are needed
 
-    if not ops.is_native(torch.device("cpu")):
+    first = next(model.parameters(), None)
+    if (first is not None and first.device.type != "cpu") or not ops.is_native(torch.device("cpu")):
         return contextlib.nullcontext()
     with _lock:
-        return _kept.get(model) or _kept.setdefault(model, Arena())
+        arena = _kept.get(model)
+        if arena is None:
+            arena = _kept[model] = Arena()
+            _outside = _outside or Arena(keeps=False)
+        return arena
+
+
+def outside() -> contextlib.AbstractContextManager[None]:
+    """For memory that is to stay, or that no step will need again: none of an arena's inside the block."""
+    return _outside or contextlib.nullcontext()
 
 
 def nbytes() -> int:
@@ -62,12 +75,12 @@ def nbytes() -> int:
         return sum(arena.nbytes() for arena in _kept.values())
 
 
-def settle(model: nn.Module) -> None:
-    """Between two calls: keep what is free for the next one, unless memory is short."""
-    with _lock:
-        arena = _kept.get(model)
-    if arena is not None and not memory.may_keep(0, taken=nbytes() + buffers.nbytes()):
-        arena.trim()
+def settle() -> None:
+    """After work that needed much: keep what is free now for the next steps and calls, unless memory is short."""
+    if not memory.may_keep(0, taken=nbytes()):
+        with _lock:
+            for arena in _kept.values():
+                arena.trim()
 
 
 def release() -> None:

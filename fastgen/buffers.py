@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fastgen import memory
+from fastgen import arena, memory
 
 _MIN_BYTES = 2**17  # what is smaller, the C library keeps by itself
 
@@ -49,8 +49,9 @@ class Buffers:
         model = None if self._model is None else self._model()
         # On other devices torch's own allocator keeps memory.
         if model is None or size < _MIN_BYTES or device.type != "cpu" or torch.compiler.is_dynamo_compiling():
-            return torch.empty(shape, dtype=dtype, device=device)
-        with _lock:
+            with arena.outside():
+                return torch.empty(shape, dtype=dtype, device=device)
+        with _lock, arena.outside():
             buffer = _take(model, size)
             if buffer is None:
                 return torch.empty(shape, dtype=dtype, device=device)

@@ -9,18 +9,19 @@ import functools
 import math
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastgen import memory
+from fastgen import arena, memory
 from fastgen.native_operators import native_operator
 from fastgen.siblings import loners
 
 Copy = Any  # what `pack` returns, or the weight in half precision
-_FIRST = 4096  # numbers
+_SLAB = 256  # rows and columns that are looked at together
 
 
 class _Source:
@@ -69,7 +70,7 @@ _lock = threading.RLock()
 _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()  # by the first of the siblings
 _halves: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
-_inexact: weakref.WeakKeyDictionary[nn.Module, tuple[int, int]] = weakref.WeakKeyDictionary()  # and no halves: as seen
+_are_half: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], bool]] = weakref.WeakKeyDictionary()
 _ALL = (_copies, _joint, _halves)
 
 
@@ -107,7 +108,7 @@ def release() -> None:
     with _lock:
         for kind in _ALL:
             kind.clear()
-        _inexact.clear()
+        _are_half.clear()
 
 
 def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
@@ -123,29 +124,48 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
         return packed.copy
 
 
-def half_of(layer: nn.Module) -> Tensor | None:
-    """The layer's weight in half precision where nothing is lost by it: many models are published in float32 whose
-    weights were halves. None elsewhere, or if memory is short."""
+def is_half(layer: nn.Module) -> bool:
+    """Whether nothing of the layer's weight is lost in half precision: many models are published in float32 whose
+    weights were halves."""
+    weight: Tensor = layer.weight.detach()  # type: ignore[operator]
+    seen = (weight.data_ptr(), weight._version)
     with _lock:
-        if packed := _halves.get(layer):
-            half: Tensor = packed.copy
-            return half
-        weight: Tensor = layer.weight.detach()  # type: ignore[operator]
-        seen = (weight.data_ptr(), weight._version)
-        if _inexact.get(layer) == seen:
-            return None
-        # A look at the first of them spares the others, most often.
-        if not (_is_half(weight.flatten()[:_FIRST]) and _is_half(weight)):
-            _inexact[layer] = seen
-            return None
-        if not memory.may_keep(weight.nbytes // 2, taken=nbytes()):
-            return None
-        _halves[layer] = _Packed([_Source(layer)], weight.half())
-        return _halves[layer].copy
+        known = _are_half.get(layer)
+        if known is None or known[0] != seen:
+            known = _are_half[layer] = (seen, _are_equal(weight, weight))
+        return known[1]
 
 
-def _is_half(weight: Tensor) -> bool:
-    return torch.equal(weight.half().float(), weight)
+def _are_equal(halves: Tensor, weight: Tensor) -> bool:
+    """Whether `halves`, made halves, are `weight`, both `[out, in]`: in parts, as the first mostly decides."""
+    with arena.outside():
+        return all(
+            torch.equal(half.half().float(), part) for half, part in zip(_parts(halves), _parts(weight), strict=True)
+        )
+
+
+def _parts(weight: Tensor) -> Iterator[Tensor]:
+    return (part for slab in weight.split(_SLAB) for part in slab.split(_SLAB, 1))
+
+
+def half_of(layer: nn.Module) -> Tensor | None:
+    """A copy, in half precision, of the weight of a layer that `is_half`; None if memory is short."""
+    with _lock:
+        packed = _halves.get(layer)
+        if packed is None:
+            weight: Tensor = layer.weight.detach()  # type: ignore[operator]
+            if not memory.may_keep(weight.nbytes // 2, taken=nbytes()):
+                return None
+            try:
+                with arena.outside():
+                    packed = _Packed([_Source(layer)], weight.half())
+            except (RuntimeError, MemoryError):  # no memory after all
+                return None
+            if not _are_equal(packed.copy, weight):  # edited since it was looked at, and no version told
+                return None
+            _halves[layer] = packed
+        half: Tensor = packed.copy
+        return half
 
 
 def joint(layer: nn.Module) -> _Packed | None:
@@ -175,7 +195,8 @@ def _packed(layers: list[nn.Module], weight: Tensor) -> _Packed | None:
     if not memory.may_keep(sum(source.nbytes for source in sources), taken=nbytes()):
         return None
     try:
-        return _Packed(sources, pack(weight))
+        with arena.outside():
+            return _Packed(sources, pack(weight))
     except (RuntimeError, MemoryError):  # no memory after all: a copy is only ever an extra
         return None
 

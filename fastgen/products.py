@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen import packing
+from fastgen import arena, packing
 from fastgen.native_operators import native_operator
 from fastgen.siblings import Siblings, loners
 
@@ -142,11 +142,11 @@ class Products:
         weights: list[Tensor] = []
         for layer in layers:
             self._drop_outdated(layer)
-            half = packing.half_of(layer)
-            if half is not None and not self._pays(
+            half = None
+            if packing.is_half(layer) and self._pays(
                 layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight.half()], over=in_float32
             ):
-                half = None
+                half = packing.half_of(layer)
             weights.append(layer.weight if half is None else half)
         return weights
 
@@ -189,7 +189,8 @@ class Products:
         key = (*_key(weight, limit), over is not None)
         if key not in _verdicts:
             try:
-                pays = _is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias, over)
+                with arena.outside():
+                    pays = _is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias, over)
             except (RuntimeError, MemoryError):  # no memory for the trial
                 pays = False
             with _lock:

@@ -53,7 +53,7 @@ class Status:
     calls: tuple[Call, ...]  # the latest last
     packed_weights: int = 0  # with a packed copy
     packed_bytes: int = 0
-    buffer_bytes: int = 0  # kept for later calls, or in use
+    buffer_bytes: int = 0  # buffers, in use or not, and what arenas keep for later
     operators: dict[str, str] = field(default_factory=dict)  # how each runs; empty until they are first used
     compiled: dict[str, str] = field(default_factory=dict)  # how each model has fared with `compile=True`, by class
     encoders: dict[str, int] = field(default_factory=dict)  # batches read without padding: see `encoders`

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -15,7 +16,10 @@ import fastgen
 from fastgen import arena, memory, ops
 from fastgen.arena import Arena
 
-pytestmark = pytest.mark.skipif(not ops.is_native(torch.device("cpu")), reason="there is no native library")
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(not ops.is_native(torch.device("cpu")), reason="there is no native library"),
+]
 LEAST = 2**17  # bytes: smaller ones are left to the C library
 
 
@@ -57,6 +61,29 @@ def test_sizes_that_differ_by_little_share_and_others_do_not() -> None:
     assert inside.nbytes() == 23 * LEAST
     inside.trim()
     assert inside.nbytes() == 0
+
+
+def test_growing_tensors_leave_no_trail() -> None:
+    inside = Arena()
+    with inside:
+        for size in range(LEAST, 40 * LEAST, LEAST // 2):
+            taken(size)
+        assert inside.nbytes() <= 40 * LEAST
+        kept = inside.nbytes()
+        for _ in range(3):  # sizes that take turns keep their blocks
+            taken(2 * LEAST), taken(39 * LEAST)
+        assert inside.nbytes() <= kept + 2 * LEAST
+
+
+def test_what_is_to_stay_lies_outside() -> None:
+    model = torch.nn.Identity()
+    with arena.of(model), arena.outside():
+        taken()
+        assert arena.nbytes() == 0
+        with arena.of(model):
+            taken()
+    assert arena.nbytes() == LEAST
+    assert isinstance(arena.of(torch.nn.Linear(2, 2, device="meta")), contextlib.nullcontext)
 
 
 def test_nothing_changes_outside() -> None:
@@ -128,7 +155,7 @@ def test_a_models_memory_goes_with_it_or_on_release_or_when_memory_is_short(monk
             fastgen.release()
         else:
             monkeypatch.setattr(memory, "free", lambda end=end: 4 * LEAST if end == "plenty" else LEAST)
-            arena.settle(model)
+            arena.settle()
         assert arena.nbytes() == (LEAST if end == "plenty" else 0), end
 
 
@@ -150,9 +177,12 @@ def test_a_forked_process_can_use_it() -> None:
             child = os.fork()
             if not child:
                 signal.alarm(20)  # rather than wait for ever
-                with inside:
-                    taken()
-                os._exit(0)
+                try:
+                    with inside:
+                        taken()
+                    os._exit(0)
+                finally:
+                    os._exit(1)
             assert os.waitpid(child, 0)[1] == 0
     finally:
         stop.set()

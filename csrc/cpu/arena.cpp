@@ -42,7 +42,7 @@ State& state() { // never destroyed: tensors may die later than whatever is
   return *only;
 }
 
-thread_local std::vector<std::shared_ptr<Idle>> entered; // of the arenas that this thread is in
+thread_local std::vector<std::shared_ptr<Idle>> entered; // of the arenas that this thread is in; null: of none
 
 // A few sizes for all, so that a block fits the next request although the rows have become fewer.
 size_t rounded(size_t size) {
@@ -69,25 +69,57 @@ void give_back(void* data) {
   all.torchs->raw_deallocate(data);
 }
 
+// Frees the idle blocks; what dies later is kept, or freed too.
+void free_idle(Idle& idle, bool is_kept) {
+  State& all = state();
+  std::multimap<size_t, void*> freed; // once the lock is free: a profiler may listen
+  {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    idle.is_kept = is_kept;
+    idle.blocks.swap(freed);
+    for (const auto& [size, data] : freed) {
+      all.blocks.erase(data);
+    }
+  }
+  for (const auto& [size, data] : freed) {
+    all.torchs->raw_deallocate(data);
+  }
+}
+
 class Allocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t size) override {
     State& all = state();
-    if (entered.empty() || size < kSmallest) {
+    if (entered.empty() || entered.back() == nullptr || size < kSmallest) {
       return all.torchs->allocate(size);
     }
     const std::shared_ptr<Idle>& idle = entered.back();
     size = rounded(size);
+    void* too_small = nullptr;
     {
       const std::lock_guard<std::mutex> lock(all.mutex);
-      const auto found = idle->blocks.lower_bound(size);
+      auto found = idle->blocks.lower_bound(size);
       if (found != idle->blocks.end() && found->first <= 2 * size) {
         void* const data = found->second;
         idle->blocks.erase(found);
         return pointer(data);
       }
+      if (found != idle->blocks.begin()) { // so that growing tensors leave no trail of blocks that nobody needs
+        too_small = (--found)->second;
+        idle->blocks.erase(found);
+        all.blocks.erase(too_small);
+      }
     }
-    void* const data = all.torchs->raw_allocate(size);
+    if (too_small != nullptr) {
+      all.torchs->raw_deallocate(too_small);
+    }
+    void* data = nullptr;
+    try {
+      data = all.torchs->raw_allocate(size);
+    } catch (const c10::Error&) { // no memory: what lies idle is some
+      free_idle(*idle, true);
+      data = all.torchs->raw_allocate(size);
+    }
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.blocks[data] = {idle, size};
     return pointer(data);
@@ -123,12 +155,14 @@ void install() { // for good: blocks may outlive every arena
 // A class, as operators would be seen by whoever watches the operators of a model.
 class Arena final : public torch::CustomClassHolder {
  public:
-  Arena() {
+  explicit Arena(bool keeps) : idle_(keeps ? std::make_shared<Idle>() : nullptr) {
     install();
   }
 
   ~Arena() override {
-    free_idle(false);
+    if (idle_ != nullptr) {
+      free_idle(*idle_, false);
+    }
   }
 
   void enter() {
@@ -143,41 +177,29 @@ class Arena final : public torch::CustomClassHolder {
   int64_t nbytes() {
     const std::lock_guard<std::mutex> lock(state().mutex);
     int64_t bytes = 0;
-    for (const auto& [size, data] : idle_->blocks) {
-      bytes += static_cast<int64_t>(size);
+    if (idle_ != nullptr) {
+      for (const auto& [size, data] : idle_->blocks) {
+        bytes += static_cast<int64_t>(size);
+      }
     }
     return bytes;
   }
 
   void trim() {
-    free_idle(true);
+    if (idle_ != nullptr) {
+      free_idle(*idle_, true);
+    }
   }
 
  private:
-  void free_idle(bool is_kept) {
-    State& all = state();
-    std::multimap<size_t, void*> freed; // once the lock is free: a profiler may listen
-    {
-      const std::lock_guard<std::mutex> lock(all.mutex);
-      idle_->is_kept = is_kept;
-      idle_->blocks.swap(freed);
-      for (const auto& [size, data] : freed) {
-        all.blocks.erase(data);
-      }
-    }
-    for (const auto& [size, data] : freed) {
-      all.torchs->raw_deallocate(data);
-    }
-  }
-
-  std::shared_ptr<Idle> idle_ = std::make_shared<Idle>();
+  const std::shared_ptr<Idle> idle_; // null: inside, memory is torch's again
 };
 
 } // namespace
 
 TORCH_LIBRARY_FRAGMENT(fastgen, m) {
   m.class_<Arena>("Arena")
-      .def(torch::init<>())
+      .def(torch::init<bool>())
       .def("enter", [](const c10::intrusive_ptr<Arena>& arena) { arena->enter(); })
       .def("leave", [](const c10::intrusive_ptr<Arena>& arena) { arena->leave(); })
       .def("nbytes", [](const c10::intrusive_ptr<Arena>& arena) { return arena->nbytes(); })

@@ -32,18 +32,26 @@ struct Packed {
   int64_t tasks() const { return (count + block - 1) / block * panels(); } // a panel and a block of rows each
 };
 
-// Rows of a block, as even as can be: few enough to stay in the second-level cache from one panel to the next, and so
-// that each of the threads has as much to do, in a few tasks.
+// Rows of a block: few enough to stay in the second-level cache from one panel to the next, and so many blocks, but no
+// more, that the thread with the most has the least to do.
 inline int64_t rows_of_a_block(int64_t count, int64_t size, int64_t panels, int64_t threads) {
-  constexpr int64_t kFewest = 24, kTasksOfAThread = 4; // fewer rows read a panel too often for too little
+  constexpr int64_t kFewest = 24; // with fewer rows a panel is read too often for too little
   const int64_t most = std::max<int64_t>(48, (1 << 17) / std::max<int64_t>(1, size));
-  int64_t blocks = (count + most - 1) / most;
-  if (threads > 1 && blocks * panels < kTasksOfAThread * threads) {
-    while (blocks * panels % threads != 0 && count / (blocks + 1) >= kFewest) {
-      ++blocks;
+  const int64_t least_blocks = (count + most - 1) / most;
+  int64_t best = 0, longest = 0;
+  for (int64_t blocks = least_blocks; blocks < least_blocks + 2 * threads; ++blocks) {
+    const int64_t rows = (count + blocks - 1) / blocks;
+    if (best != 0 && rows < kFewest) {
+      break;
+    }
+    const int64_t tasks = (count + rows - 1) / rows * panels;
+    const int64_t work = (tasks + threads - 1) / threads * rows; // of that thread
+    if (best == 0 || work < longest) {
+      best = rows;
+      longest = work;
     }
   }
-  return (count + blocks - 1) / blocks;
+  return best;
 }
 
 } // namespace fastgen

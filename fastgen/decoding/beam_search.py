@@ -129,14 +129,21 @@ class BeamSearch:
         """The live hypotheses so far, int64 `[B*M, length]`."""
         return self.live.tokens[:, :, : self.length].flatten(0, 1)
 
-    def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False) -> Tensor:
+    @property
+    def takes_logits(self) -> bool:
+        """Whether `choose_allowed` is worth a try."""
+        from fastgen import ops
+
+        return ops.is_native(self.live.scores.device)
+
+    def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False, is_tied: bool = False) -> Tensor:
         """Choose the next beams from `log_probs` `[B*M, V]` and return their parents' rows, int64 `[B*M]`.
 
         `is_stopped(tokens, hypotheses)` says which of the candidates stop here: `tokens` int64 `[B, K]`,
-        `hypotheses()` int64 `[B*K, length + 1]`, result bool `[B, K]`.
+        `hypotheses()` int64 `[B*K, length + 1]`, result bool `[B, K]`. `is_tied`: `choose_allowed` has found ties.
         """
         vocabulary = log_probs.shape[-1]
-        if not sample and (found := self._candidates_by_row(log_probs)) is not None:
+        if not (sample or is_tied) and (found := self._candidates_by_row(log_probs)) is not None:
             return self._take(*found, is_stopped)
         log_probs = log_probs.view(self.batch, self.beams, vocabulary)
         room = self._buffer(log_probs)
@@ -148,7 +155,7 @@ class BeamSearch:
             scores, chosen = torch.topk(totals, k=self.candidates)
         return self._take(scores, chosen % vocabulary, chosen // vocabulary, is_stopped)
 
-    def choose_allowed(self, logits: Tensor, banned: Tensor | None, is_stopped: IsStopped) -> Tensor | None:
+    def choose_allowed(self, logits: Tensor, banned: Tensor, is_stopped: IsStopped) -> Tensor | None:
         """The same from `logits` `[B*M, V]`, float32, with `banned` tokens, int64 `[n]`, in all rows.
 
         None, and nothing done, where that needs all log-probabilities.
@@ -176,7 +183,8 @@ class BeamSearch:
             log_probs = scores.gather(1, tokens)
         totals = (log_probs.view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)
         best, place = torch.topk(totals, k=wanted)  # [B, K+1]
-        is_clear = (best[:, :-1] > best[:, 1:]).all() & ~log_sum_exp.isnan().any()  # NaN ranks otherwise there
+        # NaN ranks otherwise there, and what log_softmax makes of infinite logits.
+        is_clear = (best[:, :-1] > best[:, 1:]).all() & (log_sum_exp.abs() < torch.inf).all()
         if not bool(is_clear):
             return None
         place = place[:, :-1]

@@ -41,16 +41,15 @@ class StaticSearch(BeamSearch):
         self._state = torch.tensor([1, 0], device=device)  # int64 [2]: goes on, sentences settled
         self._known = _Late(self._state)
 
-    def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False) -> Tensor:
+    takes_logits = False
+
+    def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False, is_tied: bool = False) -> Tensor:
         """As the parent's; the criteria are those given at first, and nothing is sampled."""
         parents: Tensor = self._replayer(self._choose, log_probs, self._epoch)
         self.length += 1
         self._known.push()
         self.done = self.length >= self.policy.max_length or not self._known.values(self._is_late)[0]
         return parents
-
-    def choose_allowed(self, logits: Tensor, banned: Tensor | None, is_stopped: IsStopped) -> Tensor | None:
-        return None
 
     def settled(self) -> Tensor:
         """As the parent's, and none where all are: then the search is done, though the host may not know yet."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import config, report
+from fastgen import arena, config, report
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
 from fastgen.optimizer.fairseq.requests import Request, is_diverse, unsupported_reason
@@ -44,6 +44,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
         if ensemble is not None:
             ensemble.session.measure()
+            arena.settle()
     if ensemble is None or ensemble.reason:
         _record(request, "stock", ensemble.reason if ensemble else reason, start)
         return result

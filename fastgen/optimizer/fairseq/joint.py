@@ -137,6 +137,7 @@ class Joint:
     def close(self) -> None:
         """Let go of all keys and values."""
         self._tree.close()
+        arena.settle()
         for seats in self._seats:
             for one in seats:
                 one.clear()

@@ -45,6 +45,7 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
     buffers = decoder.tree.buffers
     search, process = _search(request, decoder, buffers), Processing(buffers)
     is_stopped, may_evict = request.stopper(), request.may_evict
+    takes_logits = search.takes_logits and all_scores is None and not config.do_sample
 
     def stops(tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
         return is_stopped(tokens, hypotheses, length=search.length, scores=all_scores)
@@ -63,15 +64,15 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
         del outputs
         if all_logits is not None:
             all_logits += (logits.clone(),)  # a replayed step writes the next ones to the same memory
-        parents = None
-        if all_scores is None and not config.do_sample:
+        parents = banned = None
+        if takes_logits:
             banned = process.banned(request.logits_processor, search.length, logits)
             parents = None if banned is None else search.choose_allowed(logits, banned, stops)
         if parents is None:
             log_probs = process(request.logits_processor, search.running(), logits)
             if all_scores is not None:
                 all_scores += (log_probs.clone(),)
-            parents = search.choose(log_probs, stops, config.do_sample)
+            parents = search.choose(log_probs, stops, config.do_sample, is_tied=banned is not None)
             del log_probs
         del logits
         decoder.reorder(parents)

@@ -62,6 +62,7 @@ class TreeDecoder:
         self.source_mask: Any = inputs.get("attention_mask") if self.is_encoder_decoder else None
         self.tree.plant(mask)
         self.is_planted = True
+        arena.settle()  # of the prompt's activations
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Open the next step and turn the host's inputs, one row per beam, into those of the tree."""
@@ -136,7 +137,7 @@ class TreeDecoder:
             self.replayer.close()
         if isinstance(self.cache, TreeEncoderDecoderCache):
             self.cache.close()
-        arena.settle(self.model)
+        arena.settle()
 
     def _measure(self) -> None:
         size = self.tree.nbytes

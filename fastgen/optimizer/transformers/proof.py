@@ -121,7 +121,7 @@ class _Recorded(LogitsProcessor):
         self._scores = iter(scores)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return next(self._scores).clone()
+        return next(self._scores, scores).clone()
 
 
 def _sample(request: Request, processors: LogitsProcessorList) -> Request:
