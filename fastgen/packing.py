@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +117,8 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
         packed = _copies.get(layer)
         if packed is None:
             weight: Tensor = layer.weight  # type: ignore[assignment]
-            packed = _packed([layer], weight.detach().t() if transposed else weight.detach())
+            weight = weight.detach().t() if transposed else weight.detach()
+            packed = _packed([layer], lambda: pack(weight), weight.nbytes)
             if packed is None:
                 return None
             _copies[layer] = packed
@@ -154,14 +155,8 @@ def half_of(layer: nn.Module) -> Tensor | None:
         packed = _halves.get(layer)
         if packed is None:
             weight: Tensor = layer.weight.detach()  # type: ignore[operator]
-            if not memory.may_keep(weight.nbytes // 2, taken=nbytes()):
-                return None
-            try:
-                with arena.outside():
-                    packed = _Packed([_Source(layer)], weight.half())
-            except (RuntimeError, MemoryError):  # no memory after all
-                return None
-            if not _are_equal(packed.copy, weight):  # edited since it was looked at, and no version told
+            packed = _packed([layer], weight.half, weight.nbytes // 2)
+            if packed is None or not _are_equal(packed.copy, weight):  # edited since is_half, and no version told
                 return None
             _halves[layer] = packed
         half: Tensor = packed.copy
@@ -181,7 +176,8 @@ def joint(layer: nn.Module) -> _Packed | None:
 def join(siblings: list[nn.Module]) -> bool:
     """Give these layers one packed copy instead of one each; False if memory is short."""
     with _lock:
-        packed = _packed(siblings, torch.cat([layer.weight.detach() for layer in siblings]))  # type: ignore[operator]
+        weight = torch.cat([layer.weight.detach() for layer in siblings])  # type: ignore[operator]
+        packed = _packed(siblings, lambda: pack(weight), weight.nbytes)
         if packed is None:
             return False
         _joint[siblings[0]] = packed
@@ -190,13 +186,14 @@ def join(siblings: list[nn.Module]) -> bool:
         return True
 
 
-def _packed(layers: list[nn.Module], weight: Tensor) -> _Packed | None:
-    sources = [_Source(layer) for layer in layers]
-    if not memory.may_keep(sum(source.nbytes for source in sources), taken=nbytes()):
+def _packed(layers: list[nn.Module], make: Callable[[], Copy], size: int) -> _Packed | None:
+    """What `make` returns, a copy of `size` bytes; None if memory is short."""
+    if not memory.may_keep(size, taken=nbytes()):
         return None
+    sources = [_Source(layer) for layer in layers]
     try:
         with arena.outside():
-            return _Packed(sources, pack(weight))
+            return _Packed(sources, make())
     except (RuntimeError, MemoryError):  # no memory after all: a copy is only ever an extra
         return None
 

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import reference
-from fastgen.ops.checks import (
-    check_attention,
-    check_ngrams,
-    check_packed,
-    check_skinny,
-    check_source,
-    check_topk,
-)
+from fastgen.ops.checks import check_attention, check_ngrams, check_packed, check_skinny, check_source, check_topk
 
 # The length is symbolic: it grows at every step, and a compiled step must not be compiled again each time.
 SCHEMAS = {

@@ -62,7 +62,6 @@ class TreeDecoder:
         self.source_mask: Any = inputs.get("attention_mask") if self.is_encoder_decoder else None
         self.tree.plant(mask)
         self.is_planted = True
-        arena.settle()  # of the prompt's activations
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Open the next step and turn the host's inputs, one row per beam, into those of the tree."""

@@ -7,14 +7,13 @@ positions are the same but for rounding. Those of padding become zeros: cross-at
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgen import arena, config, report
+from fastgen import config, report
 from fastgen.optimizer.transformers import modules
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
@@ -52,9 +51,7 @@ def encode(
     """
     if not _is_accelerated(model, generation_config, inputs.device):
         return stock(model, inputs, model_kwargs, input_name, generation_config)
-    with contextlib.ExitStack() as ending:
-        ending.callback(arena.settle)
-        ending.enter_context(sessions.multiplying(Products(config.current().packing), model))
+    with sessions.multiplying(Products(config.current().packing), model):
         groups = _groups(model, inputs, model_kwargs, input_name)
         if groups is None:
             return stock(model, inputs, model_kwargs, input_name, generation_config)

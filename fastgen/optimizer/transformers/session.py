@@ -248,8 +248,11 @@ def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[N
 @contextlib.contextmanager
 def multiplying(products: Products, model: torch.nn.Module) -> Iterator[None]:
     """Inside the block this thread multiplies by `products`, in the model's arena, and folds nothing."""
-    with arena.of(model), _redirected(_PRODUCTS), using(products):
-        yield
+    try:
+        with arena.of(model), _redirected(_PRODUCTS), using(products):
+            yield
+    finally:
+        arena.settle()  # of the activations
 
 
 def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:
