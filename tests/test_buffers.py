@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+from racing import share_nothing
 
 import fastgen
 from fastgen import buffers, memory
@@ -64,22 +64,9 @@ def test_two_in_use_share_nothing() -> None:
 
 
 def test_threads_get_different_ones() -> None:
-    owner, start = Buffers(model := torch.nn.Identity()), threading.Barrier(8)
-    failed: list[int] = []
-
-    def work(number: int) -> None:
-        start.wait()
-        for _ in range(200):
-            tensor = taken(owner).fill_(number)
-            if not bool((tensor == number).all()):
-                failed.append(number)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed and buffers.nbytes() <= 16 * SIZE, "each thread takes its next one before it lets go of the last"
+    owner = Buffers(model := torch.nn.Identity())
+    different = share_nothing(lambda: taken(owner))
+    assert different and buffers.nbytes() <= 16 * SIZE, "each thread takes its next one before it lets go of the last"
     del model
 
 
