@@ -84,8 +84,11 @@ inline void check_topk(const at::Tensor& logits, int64_t k, const std::optional<
 }
 
 inline void check_float(
-    const char* name, const at::Tensor& tensor, const at::Tensor& like, const char* whose = "rows are") {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be float32, not ", tensor.dtype().name(), ".");
+    const char* name, const at::Tensor& tensor, const at::Tensor& like, const char* whose = "rows are",
+    bool or_half = false) {
+  TORCH_CHECK_TYPE(
+      tensor.scalar_type() == at::kFloat || (or_half && tensor.scalar_type() == at::kHalf), name, " must be float32",
+      or_half ? " or float16" : "", ", not ", tensor.dtype().name(), ".");
   TORCH_CHECK_VALUE(
       tensor.device() == like.device(), whose, " on ", like.device(), " and ", name, " on ", tensor.device(), ".");
 }
@@ -135,9 +138,7 @@ inline void check_skinny(const at::Tensor& rows, at::TensorList weights, const s
     TORCH_CHECK_VALUE(
         weight.dim() == 2 && weight.size(1) == rows.size(-1), "weights must be [width, ", rows.size(-1),
         "], not of shape ", weight.sizes(), ".");
-    if (weight.scalar_type() != at::kHalf || weight.device() != rows.device()) {
-      check_float("weights", weight, rows);
-    }
+    check_float("weights", weight, rows, "rows are", /*or_half=*/true);
     width += weight.size(0);
   }
   check_linear_bias(bias, width, rows);

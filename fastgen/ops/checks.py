@@ -102,8 +102,8 @@ def check_skinny(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -
             raise ValueError(f"weights must be [width, {rows.shape[-1]}], not of shape {list(weight.shape)}.")
     width = sum(weight.shape[0] for weight in weights)
     _check_bias(bias, width)
-    whole = [weight for weight in weights if weight.dtype != torch.float16 or weight.device != rows.device]
-    _check_floats("rows are", rows, ("rows", rows), *(("weights", weight) for weight in whole), ("bias", bias))
+    _check_floats("rows are", rows, ("rows", rows), ("bias", bias))
+    _check_floats("rows are", rows, *(("weights", weight) for weight in weights), or_half=True)
 
 
 def check_packed(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> None:
@@ -121,9 +121,9 @@ def _check_bias(bias: Tensor | None, width: int) -> None:
         raise ValueError(f"bias must be [{width}], not of shape {list(bias.shape)}.")
 
 
-def _check_floats(whose: str, like: Tensor, *tensors: tuple[str, Tensor | None]) -> None:
+def _check_floats(whose: str, like: Tensor, *tensors: tuple[str, Tensor | None], or_half: bool = False) -> None:
     for name, tensor in tensors:
-        if tensor is not None and tensor.dtype != torch.float32:
-            raise TypeError(f"{name} must be float32, not {tensor.dtype}.")
+        if tensor is not None and tensor.dtype != torch.float32 and not (or_half and tensor.dtype == torch.float16):
+            raise TypeError(f"{name} must be float32{' or float16' if or_half else ''}, not {tensor.dtype}.")
         if tensor is not None and tensor.device != like.device:
             raise ValueError(f"{whose} on {like.device} and {name} on {tensor.device}.")

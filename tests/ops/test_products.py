@@ -132,7 +132,8 @@ ROWS, WEIGHT = torch.zeros(2, 4), torch.zeros(5, 4)
         (ROWS, [WEIGHT[0]], None, ValueError, r"weights must be \[width, 4\], not of shape \[4\]"),
         (ROWS, [WEIGHT, WEIGHT], torch.zeros(5), ValueError, r"bias must be \[10\], not of shape \[5\]"),
         (ROWS.double(), [WEIGHT], None, TypeError, r"rows must be float32, not .*(double|float64)"),
-        (ROWS, [WEIGHT.bfloat16()], None, TypeError, r"weights must be float32, not .*(BFloat16|bfloat16)"),
+        (ROWS, [WEIGHT.bfloat16()], None, TypeError, r"weights must be float32 or float16, not .*(BFloat16|bfloat16)"),
+        (ROWS, [WEIGHT.half().to("meta")], None, ValueError, "rows are on cpu and weights on meta"),
         (ROWS, [WEIGHT], torch.zeros(5).half(), TypeError, r"bias must be float32, not .*([Hh]alf|float16)"),
     ],
 )
