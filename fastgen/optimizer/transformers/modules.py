@@ -18,9 +18,21 @@ _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "layer_state"
 # Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
 _FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
 
+# What follows would wait for a device to know a token's position, or a mask.
 # Before each look-up they compare the position with their table's length, to make it longer.
 # Class -> static method that numbers positions.
 _WITH_GROWING_TABLES = {"M2M100SinusoidalPositionalEmbedding": "create_position_ids_from_input_ids"}
+# They make a Python range of positions unless they are given some. Class -> the shape of those of one step.
+_NUMBERING_UNLESS_TOLD = {
+    "BertEmbeddings": (1, 1),
+    "BertGenerationEmbeddings": (1, 1),
+    "ElectraEmbeddings": (1, 1),
+    "ErnieEmbeddings": (1, 1),
+    "RoCBertEmbeddings": (1, 1),
+    "TrOCRLearnedPositionalEmbedding": (1,),
+}
+_NUMBERING = "LEDLearnedPositionalEmbedding"  # takes no positions, but is an embedding of them
+_MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder's output from its input's
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -44,10 +56,20 @@ def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wra
     }
 
 
-def replayable_positions(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
-    """Wrappers, by class and attribute, for modules that would wait for a device to know a token's position."""
-    owners = {type(module) for module in model.modules()}
-    return {(owner, "forward"): _of_grown_table for owner in owners if owner.__name__ in _WITH_GROWING_TABLES}
+def replayable_inputs(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
+    """Wrappers, by class and attribute, for what would wait for a device to know a token's position or a mask."""
+    wrappers: dict[tuple[type, str], Wrapper] = {}
+    for owner in {type(module) for module in model.modules()}:
+        if owner.__name__ in _WITH_GROWING_TABLES:
+            wrappers[owner, "forward"] = _of_grown_table
+        elif owner.__name__ in _NUMBERING_UNLESS_TOLD:
+            wrappers[owner, "forward"] = _told_its_position
+        elif owner.__name__ == _NUMBERING:
+            wrappers[owner, "forward"] = _of_one_position
+        # Once, where it is defined: subclasses would wrap the wrapped one.
+        if (base := next((base for base in owner.__mro__ if _MASK_OF_FEATURES in vars(base)), None)) is not None:
+            wrappers[base, _MASK_OF_FEATURES] = _finished_mask
+    return wrappers
 
 
 def unfoldable_attention(model: torch.nn.Module) -> str | None:
@@ -133,3 +155,41 @@ def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
         return self.weights.index_select(0, ids.flatten()).unflatten(0, ids.shape).detach()
 
     return positions
+
+
+def _told_its_position(forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def embeddings(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = signature.bind(self, *args, **kwargs)
+        position = call.arguments.get("past_key_values_length")
+        if torch.is_tensor(position) and call.arguments.get("position_ids") is None:
+            call.arguments["position_ids"] = position.view(_NUMBERING_UNLESS_TOLD[type(self).__name__])
+        embedded: torch.Tensor = forward(*call.args, **call.kwargs)
+        return embedded
+
+    return embeddings
+
+
+def _of_one_position(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def positions(self: Any, input_ids_shape: Any, past_key_values_length: Any = 0) -> torch.Tensor:
+        if torch.is_tensor(past_key_values_length):
+            return torch.nn.Embedding.forward(self, past_key_values_length.view(1))
+        stock: torch.Tensor = forward(self, input_ids_shape, past_key_values_length)
+        return stock
+
+    return positions
+
+
+def _finished_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Of four dimensions, as the host would make it once it has looked whether there is any padding."""
+    from fastgen.optimizer.transformers import session as sessions
+
+    @functools.wraps(stock)
+    def mask_of(self: Any, length: int, attention_mask: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        mask: torch.Tensor = stock(self, length, attention_mask, *args, **kwargs)
+        return mask if sessions.current() is None else mask[:, None, None].bool()
+
+    return mask_of

@@ -36,7 +36,7 @@ class Session:
         self.products = Products(config.current().packing)
         self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
         if tree.is_static:
-            self.patches |= modules.replayable_positions(model)
+            self.patches |= modules.replayable_inputs(model)
         self._model, self._compiled_step = model, None
         if config.current().compile:
             from fastgen.optimizer.transformers import compiled  # brings the compiler with it
