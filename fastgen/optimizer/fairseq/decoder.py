@@ -14,6 +14,7 @@ from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
+from fastgen.optimizer.fairseq.shortlist import Shortlist, unnormalised
 from fastgen.optimizer.fairseq.views import replaced, with_products
 from fastgen.products import Products
 from fastgen.report import FallbackError
@@ -27,8 +28,8 @@ class StandIn:
     Whatever else the host asks is answered by its own ensemble.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.inner = request.generator.model
+    def __init__(self, request: Request, shortlist: Shortlist | None) -> None:
+        self.inner, self.shortlist = request.generator.model, shortlist
         self.reason: str | None = None  # why the tree turned out not to fit; then the host's own cache is used
         self._batch = request.batch
 
@@ -52,14 +53,15 @@ class StandIn:
 class TreeEnsemble(StandIn):
     """Stands in during one call: decoder steps run over the tree, and reordering edits the ancestry."""
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, request: Request, shortlist: Shortlist | None) -> None:
+        super().__init__(request, shortlist)
         source = request.source
         assert source is not None
         tree = BeamTree(request.batch, request.beams, request.max_steps, Buffers(self.inner.models[0]))
         self.session = Session(tree, request.generator.pad, source.device)
         models = [replaced(model, decoder=over_the_tree(model.decoder, self.session)) for model in self.inner.models]
-        self._over_the_tree = replaced(self.inner, models=models, single_model=models[0])
+        shown = models if shortlist is None else [unnormalised(models[0])]
+        self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0])
         self._prompt: Prompt | None = None
         self._arena = arena.of(self.inner.models[0])
         if not self.inner.has_encoder() and request.generator.lm_model is None:
@@ -97,7 +99,8 @@ class TreeEnsemble(StandIn):
             self._prompt = None
         self.session.advance(tokens[:, -1])
         with self._arena:
-            return self._over_the_tree.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
+            scores, weights = self._over_the_tree.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
+        return scores if self.shortlist is None else self.shortlist.of(tokens, scores), weights
 
 
 class TreeLanguageModel:
@@ -176,9 +179,9 @@ def _misfit(encoder_outs: Any, batch: int) -> str | None:
     return None
 
 
-def decode_over_the_tree(request: Request, generator: Any) -> TreeEnsemble:
+def decode_over_the_tree(request: Request, generator: Any, shortlist: Shortlist | None) -> TreeEnsemble:
     """Give `generator`, a view of the request's own, models that run over the tree."""
-    ensemble = TreeEnsemble(request)
+    ensemble = TreeEnsemble(request, shortlist)
     generator.__dict__["model"] = ensemble
     if foldable_language_model(request):
         generator.__dict__["lm_model"] = TreeLanguageModel(request.generator.lm_model, ensemble)

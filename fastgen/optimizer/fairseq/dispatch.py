@@ -15,6 +15,7 @@ from fastgen import arena, config, report
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
 from fastgen.optimizer.fairseq.requests import Request, is_diverse, unsupported_reason
+from fastgen.optimizer.fairseq.shortlist import Shortlist, is_shortened
 
 _NO_FAST_TIER = "fairseq has no fast tier: its own loop runs over the tree"
 
@@ -33,13 +34,16 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
 
     view, sample = _mended(request)
     part = None if reason else joining()
+    shortlist = None
+    if not reason and is_shortened(request.generator):
+        shortlist = view.__dict__["search"] = Shortlist(request, view)
     if part is not None:  # its steps are recorded with those of the others
-        joined = view.__dict__["model"] = JoiningEnsemble(request, part)
+        joined = view.__dict__["model"] = JoiningEnsemble(request, part, shortlist)
         result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
         if joined.reason:
             _record(request, "stock", joined.reason, start)
         return result
-    ensemble = None if reason else decode_over_the_tree(request, view)
+    ensemble = None if reason else decode_over_the_tree(request, view, shortlist)
     with contextlib.closing(ensemble.session.tree) if ensemble else contextlib.nullcontext():
         result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
         if ensemble is not None:
@@ -79,18 +83,22 @@ class _NgramBlocker:
         self._ops = ops
         self._size = int(request.generator.repeat_ngram_blocker.no_repeat_ngram_size)
         self._forced_steps = 0 if request.prefix_tokens is None else request.prefix_tokens.shape[1]
+        self._vocabulary = request.generator.vocab_size
 
     def __call__(self, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor:
         """`tokens`: int64 `[B*M, length]`, of which `step + 1` are written; `lprobs`: `[B*M, V]`, changed in place."""
+        if lprobs.shape[1] != self._vocabulary:
+            return lprobs  # the best without those that are banned
         if step >= self._forced_steps:
-            self._ban(tokens, lprobs, step)
+            self.ban(tokens, lprobs, step)
             return lprobs
         best, token = lprobs.max(dim=1, keepdim=True)
         forced = torch.isfinite(lprobs).sum(dim=1, keepdim=True) == 1
-        self._ban(tokens, lprobs, step)
+        self.ban(tokens, lprobs, step)
         return lprobs.scatter_(1, token, torch.where(forced, best, lprobs.gather(1, token)))
 
-    def _ban(self, tokens: Tensor, lprobs: Tensor, step: int) -> None:
+    def ban(self, tokens: Tensor, lprobs: Tensor, step: int) -> None:
+        """Make what would repeat an n-gram -inf, forced or not."""
         if self._size == 1:  # the token that starts every hypothesis may begin an n-gram, but is never what is banned
             tokens, step = tokens[:, 1:], step - 1
         if lprobs.dtype != torch.float64:

@@ -16,6 +16,7 @@ from fastgen.optimizer.fairseq.decoder import over_the_tree
 from fastgen.optimizer.fairseq.refill import Part
 from fastgen.optimizer.fairseq.requests import Request
 from fastgen.optimizer.fairseq.session import Session, Source
+from fastgen.optimizer.fairseq.shortlist import is_shortened, unnormalised
 from fastgen.optimizer.fairseq.views import replaced
 
 
@@ -37,6 +38,8 @@ class Joint:
         if self._positions is not None:
             decoder = replaced(decoder, embed_positions=self._at_each_position)
         model = replaced(inner.single_model, decoder=decoder)
+        if is_shortened(request.generator):
+            model = unnormalised(model)
         self._model = replaced(inner, models=[model], single_model=model)
         self._arena = arena.of(inner.single_model)
         self._self_attention = [layer.self_attn for layer in decoder.layers]

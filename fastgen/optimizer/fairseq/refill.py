@@ -22,6 +22,7 @@ from fastgen import config
 from fastgen.optimizer.fairseq import seams
 from fastgen.optimizer.fairseq.decoder import StandIn
 from fastgen.optimizer.fairseq.requests import Request, unsupported_decoder
+from fastgen.optimizer.fairseq.shortlist import Shortlist
 from fastgen.optimizer.fairseq.suspending import Suspendable
 
 _PARTS = 4  # a batch is refilled by so much of it at a time
@@ -202,8 +203,8 @@ def joining() -> Part | None:
 class JoiningEnsemble(StandIn):
     """Stands in for the generator's `model` in one part's search, and has the joint tree asked."""
 
-    def __init__(self, request: Request, part: Part) -> None:
-        super().__init__(request)
+    def __init__(self, request: Request, part: Part, shortlist: Shortlist | None) -> None:
+        super().__init__(request, shortlist)
         self._part = part
         self._parents: Tensor | None = None
         part.request = request
@@ -218,5 +219,5 @@ class JoiningEnsemble(StandIn):
     ) -> tuple[Tensor, Tensor | None]:
         if self.reason:
             return self.inner.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
-        answer: tuple[Tensor, Tensor | None] = self._part.ask(Step(tokens, encoder_outs[0], self._parents, temperature))
-        return answer
+        scores, weights = self._part.ask(Step(tokens, encoder_outs[0], self._parents, temperature))
+        return scores if self.shortlist is None else self.shortlist.of(tokens, scores), weights
