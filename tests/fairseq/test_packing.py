@@ -1,4 +1,4 @@
-"""Decoder products on packed weights: the same hypotheses, and the model stays as it is."""
+"""Products on packed weights: the same hypotheses, and the model stays as it is."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ def _always() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["post-norm", "pre-norm", "shared", "bart", "align", "adaptive"])
 def test_translators(name: str) -> None:
-    """Every linear layer of the decoder is packed: 4 + 4 + 2 a layer, and the projection to the vocabulary."""
+    """Every linear layer is packed: 4 + 2 in the encoder's, 4 + 4 + 2 in the decoder's, and that to the vocabulary."""
     model = copy.deepcopy(models.load(name))
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     for beams in (1, 4):
         judge.compare(lambda beams=beams: models.generate(model, models.batch(), beam_size=beams))
-    assert packing.count() == 10 * len(model.decoder.layers) + (name != "adaptive")
+    layers = 6 * len(model.encoder.layers) + 10 * len(model.decoder.layers)
+    assert packing.count() == layers + (name != "adaptive")
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
@@ -46,7 +47,7 @@ def test_language_models_and_ensembles() -> None:
     assert packed == 6 * 3 + 1
     two = [models.load("post-norm"), models.load("post-norm", seed=1)]
     judge.compare(lambda: models.generate(two, models.batch(), lm_model=models.load("lm"), lm_weight=0.3))
-    assert packing.count() == packed + 2 * 31
+    assert packing.count() == packed + 2 * 43
 
 
 def test_weights_that_change() -> None:
@@ -82,7 +83,7 @@ def test_hooks_and_changed_layers() -> None:
     third.fc1.forward = lambda rows: forward(rows) + 0.1
     expected = judge.compare(lambda: models.generate(model, models.batch()))
     assert seen
-    assert packing.count() == 31 - 3
+    assert packing.count() == 43 - 3
     with pytest.raises(AssertionError):
         judge.assert_same(expected, judge.stock(lambda: models.generate("pre-norm", models.batch())))
 

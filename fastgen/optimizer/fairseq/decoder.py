@@ -12,6 +12,7 @@ from fastgen import arena, config
 from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
+from fastgen.optimizer.fairseq.encoder import with_own_products
 from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.shortlist import Shortlist, unnormalised
@@ -37,7 +38,9 @@ class StandIn:
         return getattr(self.inner, name)
 
     def forward_encoder(self, net_input: dict[str, Any]) -> Any:
-        outputs = self.inner.forward_encoder(net_input)
+        with arena.of(self.inner.models[0]):
+            outputs = with_own_products(self.inner).forward_encoder(net_input)
+        arena.settle()  # of the activations
         if self.inner.has_encoder():
             self.reason = _misfit(outputs, self._batch)
         if self.reason and config.current().strict:

@@ -132,12 +132,13 @@ def _unsupported_layer(layer: Any) -> str | None:
     if getattr(layer, "onnx_trace", False):
         return "it is prepared for export to ONNX"
     for attention in (layer.self_attn, layer.encoder_attn):
-        if attention is not None and (reason := _unsupported_attention(attention)):
+        if attention is not None and (reason := unsupported_attention(attention)):
             return reason
     return None
 
 
-def _unsupported_attention(attention: Any) -> str | None:
+def unsupported_attention(attention: Any) -> str | None:
+    """Why ours cannot stand in for this attention module, None if it can."""
     kind = type(attention).__name__
     if type(attention) is not MultiheadAttention or "forward" in vars(attention):
         return f"it computes attention with {kind} of its own"

@@ -116,13 +116,13 @@ class Shortlist:
         `lprobs`: `[B, M, W]`, what `of` returned and the loop has changed since; `scores`: `[B, M, step]`.
         """
         if self._tokens is None:
-            return self.inner.step(step, lprobs, scores, *args, **kwargs)  # type: ignore[no-any-return]
+            return self.inner.step(step, lprobs, scores, *args, **kwargs)
         batch, beams, width = lprobs.shape
         totals = lprobs[:, :1] if step == 0 else lprobs + scores[:, :, step - 1, None]  # at first all beams are equal
         best, place = totals.flatten(1).topk(self._wanted)
         # Which of equal scores come first is for the host's own search to say.
         if not bool((best[:, :-1] > best[:, 1:]).all()):
-            return self.inner.step(step, self._with_all(lprobs), scores, *args, **kwargs)  # type: ignore[no-any-return]
+            return self.inner.step(step, self._with_all(lprobs), scores, *args, **kwargs)
         self.steps += 1
         parents = place[:, :-1] // width
         rows = parents + torch.arange(batch, device=place.device)[:, None] * beams

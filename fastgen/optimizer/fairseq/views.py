@@ -23,13 +23,14 @@ def replaced(module: Any, **attributes: Any) -> Any:
 
 def with_products(module: Any, products: Products) -> Any:
     """A view of a module whose own linear layers multiply by `products`; their hooks run as ever."""
-    linear = {name: child for name, child in module.named_children() if _is_plain(child)}
+    linear = {name: child for name, child in module.named_children() if is_plain(child)}
     return replaced(
         module, **{name: replaced(child, forward=_forward(child, products)) for name, child in linear.items()}
     )
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def is_plain(layer: nn.Module) -> bool:
+    """Whether it does what torch's own linear layer does, but for hooks."""
     # Weight normalisation computes the weight anew before each call, and it is no parameter then.
     return type(layer) is nn.Linear and "forward" not in vars(layer) and "weight" in layer._parameters
 
