@@ -8,8 +8,8 @@ namespace FASTGEN_ISA {
 // least: 16 KB are as fast as the memory is (8 to 32 KB: the same); the first-level cache is too small for that.
 constexpr int64_t kAhead = 4096;
 
-// Up to so many rows, weights are read row by row, in memory's order: of rows beside one another, which lie 2 KB apart or
-// so, one or four rows of a batch read 3/4 as fast. With more, what each load of a weight or a row serves counts for more.
+// With up to so many rows, a weight is read in memory's order: for one to four of them, reading four of its rows at once,
+// which lie 2 KB apart or so, is 3/4 as fast. With more, it counts for more that each load serves several products.
 constexpr int64_t kInOrder = 6;
 
 // Sums of products of `Rows` rows with one vector, with their lanes yet to be summed, into `sums[row * kDots]`; added in

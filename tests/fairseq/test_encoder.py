@@ -32,7 +32,9 @@ def _always() -> Iterator[None]:
 def _both(model: Any, sample: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     ensemble = EnsembleModel([model])
     with torch.no_grad():
+        torch.manual_seed(1)
         stock = ensemble.forward_encoder(sample["net_input"])[0]
+        torch.manual_seed(1)
         ours = encoder.with_own_products(ensemble).forward_encoder(sample["net_input"])[0]
     return stock, ours
 
@@ -71,8 +73,31 @@ def _hooked_attention(model: Any) -> None:
         layer.self_attn.register_forward_hook(lambda module, args, output: (output[0] * 0.5, None))
 
 
+def _hooked_layers(model: Any) -> None:
+    """Hooks see the module itself."""
+    for layer in model.encoder.layers:
+        layer.register_forward_hook(lambda module, args, output: setattr(module, "calls", module.calls + 1))
+        layer.fc1.register_forward_hook(lambda module, args, output: setattr(module, "calls", module.calls + 1))
+        layer.calls = layer.fc1.calls = 0
+
+
+def _dropout(model: Any) -> None:
+    """That of attention is kept."""
+    for layer in model.encoder.layers:
+        layer.self_attn.dropout_module.p = 0.5
+        layer.self_attn.dropout_module.apply_during_inference = True
+
+
 @pytest.mark.parametrize(
-    ("change", "packed"), [(_own_forward, 0), (_own_layers, 0), (_hooked_projection, 2), (_hooked_attention, 2)]
+    ("change", "packed"),
+    [
+        (_own_forward, 0),
+        (_own_layers, 0),
+        (_hooked_projection, 2),
+        (_hooked_attention, 2),
+        (_hooked_layers, 0),
+        (_dropout, 2),
+    ],
 )
 def test_what_stays_the_hosts(change: Callable[[Any], None], packed: int) -> None:
     """`packed`: weights of each layer that are multiplied by all the same."""
@@ -81,6 +106,15 @@ def test_what_stays_the_hosts(change: Callable[[Any], None], packed: int) -> Non
     stock, ours = _both(model, models.batch())
     assert packing.count() == packed * len(model.encoder.layers)
     torch.testing.assert_close(stock["encoder_out"], ours["encoder_out"], rtol=1e-5, atol=1e-5)
+    if change is _hooked_layers:
+        assert all(layer.calls == layer.fc1.calls == 2 for layer in model.encoder.layers)
+
+
+def test_a_source_of_padding_alone() -> None:
+    sample = models.batch()
+    sample["net_input"]["src_tokens"][1] = models.PAD
+    stock, ours = _both(models.load("post-norm"), sample)
+    torch.testing.assert_close(stock["encoder_out"], ours["encoder_out"], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_hypotheses() -> None:

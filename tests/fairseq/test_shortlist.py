@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from typing import Any
 
 import judge
@@ -11,6 +13,7 @@ import models
 import pytest
 import torch
 from fairseq import search
+from fairseq.models import FairseqDecoder
 
 from fastgen import ops
 from fastgen.optimizer.fairseq import shortlist
@@ -35,6 +38,12 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return steps
 
 
+def _unshortened(run: judge.Run) -> judge.Hypotheses:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shortlist, "_MOST_SPECIAL", 0)
+        return judge.ours(run)[0]
+
+
 @pytest.mark.parametrize("beams", [1, 4, 16])
 @pytest.mark.parametrize("name", ["post-norm", "shared", "bart", "m2m", "align", "lm"])
 def test_steps_are_shortened(name: str, beams: int, shortened: list[bool]) -> None:
@@ -57,11 +66,7 @@ def test_options(option: str, shortened: list[bool]) -> None:
     for name in ("pre-norm", "lm"):
         options = {option: value[option]}
         if option == "no_repeat_ngram_size":  # stock bans nothing on a CPU: the reference is ours on all tokens
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(shortlist, "_MOST_SPECIAL", 0)
-                expected, _ = judge.ours(
-                    lambda name=name, options=options: models.generate(name, models.batch(), **options)
-                )
+            expected = _unshortened(lambda name=name, options=options: models.generate(name, models.batch(), **options))
             assert not shortened
             result, _ = judge.ours(lambda name=name, options=options: models.generate(name, models.batch(), **options))
             judge.assert_same(expected, result)
@@ -74,9 +79,7 @@ def test_options(option: str, shortened: list[bool]) -> None:
 def test_ngrams_and_ties(shortened: list[bool]) -> None:
     """With so few words, bans leave too few tokens: the search is the host's on all of them."""
     options = dict(no_repeat_ngram_size=1, beam_size=8, max_len_b=36, min_len=30)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shortlist, "_MOST_SPECIAL", 0)
-        expected, _ = judge.ours(lambda: models.generate("post-norm", models.batch(), **options))
+    expected = _unshortened(lambda: models.generate("post-norm", models.batch(), **options))
     result, _ = judge.ours(lambda: models.generate("post-norm", models.batch(), **options))
     judge.assert_same(expected, result)
     assert any(shortened) and not all(shortened)
@@ -137,9 +140,92 @@ def test_what_needs_the_scores_of_all(shortened: list[bool]) -> None:
 
 def test_half_precision(shortened: list[bool]) -> None:
     model = copy.deepcopy(models.load("post-norm")).bfloat16()
-    result, _ = judge.ours(lambda: models.generate(model, models.batch()))
-    assert all(torch.isfinite(hypothesis["score"]) for sentence in result for hypothesis in sentence)
+
+    def run() -> Any:
+        return models.generate(model, models.batch())
+
+    judge.assert_same(_unshortened(run), judge.ours(run)[0], exactly=True)
     assert shortened and not any(shortened)
+
+
+@pytest.mark.parametrize("beams", [17, 18, 19])
+def test_as_many_columns_as_words(beams: int, shortened: list[bool]) -> None:
+    """The list's width, up to 4 + 2M + 1 + 4 columns, says nothing about what the columns are."""
+
+    def run() -> Any:
+        return models.generate("post-norm", models.batch(), beam_size=beams, no_repeat_ngram_size=2)
+
+    judge.assert_same(_unshortened(run), judge.ours(run)[0])
+    assert any(shortened) == (beams < 19)
+
+
+@pytest.mark.parametrize("options", [{}, dict(no_repeat_ngram_size=3)])
+@pytest.mark.parametrize("offset", [5e3, 1e5])
+def test_large_logits(offset: float, options: dict[str, Any], shortened: list[bool]) -> None:
+    """The end's score has as many digits as the others."""
+    model = copy.deepcopy(models.load("post-norm"))
+    layer = torch.nn.Linear(32, 41)
+    with torch.no_grad():
+        layer.weight.copy_(model.decoder.output_projection.weight)
+        layer.bias.fill_(offset)
+    model.decoder.output_projection = layer
+
+    def run() -> Any:
+        return models.generate(model, models.batch(), **options)
+
+    judge.assert_same(_unshortened(run) if options else judge.stock(run), judge.ours(run)[0])
+    assert any(shortened)
+
+
+def test_a_step_of_the_users(shortened: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search, or a softmax, that somebody has replaced is called."""
+
+    def without_seven(self: Any, step: int, lprobs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        lprobs[:, :, 7] = -math.inf
+        return stock(self, step, lprobs, *args, **kwargs)
+
+    def strategy(words: Any) -> Any:
+        made = search.BeamSearch(words)
+        made.step = without_seven.__get__(made)
+        return made
+
+    stock = search.BeamSearch.step
+    judge.compare(lambda: models.generate("post-norm", models.batch(), strategy=strategy))
+    with monkeypatch.context() as patch:
+        patch.setattr(search.BeamSearch, "step", without_seven)
+        judge.compare(lambda: models.generate("post-norm", models.batch()))
+    normalised = FairseqDecoder.get_normalized_probs
+    patched = lambda *args, **kwargs: normalised(*args, **kwargs) * 0.5  # noqa: E731
+    monkeypatch.setattr(FairseqDecoder, "get_normalized_probs", patched)
+    judge.compare(lambda: models.generate("lm", models.batch()))
+    assert not shortened
+
+
+def test_a_decoder_wider_than_the_dictionary() -> None:
+    model = copy.deepcopy(models.load("post-norm"))
+    model.decoder.output_projection = torch.nn.Linear(32, 48, bias=False)
+    for side in (judge.stock, judge.ours):
+        with pytest.raises(RuntimeError, match="shape"):
+            side(lambda: models.generate(model, models.batch()))
+
+
+def test_nothing_outlives_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores and keys go with the call, not when garbage is collected."""
+    made: list[weakref.ref[Any]] = []
+    stock = Shortlist.__init__
+
+    def noted(self: Shortlist, request: Any, view: Any) -> None:
+        stock(self, request, view)
+        made.extend([weakref.ref(self), weakref.ref(view)])
+
+    monkeypatch.setattr(Shortlist, "__init__", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        judge.ours(lambda: models.generate("post-norm", models.batch(), no_repeat_ngram_size=2))
+        assert made and not any(one() for one in made)
+    finally:
+        gc.enable()
 
 
 def test_a_list_too_short_would_show(monkeypatch: pytest.MonkeyPatch) -> None:

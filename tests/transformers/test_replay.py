@@ -20,7 +20,7 @@ import fastgen
 from fastgen.cache import tree
 from fastgen.decoding import replay
 from fastgen.decoding.tape import Tape
-from fastgen.optimizer.transformers import graphs, host, modules
+from fastgen.optimizer.transformers import graphs, host, modules, session
 
 pytestmark = pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
 
@@ -243,6 +243,22 @@ def test_settings() -> None:
         fastgen.configure(replay=setting)
         harness.compare(model, inputs, num_beams=3, min_new_tokens=tokens, max_new_tokens=tokens)
         assert (_counts(model) != before) == replays, (setting, tokens)
+
+
+@pytest.mark.parametrize("family", ["bert2bert", "led", "trocr"])
+def test_other_threads_see_the_hosts_modules(family: str) -> None:
+    """What makes a step replayable is there for all threads, but only for replayable steps."""
+    decoder = copy.deepcopy(zoo.load(family)).get_decoder()
+    module = next(
+        module for module in decoder.modules() if (type(module), "forward") in modules.replayable_inputs(module)
+    )
+    ids = torch.randint(5, 20, (2, 3))
+    before = {"input_ids_shape": ids.shape} if family == "led" else {"input_ids": ids}
+    before["past_key_values_length"] = torch.tensor(4)  # as a static cache of the host's says it
+    with torch.no_grad():
+        expected = module(**before)
+        with session._redirected(modules.replayable_inputs(decoder)):
+            torch.testing.assert_close(module(**before), expected, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -34,9 +34,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
 
     view, sample = _mended(request)
     part = None if reason else joining()
-    shortlist = None
-    if not reason and is_shortened(request.generator):
-        shortlist = view.__dict__["search"] = Shortlist(request, view)
+    shortlist = Shortlist(request, view) if not reason and is_shortened(request.generator) else None
     if part is not None:  # its steps are recorded with those of the others
         joined = view.__dict__["model"] = JoiningEnsemble(request, part, shortlist)
         result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
@@ -83,12 +81,9 @@ class _NgramBlocker:
         self._ops = ops
         self._size = int(request.generator.repeat_ngram_blocker.no_repeat_ngram_size)
         self._forced_steps = 0 if request.prefix_tokens is None else request.prefix_tokens.shape[1]
-        self._vocabulary = request.generator.vocab_size
 
     def __call__(self, tokens: Tensor, lprobs: Tensor, bsz: int, beam_size: int, step: int) -> Tensor:
         """`tokens`: int64 `[B*M, length]`, of which `step + 1` are written; `lprobs`: `[B*M, V]`, changed in place."""
-        if lprobs.shape[1] != self._vocabulary:
-            return lprobs  # the best without those that are banned
         if step >= self._forced_steps:
             self.ban(tokens, lprobs, step)
             return lprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.optimizer.fairseq.requests import unsupported_attention
-from fastgen.optimizer.fairseq.views import is_plain, replaced, with_products
+from fastgen.optimizer.fairseq.views import has_hooks, is_plain, replaced, with_products
 from fastgen.products import Products
 
 
@@ -34,18 +35,22 @@ def _encoder(encoder: Any) -> Any:
 
 
 def _layer(layer: Any, products: Products) -> Any:
-    if type(layer).forward is not TransformerEncoderLayerBase.forward or "forward" in vars(layer):
+    if type(layer).forward is not TransformerEncoderLayerBase.forward or "forward" in vars(layer) or has_hooks(layer):
         return layer
     view, attention = with_products(layer, products), layer.self_attn
-    # The host multiplies by the projections' weights without calling them: what else a call does must not happen.
-    projections = [getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "out_proj")]
-    if unsupported_attention(attention) is None and all(map(_is_bare, projections)):
+    if unsupported_attention(attention) is None and not _drops(attention) and _has_plain_projections(attention):
         view = replaced(view, self_attn=_Attention(attention, products))
     return view
 
 
-def _is_bare(layer: Any) -> bool:
-    return is_plain(layer) and not layer._forward_hooks and not layer._forward_pre_hooks
+def _drops(attention: Any) -> bool:
+    return bool(attention.training or attention.dropout_module.apply_during_inference)
+
+
+def _has_plain_projections(attention: Any) -> bool:
+    """The host multiplies by their weights without calling them: whatever else a call does must not happen."""
+    names = ("q_proj", "k_proj", "v_proj", "out_proj")
+    return all(is_plain(getattr(attention, name, None)) for name in names)
 
 
 class _Attention:
@@ -77,6 +82,9 @@ class _Attention:
             projection(x).unflatten(2, (module.num_heads, module.head_dim)).permute(1, 2, 0, 3)
             for projection, x in ((module.q_proj, query), (module.k_proj, key), (module.v_proj, value))
         )  # [B, H, N, D]
-        attend = None if key_padding_mask is None else ~key_padding_mask.bool()[:, None, None]
-        output = F.scaled_dot_product_attention(queries, keys, values, attend, scale=module.scaling)
+        bias = None
+        if key_padding_mask is not None:  # as the host makes it: a row of padding alone is no number
+            hidden = key_padding_mask.bool()[:, None, None]
+            bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+        output = F.scaled_dot_product_attention(queries, keys, values, bias, scale=module.scaling)
         return module.out_proj(output.permute(2, 0, 1, 3).flatten(2)), None

@@ -7,6 +7,8 @@ that the loop itself treats apart (padding, the end, the unknown word).
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,11 @@ from fastgen.optimizer.fairseq.views import replaced
 
 _MOST_SPECIAL = 16  # tokens that are columns whatever their score
 _SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")
+# As they were when this was imported: somebody may replace them later.
+_PLAIN = [
+    getattr(owner, name) for owner in (BaseFairseqModel, TransformerModelBase, FairseqDecoder) for name in _SOFTMAX
+]
+_STEP = search.BeamSearch.step
 
 
 def is_shortened(generator: Any) -> bool:
@@ -28,6 +35,8 @@ def is_shortened(generator: Any) -> bool:
     model, special = generator.model.single_model, max(generator.pad, generator.eos, generator.unk) + 1
     return (
         type(generator.search) is search.BeamSearch
+        and type(generator.search).step is _STEP
+        and "step" not in vars(generator.search)
         and generator.model.models_size == 1
         and generator.lm_model is None
         and generator.token_indices_to_suppress is None
@@ -39,11 +48,8 @@ def is_shortened(generator: Any) -> bool:
 
 
 def _is_softmax(model: Any) -> bool:
-    plain = {
-        getattr(owner, name) for owner in (BaseFairseqModel, TransformerModelBase, FairseqDecoder) for name in _SOFTMAX
-    }
     own = any(
-        name in vars(module) or getattr(type(module), name) not in plain
+        name in vars(module) or getattr(type(module), name) not in _PLAIN
         for module in (model, model.decoder)
         for name in _SOFTMAX
     )
@@ -62,21 +68,24 @@ def unnormalised(model: Any) -> Any:
 
 
 class Shortlist:
-    """Stands in for the generator's `search` during one call."""
+    """Stands in for the generator's `search`, and its n-gram blocker, during one call."""
 
     def __init__(self, request: Request, view: Any) -> None:
-        """`view`: of the request's generator, for this call."""
+        """`view`: of the request's generator, for this call, which is to use this."""
         from fastgen import ops
 
         self.inner, self.steps = request.generator.search, 0  # steps: those that were shortened
-        self._ops, self._view, self._model = ops, view, request.generator.model.single_model
+        self._ops, self._model, self._blocker = ops, request.generator.model.single_model, view.repeat_ngram_blocker
+        self._view = weakref.ref(view)  # it refers to us: what a call has held goes with it
         self._vocabulary, self._wanted = view.vocab_size, 2 * request.beams + 1  # one more, to see a tie at the end
-        self._special = torch.arange(
-            max(view.pad, view.eos, view.unk) + 1, device=next(self._model.parameters()).device
-        )
+        device = next(self._model.parameters()).device
+        self._special = torch.arange(max(view.pad, view.eos, view.unk) + 1, device=device)
         self._forced_steps = 0 if request.prefix_tokens is None else request.prefix_tokens.shape[1]
-        self._tokens: Tensor | None = None  # int64 [B*M, W], the columns' tokens
+        self._tokens: Tensor | None = None  # int64 [B*M, W], the columns' tokens; None where there are all
         self._all: Callable[[], Tensor] | None = None  # the scores of all, float32 [B*M, V]
+        view.__dict__["search"] = self
+        if self._blocker is not None:
+            view.__dict__["repeat_ngram_blocker"] = self.block
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -86,27 +95,41 @@ class Shortlist:
 
         `tokens`: int64 `[B*M, step + 1]`, the hypotheses; `logits`: `[B*M, V]`, changed where n-grams are banned.
         """
-        self._tokens = None
-        self._view.__dict__["vocab_size"] = self._vocabulary
-        step, blocker = tokens.shape[1] - 1, self._view.repeat_ngram_blocker
-        if step < self._forced_steps or logits.dtype != torch.float32:  # a prefix may have any token
-            return self._normalised(logits)
-        if blocker is None:
-            self._all = lambda: self._normalised(logits)
-            log_probs, best, log_sum_exp = self._ops.topk_log_softmax(logits, self._wanted, self._special)
+        self._take(None)
+        step, is_plain = tokens.shape[1] - 1, logits.dtype == torch.float32 and logits.shape[1] == self._vocabulary
+        if step < self._forced_steps or not is_plain:  # a prefix may have any token
+            return _normalised(self._model, logits)
+        count = self._wanted + len(self._special)
+        if self._blocker is None:
+            self._all = functools.partial(_normalised, self._model, logits)
+            log_probs, best, log_sum_exp = self._ops.topk_log_softmax(logits, count)
+            highest, first = log_probs[:, :1], logits.gather(1, best[:, :1])
         else:  # what is banned counts in the sum
-            log_sum_exp = self._ops.topk_log_softmax(logits, 1)[2]
-            self._all = lambda: logits - log_sum_exp[:, None]
-            blocker.ban(tokens, logits, step)
-            found, best, _ = self._ops.topk_log_softmax(logits, self._wanted, self._special)
-            log_probs = logits.gather(1, best) - log_sum_exp[:, None]
-            log_probs.masked_fill_(found == -torch.inf, -torch.inf)  # special ones, where there are no more others
+            highest, best, log_sum_exp = self._ops.topk_log_softmax(logits, 1)
+            first = logits.gather(1, best)
+            self._blocker.ban(tokens, logits, step)
+            self._all = functools.partial(_beside, logits, first, highest)
+            best = self._ops.topk_log_softmax(logits, count)[1]
+            log_probs = _beside(logits.gather(1, best), first, highest)
         if not bool(log_sum_exp.isfinite().all()):
             return self._all()
-        special = logits[:, : len(self._special)] - log_sum_exp[:, None]
-        self._tokens = torch.cat([self._special.expand(len(best), -1), best], dim=1)
-        self._view.__dict__["vocab_size"] = self._tokens.shape[1]
+        special = _beside(logits[:, : len(self._special)], first, highest)
+        log_probs = log_probs.masked_fill(best < len(self._special), -torch.inf)  # they have columns of their own
+        self._take(torch.cat([self._special.expand(len(best), -1), best], dim=1))
         return torch.cat([special, log_probs], dim=1)
+
+    def _take(self, columns: Tensor | None) -> None:
+        self._tokens = columns
+        view = self._view()
+        assert view is not None
+        view.__dict__["vocab_size"] = self._vocabulary if columns is None else columns.shape[1]
+
+    def block(self, tokens: Tensor, lprobs: Tensor, *args: Any) -> Tensor:
+        """The host's: `lprobs` `[B*M, W or V]` without n-grams that were there before."""
+        if self._tokens is not None:  # `of` has banned them
+            return lprobs
+        banned: Tensor = self._blocker(tokens, lprobs, *args)
+        return banned
 
     def step(
         self, step: int, lprobs: Tensor, scores: Tensor, *args: Any, **kwargs: Any
@@ -139,6 +162,13 @@ class Shortlist:
         everything[:, :special] = rows[:, :special]
         return everything.unflatten(0, lprobs.shape[:2])
 
-    def _normalised(self, logits: Tensor) -> Tensor:
-        scores: Tensor = self._model.get_normalized_probs((logits[:, None], None), log_probs=True, sample=None)
-        return scores[:, -1]
+
+def _normalised(model: Any, logits: Tensor) -> Tensor:
+    """Log-probabilities `[B*M, V]` as the host makes them."""
+    scores: Tensor = model.get_normalized_probs((logits[:, None], None), log_probs=True, sample=None)
+    return scores[:, -1]
+
+
+def _beside(logits: Tensor, first: Tensor, highest: Tensor) -> Tensor:
+    """The log-probabilities of logits, given one, `[B*M, 1]`, and its own: less a large sum, digits would be lost."""
+    return highest + (logits - first)

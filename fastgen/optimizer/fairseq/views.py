@@ -22,17 +22,27 @@ def replaced(module: Any, **attributes: Any) -> Any:
 
 
 def with_products(module: Any, products: Products) -> Any:
-    """A view of a module whose own linear layers multiply by `products`; their hooks run as ever."""
+    """A view of a module whose own linear layers multiply by `products`, but for those with hooks."""
     linear = {name: child for name, child in module.named_children() if is_plain(child)}
     return replaced(
         module, **{name: replaced(child, forward=_forward(child, products)) for name, child in linear.items()}
     )
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Whether it does what torch's own linear layer does, but for hooks."""
+def is_plain(layer: Any) -> bool:
+    """Whether it does what torch's own linear layer does, and nobody watches."""
     # Weight normalisation computes the weight anew before each call, and it is no parameter then.
-    return type(layer) is nn.Linear and "forward" not in vars(layer) and "weight" in layer._parameters
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in vars(layer)
+        and "weight" in layer._parameters
+        and not has_hooks(layer)
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module is watched: hooks are to see the module itself, not a view."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _forward(layer: nn.Linear, products: Products) -> Callable[[Tensor], Tensor]:

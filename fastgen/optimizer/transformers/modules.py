@@ -18,8 +18,8 @@ _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "layer_state"
 # Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
 _FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
 
-# What follows would wait for a device to know a token's position, or a mask.
-# Before each look-up they compare the position with their table's length, to make it longer.
+# These modules would wait for a device to know a token's position.
+# Before each look-up they compare it with their table's length, to make the table longer.
 # Class -> static method that numbers positions.
 _WITH_GROWING_TABLES = {"M2M100SinusoidalPositionalEmbedding": "create_position_ids_from_input_ids"}
 # They make a Python range of positions unless they are given some. Class -> the shape of those of one step.
@@ -136,14 +136,20 @@ def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:
     return folded
 
 
-def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _replayable() -> Any:
+    """The session of this thread whose step may be replayed, None elsewhere: the wrappers are there for all threads."""
     from fastgen.optimizer.transformers import session as sessions
 
+    session = sessions.current()
+    return session if session is not None and session.tree.is_static else None
+
+
+def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def positions(
         self: Any, input_ids: Any = None, inputs_embeds: Any = None, past_key_values_length: Any = 0
     ) -> torch.Tensor:
-        session, number = sessions.current(), getattr(self, _WITH_GROWING_TABLES[type(self).__name__], None)
+        session, number = _replayable(), getattr(self, _WITH_GROWING_TABLES[type(self).__name__], None)
         if session is None or number is None or input_ids is None or not torch.is_tensor(past_key_values_length):
             stock: torch.Tensor = forward(self, input_ids, inputs_embeds, past_key_values_length)
             return stock
@@ -163,8 +169,8 @@ def _told_its_position(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def embeddings(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = signature.bind(self, *args, **kwargs)
-        position = call.arguments.get("past_key_values_length")
-        if torch.is_tensor(position) and call.arguments.get("position_ids") is None:
+        if _replayable() is not None and call.arguments.get("position_ids") is None:
+            position = call.arguments["past_key_values_length"]  # a tensor: the tree's
             call.arguments["position_ids"] = position.view(_NUMBERING_UNLESS_TOLD[type(self).__name__])
         embedded: torch.Tensor = forward(*call.args, **call.kwargs)
         return embedded
@@ -175,7 +181,7 @@ def _told_its_position(forward: Callable[..., Any]) -> Callable[..., Any]:
 def _of_one_position(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def positions(self: Any, input_ids_shape: Any, past_key_values_length: Any = 0) -> torch.Tensor:
-        if torch.is_tensor(past_key_values_length):
+        if _replayable() is not None:
             return torch.nn.Embedding.forward(self, past_key_values_length.view(1))
         stock: torch.Tensor = forward(self, input_ids_shape, past_key_values_length)
         return stock
@@ -185,11 +191,10 @@ def _of_one_position(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _finished_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Of four dimensions, as the host would make it once it has looked whether there is any padding."""
-    from fastgen.optimizer.transformers import session as sessions
 
     @functools.wraps(stock)
     def mask_of(self: Any, length: int, attention_mask: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask: torch.Tensor = stock(self, length, attention_mask, *args, **kwargs)
-        return mask if sessions.current() is None else mask[:, None, None].bool()
+        return mask if _replayable() is None else mask[:, None, None].bool()
 
     return mask_of
