@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import fastgen
+
 pytest.importorskip("setuptools", minversion="77", reason="needs setuptools")
 pytest.importorskip("torch", reason="needs torch")
 
@@ -149,3 +151,11 @@ def test_a_library_that_fails_leaves_the_other(project: Path, tmp_path: Path) ->
     assert "compiling the cuda operators with cxx failed" in output and "wrong on purpose" in output
     (library,) = in_package(names, "_native")
     assert library.startswith("fastgen/_native/cpu-")
+
+
+def test_an_editable_install_is_on_the_path(project: Path) -> None:
+    """A finder would come after the path: beside a clone called "fastgen" that folder would be imported."""
+    names, _ = build(project, "editable", FASTGEN_NATIVE="0")
+    assert [name for name in names if name.startswith("__editable__")] == [
+        f"__editable__.fastgen-{fastgen.__version__}.pth"
+    ]

@@ -38,9 +38,11 @@ class StandIn:
         return getattr(self.inner, name)
 
     def forward_encoder(self, net_input: dict[str, Any]) -> Any:
-        with arena.of(self.inner.models[0]):
-            outputs = with_own_products(self.inner).forward_encoder(net_input)
-        arena.settle()  # of the activations
+        try:
+            with arena.of(self.inner.models[0]):
+                outputs = with_own_products(self.inner).forward_encoder(net_input)
+        finally:
+            arena.settle()  # of the activations
         if self.inner.has_encoder():
             self.reason = _misfit(outputs, self._batch)
         if self.reason and config.current().strict:
