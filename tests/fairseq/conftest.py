@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # models and judge, whatever pyt
 import torch
 
 import fastgen
+from fastgen import packing
 
 torch.set_num_threads(1)
 
@@ -33,3 +34,14 @@ def _undisturbed() -> Iterator[None]:
         yield
     logging.disable(logging.NOTSET)  # other folders' tests, in the same process, read what is logged
     assert fastgen.status().enabled, "a test left fastgen disabled"
+
+
+@pytest.fixture
+def always_packed() -> Iterator[None]:
+    """Every product that can be is packed, and no copy is there before."""
+    if (reason := packing.unavailable()) is not None:
+        pytest.skip(f"no packed products here: {reason}")
+    packing.release()
+    fastgen.configure(packing="always")
+    yield
+    packing.release()

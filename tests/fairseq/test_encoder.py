@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import judge
@@ -12,21 +12,10 @@ import pytest
 import torch
 from fairseq.sequence_generator import EnsembleModel
 
-import fastgen
 from fastgen import packing
 from fastgen.optimizer.fairseq import encoder
 
-pytestmark = pytest.mark.skipif(
-    packing.unavailable() is not None, reason=f"no packed products here: {packing.unavailable()}"
-)
-
-
-@pytest.fixture(autouse=True)
-def _always() -> Iterator[None]:
-    packing.release()
-    fastgen.configure(packing="always")
-    yield
-    packing.release()
+pytestmark = pytest.mark.usefixtures("always_packed")
 
 
 def _both(model: Any, sample: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

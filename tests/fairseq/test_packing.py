@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import judge
@@ -15,17 +14,7 @@ from fairseq.modules.quant_noise import quant_noise
 import fastgen
 from fastgen import packing
 
-pytestmark = pytest.mark.skipif(
-    packing.unavailable() is not None, reason=f"no packed products here: {packing.unavailable()}"
-)
-
-
-@pytest.fixture(autouse=True)
-def _always() -> Iterator[None]:
-    packing.release()
-    fastgen.configure(packing="always")
-    yield
-    packing.release()
+pytestmark = pytest.mark.usefixtures("always_packed")
 
 
 @pytest.mark.parametrize("name", ["post-norm", "pre-norm", "shared", "bart", "align", "adaptive"])

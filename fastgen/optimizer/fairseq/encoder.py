@@ -11,7 +11,7 @@ from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor
 
 from fastgen import config
-from fastgen.optimizer.fairseq.requests import unsupported_attention
+from fastgen.optimizer.fairseq.requests import own_method, unsupported_attention
 from fastgen.optimizer.fairseq.views import has_hooks, is_plain, replaced, with_products
 from fastgen.products import Products
 
@@ -24,18 +24,16 @@ def with_own_products(ensemble: Any) -> Any:
 
 
 def _encoder(encoder: Any) -> Any:
-    is_the_hosts = isinstance(encoder, TransformerEncoderBase) and not any(
-        getattr(type(encoder), name) is not getattr(TransformerEncoderBase, name) or name in vars(encoder)
-        for name in ("forward", "forward_scriptable")
-    )
-    if not is_the_hosts:
+    if not isinstance(encoder, TransformerEncoderBase):
+        return encoder
+    if own_method(encoder, TransformerEncoderBase, "forward", "forward_scriptable"):
         return encoder
     products = Products(config.current().packing)
     return replaced(encoder, layers=[_layer(layer, products) for layer in encoder.layers])
 
 
 def _layer(layer: Any, products: Products) -> Any:
-    if type(layer).forward is not TransformerEncoderLayerBase.forward or "forward" in vars(layer) or has_hooks(layer):
+    if own_method(layer, TransformerEncoderLayerBase, "forward") or has_hooks(layer):
         return layer
     view, attention = with_products(layer, products), layer.self_attn
     if unsupported_attention(attention) is None and not _drops(attention) and _has_plain_projections(attention):

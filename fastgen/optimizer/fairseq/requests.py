@@ -108,9 +108,8 @@ def unsupported_decoder(decoder: Any) -> str | None:
     kind = type(decoder).__name__
     if not isinstance(decoder, TransformerDecoderBase):
         return f"{kind} is not fairseq's Transformer decoder"
-    for name in _DECODER_METHODS:
-        if getattr(type(decoder), name) is not getattr(TransformerDecoderBase, name) or name in vars(decoder):
-            return f"{kind} has its own {name}"
+    if name := own_method(decoder, TransformerDecoderBase, *_DECODER_METHODS):
+        return f"{kind} has its own {name}"
     if decoder.training:
         return "the model is in training mode"
     if getattr(decoder, "cross_self_attention", False):
@@ -123,11 +122,17 @@ def unsupported_decoder(decoder: Any) -> str | None:
     return None
 
 
+def own_method(module: Any, base: type, *names: str) -> str | None:
+    """The first of these methods that the module has instead of `base`'s, None if there is none."""
+    own = (name for name in names if getattr(type(module), name) is not getattr(base, name) or name in vars(module))
+    return next(own, None)
+
+
 def _unsupported_layer(layer: Any) -> str | None:
     kind = type(layer).__name__
     if not isinstance(layer, TransformerDecoderLayerBase):
         return f"its layers are {kind}, not fairseq's Transformer layers"
-    if type(layer).forward is not TransformerDecoderLayerBase.forward or "forward" in vars(layer):
+    if own_method(layer, TransformerDecoderLayerBase, "forward"):
         return f"{kind} has its own forward"
     if getattr(layer, "onnx_trace", False):
         return "it is prepared for export to ONNX"
