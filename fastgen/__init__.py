@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _COMPILED = "fastgen.optimizer.transformers.compiled"
+_RECORDINGS = "fastgen.optimizer.transformers.recordings"
 
 # Guards the switch and every host's patches. Never held while a module is imported: another thread
 # may hold that module's import lock and wait for this one.
@@ -210,7 +211,7 @@ def status() -> Status:
 
 def release() -> None:
     """Free what fastgen keeps between calls: packed copies of weights, buffers, memory of steps, compiled code."""
-    for name in ("fastgen.packing", "fastgen.buffers", "fastgen.arena", _COMPILED):
+    for name in ("fastgen.packing", "fastgen.buffers", "fastgen.arena", _COMPILED, _RECORDINGS):
         if module := sys.modules.get(name):
             module.release()
 

@@ -41,6 +41,11 @@ class PatchSet:
             setattr(owner, name, value)
             self._saved.append((owner, name, original, value))
 
+    def original(self, owner: Any, name: str) -> Any:
+        """What `owner.name` was before it was replaced; MISSING if `owner` itself had none."""
+        with self._lock:
+            return next(original for place, replaced, original, _ in self._saved if (place, replaced) == (owner, name))
+
     def revert(self) -> tuple[str, ...]:
         """Undo every replacement, the latest first; return the names left as others have set them since.
 

@@ -198,6 +198,12 @@ def _packed(layers: list[nn.Module], make: Callable[[], Copy], size: int) -> _Pa
         return None
 
 
+def copies_of(layer: nn.Module) -> list[Copy]:
+    """The copies there are of the layer's weight: its own, one it is the first of, one in half precision."""
+    with _lock:
+        return [packed.copy for copies in _ALL if (packed := copies.get(layer)) is not None]
+
+
 def drop_outdated(layer: nn.Module) -> None:
     """Drop the layer's copies if their weights have changed since."""
     with _lock:

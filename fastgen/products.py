@@ -155,6 +155,14 @@ class Products:
             packing.drop_outdated(layer)
             self._checked.add(id(layer))
 
+    def are_current(self, later: Products) -> bool:
+        """Whether it multiplies by the layers' weights as they are. `later`: has looked at some of them."""
+        plans = [plan for plan in self._plans.values() if plan is not None]
+        for plan in plans:
+            for layer in plan.layers:
+                later._drop_outdated(layer)
+        return all(map(_is_current, plans))
+
     def _packed_plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
         if packing.unavailable() is not None:
             return None
@@ -196,6 +204,18 @@ class Products:
             with _lock:
                 _verdicts[key] = pays
         return _verdicts[key]
+
+
+def _is_current(plan: _Plan) -> bool:
+    bias = _bias(plan.layers)
+    if bias is not plan.bias and (bias is None or plan.bias is None or not torch.equal(bias, plan.bias)):
+        return False
+    if not plan.reads_in_place:
+        return any(copy is plan.weights for copy in packing.copies_of(plan.layers[0]))
+    return all(
+        weight is layer.weight or any(copy is weight for copy in packing.copies_of(layer))
+        for layer, weight in zip(plan.layers, plan.weights, strict=True)
+    )
 
 
 _skinny = functools.partial(native_operator, "skinny_linear")

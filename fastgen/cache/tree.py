@@ -85,6 +85,11 @@ class TreeLayer:
         for stored in (self.keys, self.values):
             stored[:, :, start:end] = stored[sentences, :, start + slots].transpose(1, 2)  # a copy, so in place
 
+    def replant(self, other: TreeLayer) -> None:
+        """Hold, in place, what a layer of the same shape holds."""
+        for mine, theirs in zip(self.stored(), other.stored(), strict=True):
+            mine.copy_(theirs)
+
     def clear(self) -> None:
         """Let go of the buffers."""
         self.keys = self.values = None
@@ -154,6 +159,16 @@ class BeamTree:
             self._positions = self._positions.repeat(self.batch, 1)
             self.slots = torch.zeros(self.beams, dtype=torch.int64, device=device)  # those of this step
             self._clock = torch.zeros((), dtype=torch.int64, device=device)  # `length`, where a replayed step sees it
+
+    def replant(self, other: BeamTree) -> None:
+        """Begin again, in place, with the prompt of another static tree, of the same shapes and just planted."""
+        self._ancestry.copy_(other._ancestry)
+        self._positions.copy_(other._positions)
+        self.steps = self.generated = 0
+        self._was_pruned = False
+        self._masks.clear()
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.replant(theirs)
 
     @property
     def used(self) -> int:

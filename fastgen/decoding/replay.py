@@ -83,7 +83,7 @@ class Replayer:
         self._steps, self._patience = 0, 1  # equal ones that have run by themselves, and how many must have
         self.failure: str | None = None  # why steps run by themselves after all
         self._last: tuple[Hashable, list[Any]] | None = None  # of a step that ran by itself: its key and its inputs
-        self._captured: _Captured | None = None
+        self._captured: Captured | None = None
 
     def __call__(self, step: Callable[[Any], Any], inputs: Any, epoch: Hashable) -> Any:
         """`step(inputs)`; on CUDA what a replayed step returns is overwritten by the next.
@@ -107,7 +107,7 @@ class Replayer:
             self._steps += 1
             return self._alone(step, inputs)
         self._steps, self._patience = 0, self._patience * _PATIENCE
-        captured, recording = _Captured(key, last[1], leaves), self._recording()
+        captured, recording = Captured(key, last[1], leaves), self._recording()
         try:
             with _capturing:
                 result = captured.capture(recording, lambda own: step(pytree.tree_unflatten(own, spec)), self._device)
@@ -140,12 +140,21 @@ class Replayer:
         """One for another part of the call's steps, counted with this one's."""
         return Replayer(self._device, self.counts)
 
+    @property
+    def captured(self) -> Captured | None:
+        """The step that is replayed, for another call's replayer to `resume`."""
+        return self._captured
+
+    def resume(self, captured: Captured) -> None:
+        """Replay this step, which another call has captured, as long as it is the step asked for."""
+        self._captured = captured
+
     def close(self) -> None:
         """Let go of everything captured."""
         self._last = self._captured = None
 
 
-class _Captured:
+class Captured:
     """A step as it was captured, with inputs of its own for those that move from step to step."""
 
     def __init__(self, key: Hashable, before: list[Any], leaves: list[Any]) -> None:

@@ -52,9 +52,10 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
 
     started = host.started(model, request.input_ids, request.model_kwargs)
     shared = decoder.shared(started)
-    with decoder.session.multiplying():
+    with decoder.session.multiplying(model):
         outputs = host.prefill(model, request.input_ids[::beams], chunks.configuration(request), shared)
     decoder.plant(shared)
+    outputs.past_key_values = decoder.cache
     # From here on the host's inputs have one row per beam, as it prepares them itself.
     rows = {**started, "past_key_values": decoder.cache}
     device = request.input_ids.device
@@ -122,11 +123,12 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
             return model.forward(*args, **inputs)
         if not decoder.is_planted:
             shared = decoder.shared(inputs)
-            with decoder.session.multiplying():
+            with decoder.session.multiplying(model):
                 outputs = model.forward(**shared)
             if is_chunked and decoder.tree.prompt_length < request.input_ids.shape[1]:
                 return outputs  # of which the host uses the cache alone
             decoder.plant(shared)
+            outputs.past_key_values = decoder.cache
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs
         return decoder.run(model.forward, inputs)

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import arena
 from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import replay
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import host, modules, recordings
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.session import Session
+from fastgen.optimizer.transformers.unchanged import Snapshot
 
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
 _EVICT_FROM = 1 / 16  # of the sentences still running
 _EVICT_FROM_REPLAYED = 1 / 2  # then the step has to be captured anew
+_SOURCE_STEP = 16  # a source is padded to a multiple of so many positions, for like lengths to share a recording
 NOT_ROWS = ("past_key_values", "cache_position")  # of the host's inputs, those that have no row per beam
 
 
@@ -40,9 +43,16 @@ class TreeDecoder:
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
         self.session, self._arena = Session(self.tree, self.model), arena.of(self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
+        self.encoder_outputs: Any = None
+        self.source_mask: Any = None
         self.peak_bytes = 0
         self.is_planted = False  # the prompt has been read
-        self._finished_mask: tuple[Tensor, Tensor] | None = None
+        self.finished_mask: tuple[Tensor, Tensor] | None = None
+        # What a result refers to, no later call may write to.
+        self._shares = replayer is not None and not request.generation_config.return_dict_in_generate
+        self._is_handed_on = False
+        self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
+        self._snapshot: Snapshot | None = None
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
         self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
 
@@ -58,10 +68,63 @@ class TreeDecoder:
     def plant(self, inputs: dict[str, Any]) -> None:
         """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`."""
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
-        self.encoder_outputs: Any = inputs.get("encoder_outputs")
-        self.source_mask: Any = inputs.get("attention_mask") if self.is_encoder_decoder else None
+        self.encoder_outputs = inputs.get("encoder_outputs")
+        self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
         self.tree.plant(mask)
         self.is_planted = True
+        if self._shares:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        """Go on with a recording that an earlier call has kept, if there is one of these shapes."""
+        assert self.replayer is not None
+        self._widen_source()
+        state = self._state()
+        self._key = recordings.key_of(state)
+        if self._key is None:
+            return
+        recording = recordings.take(self.model, self._key, self.session)
+        if recording is None:
+            # From now on in memory of its own: later calls will write to it.
+            self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
+            return
+        recording.state.fill(state)
+        state.close()
+        for name, value in vars(recording.state).items():
+            setattr(self, name, value)
+        self._snapshot = recording.snapshot
+        self.replayer.resume(recording.captured)
+
+    def hand_on(self) -> None:
+        """The call has succeeded: keep its recording for later ones."""
+        captured = None if self.replayer is None else self.replayer.captured
+        state = self._state()
+        # A tree that has grown would be larger than others need.
+        if captured is not None and self._key is not None and recordings.key_of(state) == self._key:
+            snapshot = self._snapshot or Snapshot(modules.of_steps(self.model))
+            recordings.keep(self.model, self._key, recordings.Recording(state, captured, snapshot))
+            self._is_handed_on = True
+
+    def _state(self) -> recordings.State:
+        return recordings.State(
+            self.tree, self.session, self.cache, self.encoder_outputs, self.source_mask, self.finished_mask
+        )
+
+    def _widen_source(self) -> None:
+        """Pad the source on the right."""
+        if not self._is_finished_here() or [*(self.encoder_outputs or ())] != ["last_hidden_state"]:
+            return
+        states: Tensor = self.encoder_outputs.last_hidden_state
+        layers = self.cache.cross_attention_cache.layers
+        length = self.source_mask.shape[1]
+        if any(x.shape[-2] != length for x in (states, *(x for layer in layers for x in (layer.keys, layer.values)))):
+            return
+        if not (more := -length % _SOURCE_STEP):
+            return
+        self.encoder_outputs = type(self.encoder_outputs)(last_hidden_state=F.pad(states, (0, 0, 0, more)))
+        self.source_mask = F.pad(self.source_mask, (0, more))
+        for layer in layers:
+            layer.keys, layer.values = (F.pad(x, (0, 0, 0, more)) for x in (layer.keys, layer.values))
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Open the next step and turn the host's inputs, one row per beam, into those of the tree."""
@@ -74,14 +137,20 @@ class TreeDecoder:
             inputs["attention_mask"] = self._padding()
         return inputs
 
+    def _is_finished_here(self) -> bool:
+        """Whether the model is given a finished mask of the source in place of the user's, `[B, N]`."""
+        is_plain = self.source_mask is not None and self.source_mask.ndim == 2
+        return is_plain and host.TAKES_SOURCE_MASK and not self._derives_mask
+
     def _padding(self) -> Tensor:
         """The source's mask as the model takes it; the same object until sentences leave or enter."""
         mask: Tensor = self.source_mask
-        if mask.ndim != 2 or not host.TAKES_SOURCE_MASK or self._derives_mask:
+        if not self._is_finished_here():
             return mask
-        if self._finished_mask is None or self._finished_mask[0] is not mask:
-            self._finished_mask = (mask, mask[:, None, None].bool())  # [B, 1, 1, N]: taken as it is, with no host sync
-        return self._finished_mask[1]
+        if self.finished_mask is None or self.finished_mask[0] is not mask:
+            self.finished_mask = (mask, mask[:, None, None].bool())  # [B, 1, 1, N]: taken as it is, with no host sync
+            self.session.hide_source(self.finished_mask[1])
+        return self.finished_mask[1]
 
     def step(self, inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step, one row per beam."""
@@ -131,11 +200,10 @@ class TreeDecoder:
 
     def close(self) -> None:
         """Let go of all keys and values; those that the result refers to live on with it."""
-        self.tree.close()
         if self.replayer is not None:
             self.replayer.close()
-        if isinstance(self.cache, TreeEncoderDecoderCache):
-            self.cache.close()
+        if not self._is_handed_on:
+            self._state().close()
         arena.settle()
 
     def _measure(self) -> None:
@@ -158,6 +226,13 @@ def _unexpanded(value: Any, beams: int, batch: int) -> Any:
     if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == batch * beams:
         return value[::beams].contiguous()
     return value
+
+
+def cloned(value: Any) -> Any:
+    """A copy of a tensor, or of a dict of tensors; anything else as it is."""
+    if isinstance(value, dict):
+        return type(value)(**{name: cloned(item) for name, item in value.items()})
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def selected(value: Any, rows: Tensor, of: int) -> Any:

@@ -58,6 +58,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         else:
             tier, result = "fast", beam_search.fast(request, decoder)
         cache_bytes = decoder.cache_bytes()
+        decoder.hand_on()
     seconds = time.perf_counter() - start
     if replayer is not None:
         graphs.note(request, replayer)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from fastgen import config, report
 from fastgen.decoding import replay
-from fastgen.optimizer.transformers import host, modules, proof
+from fastgen.optimizer.transformers import host, modules, proof, recordings
 from fastgen.optimizer.transformers.requests import Request
 
 _lock = threading.Lock()
@@ -31,25 +31,13 @@ def replayer_for(request: Request, stock: Callable[..., Any]) -> replay.Replayer
     if not host.COUNTS_IN_TENSORS or not _is_wanted(request) or model in _failures:
         return None
     # Whoever watches, has replaced something or may change the model while it decodes expects it to be called.
-    if request.calls_back or modules.is_watched(_of_steps(model)):
+    if request.calls_back or modules.is_watched(modules.of_steps(model)):
         return None
     if reason := proof.disproof(request, stock, is_replayed=True):
         with _lock:
             _disproofs[model] = reason
         return None
     return replay.Replayer(request.input_ids.device)
-
-
-def _of_steps(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that a decode step may call: all that are not the encoder's alone."""
-    encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None  # type: ignore[operator, union-attr]
-    seen, waiting = {encoder} - {model}, [model]
-    while waiting:
-        module = waiting.pop()
-        if module not in seen:
-            seen.add(module)
-            yield module
-            waiting += module.children()
 
 
 def _is_wanted(request: Request) -> bool:
@@ -82,11 +70,16 @@ def replayed() -> dict[str, str]:
     """What became of replaying steps, by class of the model."""
     with _lock:
         counts = {
-            type(model).__name__: f"{captures} captured, {replays} steps replayed"
+            type(model).__name__: f"{captures} captured, {replays} steps replayed{_kept(model)}"
             for model, (captures, replays) in _counts.items()
         }
         reasons = [*_disproofs.items(), *_failures.items()]
         return {**counts, **{type(model).__name__: f"none, {reason}" for model, reason in reasons}}
+
+
+def _kept(model: nn.Module) -> str:
+    count = recordings.count(model)
+    return f", {count} kept for later calls" if count else ""
 
 
 def release() -> None:

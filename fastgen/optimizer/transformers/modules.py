@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,6 +84,18 @@ def is_the_hosts_own(model: torch.nn.Module) -> bool:
     """Whether all of the model's classes are the host's or torch's."""
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
     return packages <= {"torch", "transformers"}
+
+
+def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules that a decode step may call: all that are not the encoder's alone."""
+    encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None  # type: ignore[operator, union-attr]
+    seen, waiting = {encoder} - {model}, [model]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            waiting += module.children()
 
 
 def is_watched(modules: Iterable[torch.nn.Module]) -> bool:

@@ -213,7 +213,6 @@ class _Joint(TreeDecoder):
         super().__init__(request, tree)
         self._rows = rows
         self.session.patches |= _absolute_positions(self.model)
-        self.encoder_outputs = self.source_mask = None
         self.calls: list[_Call] = []  # in the order of their rows
         self.steps = 0
 

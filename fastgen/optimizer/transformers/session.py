@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import arena, config
-from fastgen._patching import PatchSet
+from fastgen._patching import MISSING, PatchSet
 from fastgen.attention import beam_attention, fold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.optimizer.transformers import host, modules
@@ -37,7 +38,8 @@ class Session:
         self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
         if tree.is_static:
             self.patches |= modules.replayable_inputs(model)
-        self._model, self._compiled_step = model, None
+        # Not the model itself: what is recorded in a session may be kept as long as the model lives, not longer.
+        self._model, self._compiled_step = weakref.ref(model), None
         if config.current().compile:
             from fastgen.optimizer.transformers import compiled  # brings the compiler with it
 
@@ -49,7 +51,8 @@ class Session:
         self.held: list[Tensor] = []  # what a captured step reads, and perhaps nobody else keeps
         self.is_active = False
         self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
-        self._cross: tuple[Tensor, Tensor] | None = None  # the source's mask and its bias: the same at every step
+        self._source_mask: Tensor | None = None
+        self._source_biases: dict[torch.dtype, Tensor] = {}  # of that mask: the same at every step
         self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def appended(self, layer: TreeLayer) -> None:
@@ -88,9 +91,9 @@ class Session:
             self._derived.clear()
             self._appended = None
 
-    def multiplying(self) -> contextlib.AbstractContextManager[None]:
+    def multiplying(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """For the prompt's forward pass."""
-        return multiplying(self.products, self._model)
+        return multiplying(self.products, model)
 
     def folds_rows(self, rows: int) -> bool:
         return rows == self.tree.batch * self.tree.beams
@@ -122,14 +125,14 @@ class Session:
 
     def compiled_step_of(self, model: torch.nn.Module) -> Any:
         """The compiled step of this session's model, if it has one, for calls of the model that are plain steps."""
-        return self._compiled_step if model is self._model and self.spans is None else None
+        return self._compiled_step if model is self._model() and self.spans is None else None
 
     def attend_compiled(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         """`attend` from within a compiled step, whose graph has no keys of self-attention."""
         self._derived.clear()  # compiled code uses a tensor again for something else
-        self._cross = None
+        self._source_biases.clear()
         if (layer := self._appended) is not None:
             key, value = (stored[:, :, : self.tree.used] for stored in layer.stored())
         kwargs = {name: option for name, option in kwargs.items() if option is not None}
@@ -144,9 +147,23 @@ class Session:
             return None
         if mask.dtype != torch.bool:
             return mask
-        if self._cross is None or self._cross[0] is not mask or self._cross[1].dtype != dtype:
-            self._cross = (mask, additive_mask(mask, dtype))
-        return self._cross[1]
+        if mask is not self._source_mask:
+            return self._once(("cross", dtype), mask, lambda: additive_mask(mask, dtype))
+        if dtype not in self._source_biases:
+            self._source_biases[dtype] = additive_mask(mask, dtype)
+        return self._source_biases[dtype]
+
+    def hide_source(self, mask: Tensor) -> None:
+        """From now on this is the source's mask, bool `[B, 1, 1, N]`; what was derived from the last one is gone."""
+        self._source_mask = mask
+        self._source_biases.clear()
+
+    def change_source(self, mask: Tensor) -> None:
+        """The source's mask has these values now; it and what was derived from it are written to in place."""
+        if self._source_mask is not None:
+            self._source_mask.copy_(mask)
+            for dtype, bias in self._source_biases.items():
+                bias.copy_(additive_mask(self._source_mask, dtype))
 
     def position_bias(self, bias: Tensor) -> Tensor:
         """T5: a bias computed for consecutive slots -> for the position each slot stands for."""
@@ -173,7 +190,7 @@ class Session:
             return bias
         return self._once("sum", position_bias, lambda: self.position_bias(position_bias) + bias)
 
-    def _once(self, what: str, tensor: Tensor, derive: Callable[[], Tensor]) -> Tensor:
+    def _once(self, what: Hashable, tensor: Tensor, derive: Callable[[], Tensor]) -> Tensor:
         """Derive from `tensor` once a step: layers share masks and biases, as objects."""
         key = (what, id(tensor))
         if key not in self._derived:
@@ -243,6 +260,16 @@ def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[N
                 if not entry[0]:
                     entry[1].revert()
                     del _redirections[seam]
+
+
+def stock_attributes(owner: type) -> dict[str, Any]:
+    """The attributes of a class as they are while no thread decodes."""
+    with _lock:
+        attributes = dict(vars(owner))
+        for (patched, name), (_, patches) in _redirections.items():
+            if patched is owner:
+                attributes[name] = patches.original(owner, name)
+    return {name: value for name, value in attributes.items() if value is not MISSING}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,391 @@
+"""A recorded step that later calls replay, with their own prompt and source, while the model is what it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+from emulated_graph import Graph
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.bart import modeling_bart
+from transformers.models.llama import modeling_llama
+
+import fastgen
+from fastgen import memory
+from fastgen.cache.tree import BeamTree
+from fastgen.decoding import replay
+from fastgen.decoding.tape import Tape
+from fastgen.optimizer.transformers import graphs, host, recordings
+from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.unchanged import Snapshot
+
+pytestmark = pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+
+LONG = dict(num_beams=3, min_new_tokens=12, max_new_tokens=12, return_dict_in_generate=False)
+
+
+@pytest.fixture(autouse=True, params=["tape", "graph"])
+def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[replay.Recording]]:
+    recording = {"tape": Tape, "graph": Graph}[request.param]
+    monkeypatch.setitem(replay.RECORDINGS, "cpu", recording)
+    fastgen.configure(replay="always")
+    graphs.release()
+    yield recording
+    fastgen.configure(replay="off")
+    graphs.release()
+    recordings.release()
+
+
+def _inputs(family: str, seed: int = 0, **shape: Any) -> dict[str, Any]:
+    return {**zoo.inputs_for(family, seed=seed, **shape), **zoo.FAMILIES[family].generate}
+
+
+def _captures(model: Any, inputs: dict[str, Any], **options: Any) -> int:
+    """Compare a call with stock's; how many model steps it has captured (compat: the search is the host's)."""
+    before = graphs._counts.get(model, (0, 0))
+    harness.compare(model, inputs, **{"tier": "compat", **LONG, **options})
+    after = graphs._counts.get(model, (0, 0))
+    assert after[1] > before[1], "nothing was replayed"
+    return after[0] - before[0]
+
+
+def _recorded(family: str) -> Any:
+    """A model with one recording, of calls like `_inputs(family)`."""
+    model = copy.deepcopy(zoo.load(family))
+    assert _captures(model, _inputs(family)) == 1 and recordings.count(model) == 1
+    return model
+
+
+@pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
+def test_later_calls(family: str, recording: type[replay.Recording]) -> None:
+    model = _recorded(family)
+    assert "1 kept for later calls" in fastgen.status().replayed[type(model).__name__]
+    for seed in (1, 2):
+        assert _captures(model, _inputs(family, seed)) == 0
+    # Our loop gives the model the same inputs as the host's; its own steps are recorded too where nothing may wait.
+    searches = int(recording is Graph)
+    assert _captures(model, _inputs(family, 3), tier="fast") <= 1 + searches
+    assert _captures(model, _inputs(family, 4), tier="fast") == searches
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_sources_of_like_lengths(family: str) -> None:
+    model = copy.deepcopy(zoo.load(family))
+    counts = [
+        _captures(model, _inputs(family, length, length=length, ragged=ragged))
+        for length, ragged in ((16, False), (3, False), (14, True), (1, False), (17, True), (20, False), (9, True))
+    ]
+    assert counts == [1, 0, 0, 0, 1, 0, 0]
+
+
+def test_without_a_mask() -> None:
+    inputs = _inputs("whisper")
+    model = _recorded("whisper")
+    assert "attention_mask" not in inputs and _captures(model, _inputs("whisper", 5)) == 0
+
+
+@pytest.mark.parametrize("length", [9, 16])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_what_the_user_passes_is_not_written_to(beams: int, length: int) -> None:
+    model, options = copy.deepcopy(zoo.load("bart")), {**LONG, "num_beams": beams}
+    passed = []
+    for seed in range(3):
+        inputs = _inputs("bart", seed, length=length, batch=2)
+        stock = harness.run_stock(model, inputs, **options)
+        with fastgen.disabled(), torch.no_grad():
+            outputs = model.get_encoder()(**inputs)
+        passed.append((outputs.last_hidden_state, inputs["attention_mask"]))
+        passed.append(tuple(tensor.clone() for tensor in passed[-1]))
+        inputs = {"attention_mask": inputs["attention_mask"], "encoder_outputs": outputs}
+        with harness.configured(tier="compat"):
+            assert torch.equal(stock, zoo.generate(model, inputs, **options))
+    assert graphs._counts[model][0] == 1
+    for now, before in zip(passed[::2], passed[1::2], strict=True):
+        assert all(map(torch.equal, now, before))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(num_beams=2),
+        dict(max_new_tokens=20, min_new_tokens=20),
+        dict(repetition_penalty=1.5),
+        dict(num_beams=1, do_sample=True, top_k=0, num_return_sequences=3),
+    ],
+)
+def test_other_searches_between(other: dict[str, Any]) -> None:
+    model = _recorded("bart")
+    for options in (other, {}, other):
+        harness.compare(model, _inputs("bart", 1), **{**LONG, **options})
+        assert _captures(model, _inputs("bart", 2), **options) == 0
+
+
+def test_a_call_that_grew_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 4)
+    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    model = copy.deepcopy(zoo.load("llama"))
+    for seed in range(2):
+        harness.compare(model, _inputs("llama", seed), **LONG)
+        assert recordings.count(model) == 0
+
+
+def test_what_the_result_holds_is_not_written_to() -> None:
+    model = _recorded("bart")
+    options = {**LONG, "return_dict_in_generate": True}
+    result = zoo.generate(model, _inputs("bart", 1), **options)
+    before = [layer.keys.clone() for layer in result.past_key_values.self_attention_cache.layers]
+    again = zoo.generate(model, _inputs("bart", 1), **options)
+    zoo.generate(model, _inputs("bart", 2), **LONG)
+    for cache in (result.past_key_values, again.past_key_values):
+        for layer, keys in zip(cache.self_attention_cache.layers, before, strict=True):
+            assert torch.equal(layer.keys, keys)
+
+
+# ---------------------------------------------------------------------------------------------- changes
+def _scale(model: Any, patch: Any) -> None:
+    for layer in model.get_decoder().layers:
+        layer.self_attn.scaling = layer.encoder_attn.scaling = -10.0
+
+
+def _edit(model: Any, patch: Any) -> None:
+    with torch.no_grad():
+        model.get_decoder().layers[0].fc1.weight.mul_(-1)
+
+
+def _edit_data(model: Any, patch: Any) -> None:
+    """As adapters merge themselves: no version tells."""
+    layer = model.get_decoder().layers[0]
+    for projection in (layer.fc1, layer.self_attn.q_proj, layer.self_attn.v_proj):
+        projection.weight.data.mul_(-1)
+        projection.bias.data.add_(1)
+
+
+def _replace_weight(model: Any, patch: Any) -> None:
+    layer = model.get_decoder().layers[0].fc2
+    layer.weight = torch.nn.Parameter(-layer.weight.detach())
+
+
+def _replace_data(model: Any, patch: Any) -> None:
+    layer = model.get_decoder().layers[0].fc2
+    layer.weight.data = -layer.weight.detach()
+
+
+def _replace_module(model: Any, patch: Any) -> None:
+    layer = model.get_decoder().layers[0]
+    layer.fc1 = torch.nn.Linear(32, 48)
+
+
+def _drop_layer(model: Any, patch: Any) -> None:
+    del model.get_decoder().layers[1]
+    model.config.decoder_layers = 1
+
+
+def _replace_activation(model: Any, patch: Any) -> None:
+    for layer in model.get_decoder().layers:
+        layer.activation_fn = torch.nn.Tanh()
+
+
+def _patch_function(model: Any, patch: Any) -> None:
+    patch.setattr(modeling_llama, "rotate_half", lambda x: x)
+
+
+def _patch_class(model: Any, patch: Any) -> None:
+    forward = modeling_bart.BartDecoderLayer.forward
+
+    def negated(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, -hidden_states, *args, **kwargs)
+
+    patch.setattr(modeling_bart.BartDecoderLayer, "forward", negated)
+
+
+def _patch_torch(model: Any, patch: Any) -> None:
+    norm = torch.nn.functional.layer_norm
+    patch.setattr(torch.nn.functional, "layer_norm", lambda *args, **kwargs: norm(*args, **kwargs).flip(-1))
+
+
+def _patch_attention(model: Any, patch: Any) -> None:
+    stock = AttentionInterface._global_mapping["sdpa"]
+
+    def negated(*args: Any, **kwargs: Any) -> Any:
+        output, weights = stock(*args, **kwargs)
+        return -output, weights
+
+    patch.setitem(AttentionInterface._global_mapping, "sdpa", negated)
+
+
+def _patch_buffer(model: Any, patch: Any) -> None:
+    model.final_logits_bias[0, ::2] += 2
+
+
+def _add_hook(model: Any, patch: Any) -> None:
+    model.get_decoder().layers[0].fc1.register_forward_hook(lambda module, args, output: -output)
+
+
+CHANGES: list[Callable[[Any, Any], None]] = [
+    _scale,
+    _edit,
+    _edit_data,
+    _replace_weight,
+    _replace_data,
+    _replace_module,
+    _drop_layer,
+    _replace_activation,
+    _patch_function,
+    _patch_class,
+    _patch_torch,
+    _patch_attention,
+    _patch_buffer,
+    _add_hook,
+]
+
+
+# Of which a recording would never know by itself.
+_UNSEEN = [_scale, _replace_module, _replace_activation, _patch_function, _patch_class, _patch_attention]
+
+
+def _changeable(change: Callable[[Any, Any], None]) -> tuple[Any, dict[str, Any]]:
+    family = "llama" if change is _patch_function else "bart"
+    return _recorded(family), _inputs(family, 1)
+
+
+@pytest.mark.parametrize("packing", ["off", "always"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_has_changed(
+    change: Callable[[Any, Any], None], packing: str, recording: type[replay.Recording], monkeypatch: Any
+) -> None:
+    if recording is Graph and packing == "always":
+        pytest.skip("weights are packed on the CPU, where there are no graphs")
+    with harness.configured(packing=packing):
+        model, inputs = _changeable(change)
+        before = harness.run_stock(model, inputs, **LONG)
+        change(model, monkeypatch)
+        after = harness.compare(model, inputs, **LONG)
+        assert not torch.equal(before, after), "the change changes nothing"
+
+
+@pytest.mark.parametrize("change", _UNSEEN)
+def test_the_snapshot_is_what_tells(change: Callable[[Any, Any], None], monkeypatch: Any) -> None:
+    """Without it the old step would be replayed."""
+    model, inputs = _changeable(change)
+    monkeypatch.setattr(Snapshot, "is_current", lambda self: True)
+    change(model, monkeypatch)
+    with pytest.raises(AssertionError, match="differ"):
+        harness.compare(model, inputs, tier="compat", **LONG)
+
+
+def test_the_source_is_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _recorded("bart")
+    monkeypatch.setattr(recordings.State, "fill", lambda self, other: self.tree.replant(other.tree))
+    with pytest.raises(AssertionError, match="differ"):
+        harness.compare(model, _inputs("bart", 1), tier="compat", **LONG)
+
+
+def test_leftovers_are_not_seen() -> None:
+    """Whatever the last call has left in memory."""
+    model = _recorded("llama")
+    (recording,) = recordings._kept[model].recordings.values()
+    for layer in recording.state.tree.layers:
+        for stored in layer.stored():
+            stored.fill_(torch.nan)
+    assert _captures(model, _inputs("llama", 1)) == 0
+
+
+# ---------------------------------------------------------------------------------------------- whose they are
+def test_inference_mode_has_its_own() -> None:
+    model = _recorded("bart")
+    stock = harness.run_stock(model, _inputs("bart", 1), **LONG)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(stock, zoo.generate(model, _inputs("bart", 1), **LONG))
+        assert _captures(model, _inputs("bart", 2)) == 0
+
+
+def test_threads_have_their_own() -> None:
+    model = _recorded("bart")
+    stock = [harness.run_stock(model, _inputs("bart", seed), **LONG) for seed in range(4)]
+    outputs: list[Any] = [None] * 4
+
+    def run(seed: int) -> None:
+        for _ in range(3):
+            outputs[seed] = zoo.generate(model, _inputs("bart", seed), **LONG)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(torch.equal, stock, outputs))
+    assert 1 <= recordings.count(model) <= recordings._MOST
+
+
+def test_a_call_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _recorded("bart")
+
+    def failing(self: Any) -> None:
+        if self.steps == 6:
+            raise ValueError("six")
+        advance(self)
+
+    advance = BeamTree.advance
+    with monkeypatch.context() as patch:
+        patch.setattr(BeamTree, "advance", failing)
+        with pytest.raises(ValueError, match="six"):
+            zoo.generate(model, _inputs("bart", 1), **LONG)
+    assert recordings.count(model) == 0
+    assert _captures(model, _inputs("bart", 1)) == 1
+
+
+def test_they_die_with_the_model() -> None:
+    model = _recorded("bart")
+    Graph.made.clear()
+    (recording,) = recordings._kept[model].recordings.values()
+    tree, weight = weakref.ref(recording.state.tree.layers[0].stored()[0]), weakref.ref(model.lm_head.weight)
+    gone = weakref.ref(model)
+    del recording
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert gone() is None and tree() is None and weight() is None
+    finally:
+        gc.enable()
+
+
+def test_a_copy_of_the_model_has_none() -> None:
+    model = _recorded("bart")
+    other = copy.deepcopy(model)
+    assert recordings.count(other) == 0 and _captures(other, _inputs("bart", 1)) == 1
+
+
+def test_release() -> None:
+    model = _recorded("bart")
+    assert recordings.nbytes() > 0
+    fastgen.release()
+    assert recordings.count(model) == recordings.nbytes() == 0
+    assert _captures(model, _inputs("bart", 1)) == 1
+
+
+def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _recorded("bart")
+    for beams in (2, 4, 5, 6):
+        _captures(model, _inputs("bart"), num_beams=beams)
+    assert recordings.count(model) == recordings._MOST
+    assert _captures(model, _inputs("bart"), num_beams=2) == 0
+    assert _captures(model, _inputs("bart")) == 1  # the oldest had gone
+    monkeypatch.setattr(memory, "may_keep", lambda size, taken: False)
+    _captures(model, _inputs("bart"))
+    assert recordings.count(model) == 0
+
+
+def test_nothing_is_widened_that_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TreeDecoder, "_widen_source", lambda self: pytest.fail("widened"))
+    with harness.configured(replay="off"):
+        harness.compare(zoo.load("bart"), _inputs("bart"), **LONG)
