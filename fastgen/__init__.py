@@ -210,7 +210,7 @@ def status() -> Status:
 
 
 def release() -> None:
-    """Free what fastgen keeps between calls: packed copies of weights, buffers, memory of steps, compiled code."""
+    """Free what fastgen keeps between calls: packed weights, buffers, memory of steps, recordings, compiled code."""
     for name in ("fastgen.packing", "fastgen.buffers", "fastgen.arena", _COMPILED, _RECORDINGS):
         if module := sys.modules.get(name):
             module.release()

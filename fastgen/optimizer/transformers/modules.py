@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -100,7 +101,7 @@ def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def is_watched(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether somebody sees the calls of a module, or has replaced or compiled it for the shapes it has."""
-    if torch.nn.modules.module._has_any_global_hook():
+    if torch.nn.modules.module._has_any_global_hook() or _is_torch_patched():
         return True
     return any(
         _foreign(module._forward_hooks.values())
@@ -108,6 +109,17 @@ def is_watched(modules: Iterable[torch.nn.Module]) -> bool:
         or "forward" in vars(module)
         or module._compiled_call_impl is not None
         for module in modules
+    )
+
+
+def _is_torch_patched() -> bool:
+    """Whether somebody has replaced one of torch's functions of neural networks.
+
+    They hand themselves, by name, to a mode that is active: a replacement that calls the original is called twice then.
+    """
+    return any(
+        isinstance(value, types.FunctionType) and not value.__globals__.get("__name__", "").startswith("torch")
+        for value in vars(torch.nn.functional).values()
     )
 
 

@@ -41,8 +41,7 @@ class Snapshot:
         self._tensors = [(value, _identity(value)) for value in seen.values() if isinstance(value, Tensor)]
         types_of = {type(module) for module in modules}
         self._classes = [(owner, session.stock_attributes(owner)) for owner in _with_bases(types_of)]
-        names = {owner.__module__ for owner, _ in self._classes} | {"torch.nn.functional"}
-        self._functions = [(name, _functions(name)) for name in names]
+        self._functions = [(name, _functions(name)) for name in {owner.__module__ for owner, _ in self._classes}]
         self._attention = dict(AttentionInterface._global_mapping)
 
     def is_current(self) -> bool:
