@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _COMPILED = "fastgen.optimizer.transformers.compiled"
-_RECORDINGS = "fastgen.optimizer.transformers.recordings"
+_RECORDINGS = "fastgen.decoding.recordings"
 
 # Guards the switch and every host's patches. Never held while a module is imported: another thread
 # may hold that module's import lock and wait for this one.
@@ -192,7 +192,7 @@ def status() -> Status:
     packing = sys.modules.get("fastgen.packing")  # loaded by the first beam search, as are the buffers
     kept = [sys.modules.get(name) for name in ("fastgen.buffers", "fastgen.arena")]
     compiled = sys.modules.get(_COMPILED)
-    graphs = sys.modules.get("fastgen.optimizer.transformers.graphs")
+    replays = sys.modules.get("fastgen.decoding.replays")
     return Status(
         __version__,
         on,
@@ -205,7 +205,7 @@ def status() -> Status:
         compiled=compiled.steps() if compiled else {},
         operators=report.operators(),
         encoders=report.encoders(),
-        replayed=graphs.replayed() if graphs else {},
+        replayed=replays.replayed() if replays else {},
     )
 
 

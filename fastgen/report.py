@@ -72,9 +72,9 @@ class Status:
             saved = 1 - self.encoders["read"] / self.encoders["positions"]
             lines.append(f"encoders: {self.encoders['batches']} batches grouped by length, {saved:.0%} shorter")
         if self.packed_weights:
-            lines.append(f"packed weights: {self.packed_weights}, {_size(self.packed_bytes)}")
+            lines.append(f"packed weights: {self.packed_weights}, {size(self.packed_bytes)}")
         if self.buffer_bytes:
-            lines.append(f"buffers kept for later calls: {_size(self.buffer_bytes)}")
+            lines.append(f"buffers kept for later calls: {size(self.buffer_bytes)}")
         for model, how in self.compiled.items():
             lines += textwrap.wrap(f"compiled {model}: {how}", _WIDTH, subsequent_indent="  ")
         for model, how in self.replayed.items():
@@ -95,7 +95,7 @@ def _table(calls: tuple[Call, ...]) -> list[str]:
             str(call.beams),
             "-" if call.steps is None else str(call.steps),
             "-" if call.seconds is None else f"{call.seconds:.3f}",
-            "-" if call.cache_bytes is None else _size(call.cache_bytes),
+            "-" if call.cache_bytes is None else size(call.cache_bytes),
         )
         for call in calls
     ]
@@ -119,7 +119,7 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -8,6 +8,7 @@ step finds them.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -67,8 +68,19 @@ RECORDINGS: dict[str, type[Recording]] = {"cuda": CudaGraph, "cpu": Tape}
 
 @dataclass
 class Counts:
+    """What replaying has come to."""
+
     captures: int = 0
     replays: int = 0
+    seconds: float = 0.0  # that capturing took
+
+    def add(self, other: Counts) -> None:
+        self.captures += other.captures
+        self.replays += other.replays
+        self.seconds += other.seconds
+
+    def __str__(self) -> str:
+        return f"{self.captures} captured in {self.seconds:.2f} s, {self.replays} steps replayed"
 
 
 class Replayer:
@@ -107,6 +119,7 @@ class Replayer:
             self._steps += 1
             return self._alone(step, inputs)
         self._steps, self._patience = 0, self._patience * _PATIENCE
+        start = time.perf_counter()
         captured, recording = Captured(key, last[1], leaves), self._recording()
         try:
             with _capturing:
@@ -114,6 +127,8 @@ class Replayer:
         except RuntimeError as error:  # an operation that cannot be captured, such as waiting for the device
             self.failure = f"its steps cannot be captured ({(str(error).splitlines() or ['RuntimeError'])[0][:150]})"
             return step(inputs)
+        finally:
+            self.counts.seconds += time.perf_counter() - start
         self._captured = captured
         self.counts.captures += 1
         if recording.has_run:

@@ -21,10 +21,11 @@ from transformers.models.llama import modeling_llama
 import fastgen
 from fastgen import memory
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding import replay
+from fastgen.decoding import recordings, replay, replays
 from fastgen.decoding.tape import Tape
-from fastgen.optimizer.transformers import graphs, host, recordings
+from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import Snapshot
 
 pytestmark = pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
@@ -37,10 +38,10 @@ def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     recording = {"tape": Tape, "graph": Graph}[request.param]
     monkeypatch.setitem(replay.RECORDINGS, "cpu", recording)
     fastgen.configure(replay="always")
-    graphs.release()
+    replays.release()
     yield recording
     fastgen.configure(replay="off")
-    graphs.release()
+    replays.release()
     recordings.release()
 
 
@@ -50,11 +51,11 @@ def _inputs(family: str, seed: int = 0, **shape: Any) -> dict[str, Any]:
 
 def _captures(model: Any, inputs: dict[str, Any], **options: Any) -> int:
     """Compare a call with stock's; how many model steps it has captured (compat: the search is the host's)."""
-    before = graphs._counts.get(model, (0, 0))
+    before = copy.copy(replays.counts(model))
     harness.compare(model, inputs, **{"tier": "compat", **LONG, **options})
-    after = graphs._counts.get(model, (0, 0))
-    assert after[1] > before[1], "nothing was replayed"
-    return after[0] - before[0]
+    after = replays.counts(model)
+    assert after.replays > before.replays, "nothing was replayed"
+    return after.captures - before.captures
 
 
 def _recorded(family: str) -> Any:
@@ -107,7 +108,7 @@ def test_what_the_user_passes_is_not_written_to(beams: int, length: int) -> None
         inputs = {"attention_mask": inputs["attention_mask"], "encoder_outputs": outputs}
         with harness.configured(tier="compat"):
             assert torch.equal(stock, zoo.generate(model, inputs, **options))
-    assert graphs._counts[model][0] == 1
+    assert replays.counts(model).captures == 1
     for now, before in zip(passed[::2], passed[1::2], strict=True):
         assert all(map(torch.equal, now, before))
 
@@ -283,7 +284,7 @@ def test_the_snapshot_is_what_tells(change: Callable[[Any, Any], None], monkeypa
 
 def test_the_source_is_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _recorded("bart")
-    monkeypatch.setattr(recordings.State, "fill", lambda self, other: self.tree.replant(other.tree))
+    monkeypatch.setattr(State, "fill", lambda self, other: self.tree.replant(other.tree))
     with pytest.raises(AssertionError, match="differ"):
         harness.compare(model, _inputs("bart", 1), tier="compat", **LONG)
 

@@ -110,9 +110,8 @@ class TreeCrossAttention(_TreeAttention):
         Returns the output and the weights of each head, `[H, B*M, 1, N]`, if they are wanted. Weights averaged
         over the heads, which the host asks every layer for, are looked at by nobody.
         """
-        if self.source is None:
-            self.source = self.project(key, key_padding_mask)
-            self._session.sources.append(self.source)
+        self.see(key, key_padding_mask)
+        assert self.source is not None
         queries, source = self._queries(query), self.source
         if not need_head_weights:
             output = beam_attention(queries, source.keys, source.values, source.bias, self._scale)
@@ -124,6 +123,12 @@ class TreeCrossAttention(_TreeAttention):
         weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
         output = unfold_beams((weights @ source.values)[:, :, None])
         return self._output(output), weights.transpose(0, 1).flatten(1, 2)[:, :, None]
+
+    def see(self, source: Tensor, padding: Tensor | None) -> None:
+        """Attend to this source, `[N, B, C]`, from now on, unless there is one already."""
+        if self.source is None:
+            self.source = self.project(source, padding)
+            self._session.sources.append(self.source)
 
     def project(self, source: Tensor, padding: Tensor | None) -> Source:
         """The keys and values of `source`, `[N, B, C]`; see `__call__`."""

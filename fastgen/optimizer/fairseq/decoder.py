@@ -13,6 +13,7 @@ from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.encoder import with_own_products
+from fastgen.optimizer.fairseq.replaying import ReplayedSteps, replayer_for
 from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.shortlist import Shortlist, unnormalised
@@ -62,11 +63,14 @@ class TreeEnsemble(StandIn):
         super().__init__(request, shortlist)
         source = request.source
         assert source is not None
-        tree = BeamTree(request.batch, request.beams, request.max_steps, Buffers(self.inner.models[0]))
+        self.replayer = replayer_for(request)
+        buffers, is_static = Buffers(self.inner.models[0]), self.replayer is not None
+        tree = BeamTree(request.batch, request.beams, request.max_steps, buffers, is_static)
         self.session = Session(tree, request.generator.pad, source.device)
         models = [replaced(model, decoder=over_the_tree(model.decoder, self.session)) for model in self.inner.models]
         shown = models if shortlist is None else [unnormalised(models[0])]
         self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0])
+        self._replayed = ReplayedSteps(self._over_the_tree, self.replayer) if self.replayer else None
         self._prompt: Prompt | None = None
         self._arena = arena.of(self.inner.models[0])
         if not self.inner.has_encoder() and request.generator.lm_model is None:
@@ -104,7 +108,14 @@ class TreeEnsemble(StandIn):
             self._prompt = None
         self.session.advance(tokens[:, -1])
         with self._arena:
-            scores, weights = self._over_the_tree.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
+            if self._replayed is None:
+                scores, weights = self._over_the_tree.forward_decoder(
+                    tokens, encoder_outs, incremental_states, temperature
+                )
+            else:
+                scores, weights = self._replayed(
+                    tokens, encoder_outs, incremental_states, temperature, self.session.tree.epoch
+                )
         return scores if self.shortlist is None else self.shortlist.of(tokens, scores), weights
 
 

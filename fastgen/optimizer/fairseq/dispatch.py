@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen import arena, config, report
+from fastgen.decoding import replays
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
 from fastgen.optimizer.fairseq.requests import Request, is_diverse, unsupported_reason
@@ -47,6 +48,8 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         if ensemble is not None:
             ensemble.session.measure()
             arena.settle()
+            if ensemble.replayer is not None:
+                replays.note(request.generator.model.single_model, ensemble.replayer)
     if ensemble is None or ensemble.reason:
         _record(request, "stock", ensemble.reason if ensemble else reason, start)
         return result

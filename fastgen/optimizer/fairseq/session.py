@@ -43,7 +43,7 @@ class Session:
         tree = self.tree
         tree.advance()
         # A beam that was fed padding writes keys that nobody may see, itself included.
-        own = tree.ancestry()[:, :, -tree.beams :]
+        own = tree.ancestry()[:, :, tree.used - tree.beams : tree.used]
         own &= last.ne(self._pad).view(tree.batch, 1, tree.beams)
 
     def reorder(self, rows: Tensor) -> Tensor | None:

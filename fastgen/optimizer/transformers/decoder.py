@@ -12,11 +12,12 @@ from torch import Tensor
 from fastgen import arena
 from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding import replay
-from fastgen.optimizer.transformers import host, modules, recordings
+from fastgen.decoding import recordings, replay
+from fastgen.optimizer.transformers import host, modules
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.session import Session
+from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import Snapshot
 
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
@@ -52,7 +53,7 @@ class TreeDecoder:
         self._shares = replayer is not None and not request.generation_config.return_dict_in_generate
         self._is_handed_on = False
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
-        self._snapshot: Snapshot | None = None
+        self._snapshot: recordings.Snapshot | None = None
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
         self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
 
@@ -80,35 +81,44 @@ class TreeDecoder:
         assert self.replayer is not None
         self._widen_source()
         state = self._state()
-        self._key = recordings.key_of(state)
+        self._key = self._key_of(state)
         if self._key is None:
             return
-        recording = recordings.take(self.model, self._key, self.session)
-        if recording is None:
+        recording = recordings.take(self.model, self._key)
+        if recording is None or not self._begins_with(recording.state):
             # From now on in memory of its own: later calls will write to it.
             self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
             return
-        recording.state.fill(state)
         state.close()
-        for name, value in vars(recording.state).items():
-            setattr(self, name, value)
         self._snapshot = recording.snapshot
         self.replayer.resume(recording.captured)
+
+    def _begins_with(self, state: State) -> bool:
+        """Take the place of an earlier call's state, with this call's prompt and source; False if it is out of date."""
+        if not state.session.products.are_current(self.session.products):
+            state.close()
+            return False
+        state.fill(self._state())
+        for name, value in vars(state).items():
+            setattr(self, name, value)
+        return True
 
     def hand_on(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
         captured = None if self.replayer is None else self.replayer.captured
         state = self._state()
         # A tree that has grown would be larger than others need.
-        if captured is not None and self._key is not None and recordings.key_of(state) == self._key:
+        if captured is not None and self._key is not None and self._key_of(state) == self._key:
             snapshot = self._snapshot or Snapshot(modules.of_steps(self.model))
-            recordings.keep(self.model, self._key, recordings.Recording(state, captured, snapshot))
+            recordings.keep(self.model, self._key, recordings.Recording(state, captured, snapshot, self._device))
             self._is_handed_on = True
 
-    def _state(self) -> recordings.State:
-        return recordings.State(
-            self.tree, self.session, self.cache, self.encoder_outputs, self.source_mask, self.finished_mask
-        )
+    def _key_of(self, state: State) -> Hashable:
+        shape = state.shape()
+        return None if shape is None else (shape, recordings.surroundings(self._device))
+
+    def _state(self) -> State:
+        return State(self.tree, self.session, self.cache, self.encoder_outputs, self.source_mask, self.finished_mask)
 
     def _widen_source(self) -> None:
         """Pad the source on the right."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastgen import config, report
+from fastgen.decoding import replays
 from fastgen.optimizer.transformers import beam_search, graphs
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import disproof
@@ -61,7 +62,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         decoder.hand_on()
     seconds = time.perf_counter() - start
     if replayer is not None:
-        graphs.note(request, replayer)
+        replays.note(request.model, replayer)
     steps = decoder.tree.steps + 1  # the prompt's own forward pass chooses tokens too
     _record(request, tier, reason, steps, seconds, cache_bytes)
     return result

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config, report
-from fastgen.optimizer.transformers import modules
+from fastgen.decoding.watched import is_watched
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.requests import unsupported_configuration, unsupported_model
@@ -113,7 +113,7 @@ def _groups(
     weights = _CALLS_WEIGHTS.get(inputs.device.type, _CALLS_WEIGHTS_ELSEWHERE)
     fixed = _WEIGHTS_TOKENS + weights / (12 * encoder.config.hidden_size**2)
     groups = split([int(length) for length in lengths.tolist()], inputs.shape[1], fixed)
-    return None if groups is None or modules.is_watched(encoder.modules()) else groups
+    return None if groups is None or is_watched(encoder.modules()) else groups
 
 
 def split(lengths: Sequence[int], width: int, fixed: float) -> list[tuple[list[int], int]] | None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from fastgen.decoding.watched import are_of
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "layer_state")
 # Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
@@ -83,8 +84,7 @@ def unfoldable_attention(model: torch.nn.Module) -> str | None:
 
 def is_the_hosts_own(model: torch.nn.Module) -> bool:
     """Whether all of the model's classes are the host's or torch's."""
-    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
-    return packages <= {"torch", "transformers"}
+    return are_of({"transformers"}, model.modules())
 
 
 def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -97,35 +97,6 @@ def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
             seen.add(module)
             yield module
             waiting += module.children()
-
-
-def is_watched(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether somebody sees the calls of a module, or has replaced or compiled it for the shapes it has."""
-    if torch.nn.modules.module._has_any_global_hook() or _is_torch_patched():
-        return True
-    return any(
-        _foreign(module._forward_hooks.values())
-        or _foreign(module._forward_pre_hooks.values())
-        or "forward" in vars(module)
-        or module._compiled_call_impl is not None
-        for module in modules
-    )
-
-
-def _is_torch_patched() -> bool:
-    """Whether somebody has replaced one of torch's functions of neural networks.
-
-    They hand themselves, by name, to a mode that is active: a replacement that calls the original is called twice then.
-    """
-    return any(
-        isinstance(value, types.FunctionType) and not value.__globals__.get("__name__", "").startswith("torch")
-        for value in vars(torch.nn.functional).values()
-    )
-
-
-def _foreign(hooks: Iterable[Any]) -> bool:
-    """Whether any hook is another than those the host leaves behind once it was asked for hidden states."""
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def _hand_written(model: torch.nn.Module) -> set[Any]:

@@ -1,0 +1,123 @@
+"""Captured steps that outlive their call: the next call of the same shapes puts its prompt where they look for it.
+
+A captured step reads and writes a state of its own. It is kept with it, by the model; a call takes it out, so that
+nobody else has it, and brings it back.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fastgen import config, memory
+from fastgen.decoding.replay import Captured
+
+_MOST = 4  # of a model
+_SHARE = 16  # of a GPU's memory, what is kept takes one part in so many
+
+
+class Snapshot(Protocol):
+    """What the model was when its step was captured."""
+
+    def is_current(self) -> bool: ...
+
+
+@dataclass
+class Recording:
+    """A captured step, and what it reads and writes besides the model and its inputs."""
+
+    state: Any  # the host's; says its `nbytes()`, and `close()` frees them
+    captured: Captured
+    snapshot: Snapshot
+    device: torch.device
+
+
+class _Kept:
+    """A model's recordings, by what a call must have in common with them; the one used last comes last."""
+
+    def __init__(self) -> None:
+        self.recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+
+    def nbytes(self) -> int:
+        return sum(recording.state.nbytes() for recording in self.recordings.values())
+
+    def close(self) -> None:
+        while self.recordings:
+            self.recordings.popitem(last=False)[1].state.close()
+
+
+_lock = threading.RLock()  # reentrant: a model may die, and its recordings with it, anywhere
+_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+
+
+def surroundings(device: torch.device) -> Hashable:
+    """What a step depends on beside the model and its state."""
+    return (
+        config.current().packing,
+        # Who continues another stream's memory would have to wait for it.
+        torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+    )
+
+
+def take(model: nn.Module, key: Hashable) -> Recording | None:
+    """One for a call like this, now its own; None if there is none, or the model has changed since."""
+    with _lock:
+        kept = _kept.get(model)
+        recording = kept.recordings.pop(key, None) if kept else None
+    if recording is not None and not recording.snapshot.is_current():
+        recording.state.close()
+        return None
+    return recording
+
+
+def keep(model: nn.Module, key: Hashable, recording: Recording) -> None:
+    """For later calls."""
+    with _lock:
+        kept = _kept.get(model)
+        if kept is None:
+            kept = _kept[model] = _Kept()
+            weakref.finalize(model, kept.close).atexit = False
+        if (other := kept.recordings.pop(key, None)) is not None:  # another thread's
+            other.state.close()
+        kept.recordings[key] = recording
+        while len(kept.recordings) > _MOST or (kept.recordings and not _may_keep(recording.device)):
+            kept.recordings.popitem(last=False)[1].state.close()
+
+
+def _may_keep(device: torch.device) -> bool:
+    taken = nbytes()
+    if device.type != "cuda":
+        return memory.may_keep(0, taken)
+    return taken * _SHARE <= torch.cuda.get_device_properties(device).total_memory
+
+
+def count(model: nn.Module) -> int:
+    """How many are kept for the model."""
+    with _lock:
+        return len(_kept[model].recordings) if model in _kept else 0
+
+
+def nbytes(model: nn.Module | None = None) -> int:
+    """The keys and values that kept ones take, of all models by default."""
+    with _lock:
+        return sum(kept.nbytes() for key, kept in _kept.items() if model in (None, key))
+
+
+def release() -> None:
+    """Keep none any longer."""
+    with _lock:
+        for kept in _kept.values():
+            kept.close()

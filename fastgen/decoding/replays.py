@@ -1,0 +1,75 @@
+"""Which models' steps are replayed, and what became of it: the record of both hosts."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from torch import nn
+
+from fastgen import config, report
+from fastgen.decoding import recordings
+from fastgen.decoding.replay import Counts, Replayer
+
+# On a CPU: with more rows a step's Python is nothing beside its products, and with more sentences some leave, each time
+# of which the step must be recorded anew. That costs as much as some ten replays save.
+_FEW_ROWS, _MIN_STEPS = 32, 12
+
+_lock = threading.Lock()
+_counts: weakref.WeakKeyDictionary[nn.Module, Counts] = weakref.WeakKeyDictionary()
+_disproofs: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_failures: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def are_wanted(model: nn.Module, device: str, sentences: int, rows: int, steps: int) -> bool:
+    """Whether a call of so many `steps` should replay them, on a `device` of this type."""
+    settings = config.current()
+    if model in _failures:
+        return False
+    if device == "cuda":
+        return settings.cuda_graphs
+    if device != "cpu" or settings.replay == "off" or settings.compile:
+        return False
+    return settings.replay == "always" or (sentences == 1 and rows <= _FEW_ROWS and steps >= _MIN_STEPS)
+
+
+def note(model: nn.Module, replayer: Replayer) -> None:
+    """Count what a call has captured and replayed; a model whose steps cannot be captured is not asked again."""
+    with _lock:
+        _counts.setdefault(model, Counts()).add(replayer.counts)
+        if replayer.failure:
+            _failures[model] = replayer.failure
+    if replayer.failure:
+        report.log(f"{type(model).__name__}'s steps are not replayed: {replayer.failure}")
+
+
+def note_disproof(model: nn.Module, reason: str) -> None:
+    """Remember why a call's steps are not even tried; the next call asks again."""
+    with _lock:
+        _disproofs[model] = reason
+
+
+def counts(model: nn.Module) -> Counts:
+    """Of all calls so far."""
+    with _lock:
+        return _counts.get(model, Counts())
+
+
+def replayed() -> dict[str, str]:
+    """What became of replaying steps, by class of the model."""
+    with _lock:
+        how = {type(model).__name__: f"{counts}{_kept(model)}" for model, counts in _counts.items()}
+        reasons = [*_disproofs.items(), *_failures.items()]
+        return {**how, **{type(model).__name__: f"none, {reason}" for model, reason in reasons}}
+
+
+def _kept(model: nn.Module) -> str:
+    count = recordings.count(model)
+    return f", {count} kept for later calls ({report.size(recordings.nbytes(model))})" if count else ""
+
+
+def release() -> None:
+    """Forget what became of it: a model may be tried again."""
+    with _lock:
+        for record in (_counts, _disproofs, _failures):
+            record.clear()

@@ -1,0 +1,99 @@
+"""Decode steps that are captured once and replayed: the host's decoder as a function of tensors alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fairseq import search
+from torch import Tensor
+
+from fastgen.decoding import replays
+from fastgen.decoding.replay import Replayer
+from fastgen.decoding.watched import are_of, is_watched
+from fastgen.optimizer.fairseq.requests import Request
+from fastgen.optimizer.fairseq.views import replaced
+
+
+def replayer_for(request: Request) -> Replayer | None:
+    """What replays this call's steps; None where they run by themselves."""
+    ensemble, source = request.generator.model, request.source
+    assert source is not None
+    rows, steps = request.batch * request.beams, request.max_steps
+    if not replays.are_wanted(ensemble.single_model, source.device.type, request.batch, rows, steps):
+        return None
+    # Who watches expects the model to be called; so does who may change it meanwhile, as this search's function may.
+    if type(request.generator.search) is search.PrefixConstrainedBeamSearch:
+        return None
+    modules = [module for model in ensemble.models for module in model.decoder.modules()]
+    return None if is_watched(modules) or not are_of({"fairseq"}, modules) else Replayer(source.device)
+
+
+class ReplayedSteps:
+    """The steps of one call on a static tree."""
+
+    def __init__(self, ensemble: Any, replayer: Replayer) -> None:
+        """`ensemble`: a view of the host's, whose decoders run over the tree."""
+        self.replayer = replayer
+        self._embed = [model.decoder.embed_positions for model in ensemble.models]
+        self._positions: list[Tensor | None] = []  # of the step under way
+        self._sees_nothing = True
+        models = [
+            replaced(model, decoder=self._of_tensors(model.decoder, number))
+            for number, model in enumerate(ensemble.models)
+        ]
+        self._ensemble = replaced(ensemble, models=models, single_model=models[0])
+
+    def __call__(
+        self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float, epoch: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the ensemble's `forward_decoder` returns for `tokens`, int64 `[B*M, length]`."""
+
+        def step(inputs: Any) -> Any:
+            last, self._positions = inputs
+            return self._ensemble.forward_decoder(last, encoder_outs, incremental_states, temperature)
+
+        if self._sees_nothing:
+            self._see(encoder_outs)
+        # How many tokens came before is a number to the host, and would be baked in.
+        positions = [
+            None if embed is None else embed(tokens, incremental_state=state)
+            for embed, state in zip(self._embed, incremental_states, strict=True)
+        ]
+        result: tuple[Tensor, Tensor | None] = self.replayer(step, [tokens[:, -1:], positions], epoch)
+        return result
+
+    def _see(self, encoder_outs: Any) -> None:
+        """Project the source before the first step: whether any of it is padding is waited for."""
+        self._sees_nothing = False
+        for model, outputs in zip(self._ensemble.models, encoder_outs, strict=False):
+            for layer in model.decoder.layers:
+                if layer.encoder_attn is not None:
+                    layer.encoder_attn.see(*_source(outputs))
+
+    def _of_tensors(self, decoder: Any, number: int) -> Any:
+        """The decoder without its look at whether any token is padding, which the tree hides in any case."""
+
+        def extract_features(tokens: Tensor, encoder_out: Any = None, **_: Any) -> tuple[Tensor, dict[str, Any]]:
+            source, padding = _source(encoder_out) if encoder_out is not None else (None, None)
+            x = decoder.embed_scale * decoder.embed_tokens(tokens)
+            for module in (decoder.quant_noise, decoder.project_in_dim):
+                x = x if module is None else module(x)
+            positions = self._positions[number]
+            x = x if positions is None else x + positions
+            x = x if decoder.layernorm_embedding is None else decoder.layernorm_embedding(x)
+            x = decoder.dropout_module(x).transpose(0, 1)  # [1, B*M, C]
+            weights = None
+            for layer in decoder.layers:
+                is_last = layer is decoder.layers[-1]
+                x, weights, _ = layer(x, source, padding, {}, need_attn=is_last, need_head_weights=is_last)
+            x = x if decoder.layer_norm is None else decoder.layer_norm(x)
+            x = x.transpose(0, 1)
+            x = x if decoder.project_out_dim is None else decoder.project_out_dim(x)
+            return x, {"attn": [None if weights is None else weights.float().to(x).mean(dim=0)]}
+
+        return replaced(decoder, extract_features=extract_features)
+
+
+def _source(encoder_out: Any) -> tuple[Any, Any]:
+    """The encoder's output `[N, B, C]` and its padding `[B, N]`, of which there may be none."""
+    return next(iter(encoder_out["encoder_out"]), None), next(iter(encoder_out["encoder_padding_mask"]), None)

@@ -1,0 +1,64 @@
+"""What the steps of a call read and write, besides the model and the inputs of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.cache.tree import BeamTree
+from fastgen.optimizer.transformers.session import Session
+
+
+@dataclass
+class State:
+    """Kept with a recording of such a step; a later call of the same shapes puts its prompt and its source here."""
+
+    tree: BeamTree
+    session: Session
+    cache: Any  # the tree under the host's names, and cross-attention's keys and values
+    encoder_outputs: Any
+    source_mask: Tensor | None  # [B, N]
+    finished_mask: tuple[Tensor, Tensor] | None  # that mask, and what the model is given in its place
+
+    def fill(self, other: State) -> None:
+        """Begin anew, in place, with the prompt and the source of a state of the same `shape`."""
+        self.tree.replant(other.tree)
+        for mine, theirs in zip(self._source(), other._source(), strict=True):
+            mine.copy_(theirs)
+        if self.source_mask is not None:
+            self.session.change_source(self.source_mask[:, None, None].bool())
+
+    def shape(self) -> Hashable:
+        """What states must have in common for one to be filled with the other; None if it can be with none."""
+        tree, outputs = self.tree, self.encoder_outputs
+        if outputs is not None and not (isinstance(outputs, dict) and all(map(torch.is_tensor, outputs.values()))):
+            return None  # of all layers, for a user who has asked for them
+        return (
+            (tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length, tree.epoch),
+            tuple(layer.window for layer in tree.layers),
+            tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self._tensors()),
+            self.source_mask is None,
+        )
+
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def close(self) -> None:
+        """Let go of all keys and values: there are cycles, and memory is not to wait for the garbage collector."""
+        self.tree.close()
+        if hasattr(self.cache, "close"):
+            self.cache.close()
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._source(), *(tensor for layer in self.tree.layers for tensor in layer.stored())]
+
+    def _source(self) -> list[Tensor]:
+        """Of the source, all that a step may read: the encoder's output, its mask, its keys and values."""
+        source = [] if self.encoder_outputs is None else [*self.encoder_outputs.values()]
+        source += [] if self.source_mask is None else [self.source_mask]
+        cross = getattr(self.cache, "cross_attention_cache", None)
+        return source + [x for layer in (cross.layers if cross else ()) for x in (layer.keys, layer.values)]
