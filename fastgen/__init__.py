@@ -27,6 +27,7 @@ __all__ = [
     "HostStatus",
     "Status",
     "configure",
+    "configured",
     "disable",
     "disabled",
     "enable",
@@ -182,6 +183,11 @@ def configure(**options: Any) -> Config:
     replay ("auto", "always", "off"), compile (bool), cuda_graphs (bool).
     """
     return config.configure(**options)
+
+
+def configured(**options: Any) -> contextlib.AbstractContextManager[config.Config]:
+    """Inside the block the settings are these for the calls of this thread, or asyncio task, alone: see `configure`."""
+    return config.configured(**options)
 
 
 def status() -> Status:

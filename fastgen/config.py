@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -81,21 +84,43 @@ _lock = threading.Lock()
 _current = from_environment()
 
 
+# What `configured` blocks of this thread, or task, say beside it.
+_own: contextvars.ContextVar[tuple[dict[str, Any], ...]] = contextvars.ContextVar("fastgen_options", default=())
+
+
 def current() -> Config:
-    """The settings in force."""
-    return _current
+    """The settings in force here."""
+    if not (blocks := _own.get()):
+        return _current
+    return replace(_current, **{name: value for options in blocks for name, value in options.items()})
 
 
 def configure(**options: Any) -> Config:
     """Change the named settings for the whole process and return the result; an error changes nothing."""
     global _current
+    _check_names(options)
+    with _lock:
+        _current = replace(_current, **options)
+        return _current
+
+
+@contextlib.contextmanager
+def configured(**options: Any) -> Iterator[Config]:
+    """Inside the block the named settings are others for this thread, or asyncio task, alone; blocks nest."""
+    _check_names(options)
+    replace(_current, **options)  # raises what is wrong with their values
+    token = _own.set((*_own.get(), options))
+    try:
+        yield current()
+    finally:
+        _own.reset(token)
+
+
+def _check_names(options: dict[str, Any]) -> None:
     known = [field.name for field in fields(Config)]
     for name in options:
         if name not in known:
             raise TypeError(f"there is no option {name!r}: the options are {', '.join(known)}.")
-    with _lock:
-        _current = replace(_current, **options)
-        return _current
 
 
 def reset() -> Config:

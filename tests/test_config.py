@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 
@@ -112,3 +113,27 @@ def test_configure_mistakes_change_nothing(options: dict[str, object], kind: typ
 def test_a_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.current().strict = True  # type: ignore[misc]
+
+
+def test_settings_of_a_block() -> None:
+    before = config.current()
+    seen: list[config.Config] = []
+    with fastgen.configured(strict=True, tier="compat") as settings:
+        assert settings == config.current() == dataclasses.replace(before, strict=True, tier="compat")
+        with fastgen.configured(tier="stock"):
+            assert config.current() == dataclasses.replace(before, strict=True, tier="stock")
+        other = threading.Thread(target=lambda: seen.append(config.current()))
+        other.start()
+        other.join()
+        fastgen.configure(history=7)  # for everybody
+        assert config.current() == dataclasses.replace(before, strict=True, tier="compat", history=7)
+    assert seen == [before]
+    assert config.current() == dataclasses.replace(before, history=7)
+
+
+@pytest.mark.parametrize("options", [dict(beams=4), dict(tier="faster"), dict(strict="yes")])
+def test_mistakes_in_a_block(options: dict[str, object]) -> None:
+    before = config.current()
+    with pytest.raises((TypeError, ValueError), match=r"beams|tier|strict"), fastgen.configured(**options):
+        pytest.fail("entered")
+    assert config.current() == before

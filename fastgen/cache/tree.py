@@ -163,7 +163,6 @@ class BeamTree:
     def replant(self, other: BeamTree) -> None:
         """Begin again, in place, with the prompt of another static tree, of the same shapes and just planted."""
         self._ancestry.copy_(other._ancestry)
-        self._positions.copy_(other._positions)
         self.steps = self.generated = 0
         self._was_pruned = False
         self._masks.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +26,8 @@ _SHARE = 16  # of a GPU's memory, what is kept takes one part in so many
 class Snapshot(Protocol):
     """What the model was when its step was captured."""
 
+    is_complete: bool  # whether anything could have been overlooked
+
     def is_current(self) -> bool: ...
 
 
@@ -35,8 +37,6 @@ class Recording:
 
     state: Any  # the host's; says its `nbytes()`, and `close()` frees them
     captured: Captured
-    snapshot: Snapshot
-    device: torch.device
 
 
 class _Kept:
@@ -44,13 +44,18 @@ class _Kept:
 
     def __init__(self) -> None:
         self.recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self.snapshot: Snapshot | None = None  # of the model as it was when they were made
 
     def nbytes(self) -> int:
         return sum(recording.state.nbytes() for recording in self.recordings.values())
 
+    def drop_oldest(self) -> None:
+        self.recordings.popitem(last=False)[1].state.close()
+
     def close(self) -> None:
         while self.recordings:
-            self.recordings.popitem(last=False)[1].state.close()
+            self.drop_oldest()
+        self.snapshot = None
 
 
 _lock = threading.RLock()  # reentrant: a model may die, and its recordings with it, anywhere
@@ -58,7 +63,9 @@ _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
 def surroundings(device: torch.device) -> Hashable:
-    """What a step depends on beside the model and its state."""
+    """What a step depends on beside the model and its state; None where that cannot be told."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return None  # somebody's mode sees each operation
     return (
         config.current().packing,
         # Who continues another stream's memory would have to wait for it.
@@ -73,28 +80,42 @@ def surroundings(device: torch.device) -> Hashable:
 
 
 def take(model: nn.Module, key: Hashable) -> Recording | None:
-    """One for a call like this, now its own; None if there is none, or the model has changed since."""
+    """One for a call like this, now its own; None if there is none.
+
+    If the model has changed, all of its recordings are dropped: they may hold weights that it has no longer.
+    """
     with _lock:
         kept = _kept.get(model)
-        recording = kept.recordings.pop(key, None) if kept else None
-    if recording is not None and not recording.snapshot.is_current():
-        recording.state.close()
-        return None
-    return recording
+        if kept is None or kept.snapshot is None:
+            return None
+        if not kept.snapshot.is_current():
+            kept.close()
+            return None
+        return kept.recordings.pop(key, None)
 
 
-def keep(model: nn.Module, key: Hashable, recording: Recording) -> None:
-    """For later calls."""
+def keep(
+    model: nn.Module, key: Hashable, recording: Recording, look: Callable[[], Snapshot], device: torch.device
+) -> None:
+    """For later calls, if all of the model can be looked at again. This call has asked `take` before it began."""
     with _lock:
         kept = _kept.get(model)
         if kept is None:
             kept = _kept[model] = _Kept()
             weakref.finalize(model, kept.close).atexit = False
+        if kept.snapshot is None:
+            kept.snapshot = look()
+        if not kept.snapshot.is_complete:
+            kept.close()
+            recording.state.close()
+            return
         if (other := kept.recordings.pop(key, None)) is not None:  # another thread's
             other.state.close()
+        while len(kept.recordings) >= _MOST:
+            kept.drop_oldest()
         kept.recordings[key] = recording
-        while len(kept.recordings) > _MOST or (kept.recordings and not _may_keep(recording.device)):
-            kept.recordings.popitem(last=False)[1].state.close()
+        while kept.recordings and not _may_keep(device):
+            kept.drop_oldest()
 
 
 def _may_keep(device: torch.device) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 _LEFT_BEHIND = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for
+# What models call of torch, as it was when this was imported. A class has further attributes than its own.
+_NAMESPACES = [vars(torch), vars(nn.functional), vars(Tensor)]
+_CALLED = [{name: value for name, value in space.items() if callable(value)} for space in _NAMESPACES]
 
 
 def is_watched(modules: Iterable[nn.Module]) -> bool:
@@ -19,20 +23,30 @@ def is_watched(modules: Iterable[nn.Module]) -> bool:
         _foreign(module._forward_hooks.values())
         or _foreign(module._forward_pre_hooks.values())
         or "forward" in vars(module)
-        or module._compiled_call_impl is not None
+        or getattr(module, "_compiled_call_impl", None) is not None
         for module in modules
     )
 
 
 def _is_torch_patched() -> bool:
-    """Whether somebody has replaced one of torch's functions of neural networks.
+    """Whether somebody has replaced one of torch's functions, now or before this was imported.
 
     They hand themselves, by name, to a mode that is active: a replacement that calls the original is called twice then.
     """
-    return any(
-        isinstance(value, types.FunctionType) and not value.__globals__.get("__name__", "").startswith("torch")
-        for value in vars(nn.functional).values()
+    return _WAS_PATCHED or any(
+        any(space.get(name) is not value for name, value in called.items())
+        for space, called in zip(_NAMESPACES, _CALLED, strict=True)
     )
+
+
+def _is_torchs(value: Callable[..., Any]) -> bool:
+    """Of a function, where its code is: a wrapper may bear the name of another's module."""
+    is_function = isinstance(value, types.FunctionType)
+    home = value.__globals__.get("__name__") if is_function else getattr(value, "__module__", None)
+    return isinstance(value, type) or str(home).partition(".")[0] in ("torch", "typing", "None")
+
+
+_WAS_PATCHED = not all(map(_is_torchs, _CALLED[1].values()))
 
 
 def _foreign(hooks: Iterable[Any]) -> bool:

@@ -278,3 +278,10 @@ def test_damage_is_seen(damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     damage(monkeypatch)
     with pytest.raises(AssertionError, match=r"differ|off by"):
         assert_same(expected, refilled("learned", given))
+
+
+def test_a_suspended_search_has_the_callers_settings() -> None:
+    with fastgen.configured(packing="off"):
+        search = Suspendable(lambda: fastgen.config.current().packing)
+    search.resume()
+    assert search.result == "off"

@@ -7,9 +7,12 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import harness
+import numpy
 import pytest
 import torch
 import zoo
@@ -23,7 +26,7 @@ from fastgen import memory
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings, replay, replays
 from fastgen.decoding.tape import Tape
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import host, modules
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import Snapshot
@@ -207,6 +210,16 @@ def _patch_class(model: Any, patch: Any) -> None:
     patch.setattr(modeling_bart.BartDecoderLayer, "forward", negated)
 
 
+def _patch_layer_norm(model: Any, patch: Any) -> None:
+    forward = torch.nn.LayerNorm.forward
+    patch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: forward(self, x).flip(-1))
+
+
+def _register_for_all(model: Any, patch: Any) -> None:
+    stock = AttentionInterface._global_mapping["sdpa"]
+    patch.setitem(modeling_bart.ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", _negated(stock))
+
+
 def _patch_torch(model: Any, patch: Any) -> None:
     norm = torch.nn.functional.layer_norm
     patch.setattr(torch.nn.functional, "layer_norm", lambda *args, **kwargs: norm(*args, **kwargs).flip(-1))
@@ -214,12 +227,15 @@ def _patch_torch(model: Any, patch: Any) -> None:
 
 def _patch_attention(model: Any, patch: Any) -> None:
     stock = AttentionInterface._global_mapping["sdpa"]
+    patch.setitem(AttentionInterface._global_mapping, "sdpa", _negated(stock))
 
+
+def _negated(stock: Any) -> Any:
     def negated(*args: Any, **kwargs: Any) -> Any:
         output, weights = stock(*args, **kwargs)
         return -output, weights
 
-    patch.setitem(AttentionInterface._global_mapping, "sdpa", negated)
+    return negated
 
 
 def _patch_buffer(model: Any, patch: Any) -> None:
@@ -241,15 +257,26 @@ CHANGES: list[Callable[[Any, Any], None]] = [
     _replace_activation,
     _patch_function,
     _patch_class,
+    _patch_layer_norm,
     _patch_torch,
     _patch_attention,
+    _register_for_all,
     _patch_buffer,
     _add_hook,
 ]
 
 
 # Of which a recording would never know by itself.
-_UNSEEN = [_scale, _replace_module, _replace_activation, _patch_function, _patch_class, _patch_attention]
+_UNSEEN = [
+    _scale,
+    _replace_module,
+    _replace_activation,
+    _patch_function,
+    _patch_class,
+    _patch_layer_norm,
+    _patch_attention,
+    _register_for_all,
+]
 
 
 def _changeable(change: Callable[[Any, Any], None]) -> tuple[Any, dict[str, Any]]:
@@ -280,6 +307,150 @@ def test_the_snapshot_is_what_tells(change: Callable[[Any, Any], None], monkeypa
     change(model, monkeypatch)
     with pytest.raises(AssertionError, match="differ"):
         harness.compare(model, inputs, tier="compat", **LONG)
+
+
+@pytest.mark.parametrize("is_half", [False, True], ids=["float", "half"])
+def test_products_on_copies_of_weights_that_have_changed(is_half: bool, recording: type[replay.Recording]) -> None:
+    if recording is Graph:
+        pytest.skip("weights are packed on the CPU, where there are no graphs")
+    options = {**LONG, "num_beams": 5}  # 15 rows: on packed copies; 5: on weights, or on halves
+    for batch in (3, 1):
+        model = copy.deepcopy(zoo.load("bart"))
+        if is_half:
+            model.half().float()
+        with harness.configured(packing="always"):
+            for _ in range(3):
+                harness.compare(model, _inputs("bart", batch=batch), tier="compat", **options)
+                assert recordings.count(model) == 1
+                _edit_data(model, None)
+
+
+class _Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        return -result if function is torch.nn.functional.gelu else result
+
+
+def test_what_a_mode_sees_is_shared_with_nobody() -> None:
+    model = _recorded("bart")
+    with _Mode():
+        harness.compare(model, _inputs("bart", 1), **LONG)
+    assert _captures(model, _inputs("bart", 1)) == 0
+
+
+def _snapshot(model: Any) -> Snapshot:
+    snapshot = Snapshot(modules.of_steps(model))
+    assert snapshot.is_complete and snapshot.is_current()
+    return snapshot
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda model: setattr(model.config, "decoder_layers", 1),
+        lambda model: model.config.id2label.update({7: "x"}),
+        lambda model: setattr(model.get_decoder(), "numbers", [1, 3]),
+        lambda model: model.get_decoder().some.append(3),
+        lambda model: model.get_decoder().some[0].update(a=2),
+        lambda model: model.get_decoder().scale.fill_(2),
+        lambda model: setattr(model.get_decoder(), "scale", torch.tensor(1.0)),
+        lambda model: model.get_decoder().layers[0].fc1.register_buffer("b", torch.ones(1)),
+        lambda model: model.get_decoder().layers.append(copy.deepcopy(model.get_decoder().layers[0])),
+    ],
+)
+def test_a_snapshot_sees(edit: Callable[[Any], Any]) -> None:
+    model = copy.deepcopy(zoo.load("bart"))
+    model.get_decoder().some, model.get_decoder().scale = [{"a": 1}, 2], torch.tensor(1.0)
+    snapshot = _snapshot(model)
+    edit(model)
+    assert not snapshot.is_current()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        numpy.ones(2),
+        (torch.nn.Linear(2, 2),),
+        [SimpleNamespace(scale=2)],
+        torch.ones(2).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2)]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_looked_at_again(value: Any) -> None:
+    """A model with something in it that may change unseen, or hold the model, has no recordings."""
+    model = copy.deepcopy(zoo.load("bart"))
+    model.get_decoder().something = value
+    for seed in range(2):
+        assert _captures(model, _inputs("bart", seed)) == 1 and recordings.count(model) == 0
+
+
+def test_methods_and_closures_keep_no_model_alive() -> None:
+    for value in (lambda model: model.generate, lambda model: lambda: model, lambda model: partial(print, model)):
+        model = copy.deepcopy(zoo.load("bart"))
+        model.something = value(model)
+        assert _captures(model, _inputs("bart")) == 1 and recordings.count(model) == 0
+
+
+class _OfAUser(modeling_bart.BartForConditionalGeneration):
+    """Ignores padding."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_that_nobody_has_tested_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _OfAUser(copy.deepcopy(zoo.load("bart").config)).eval()
+    model.load_state_dict(zoo.load("bart").state_dict())
+    model.generation_config = copy.deepcopy(zoo.load("bart").generation_config)
+    for seed in range(2):
+        assert _captures(model, _inputs("bart", seed, ragged=False)) == 1 and recordings.count(model) == 0
+
+
+def test_weights_that_the_model_has_no_longer_are_let_go() -> None:
+    model = _recorded("bart")
+    Graph.made.clear()
+    old = weakref.ref(model.get_decoder().layers[0].fc1.weight)
+    model.get_decoder().layers[0].fc1 = copy.deepcopy(model.get_decoder().layers[0].fc1)
+    harness.compare(model, _inputs("bart"), **{**LONG, "num_beams": 2})
+    gc.collect()
+    assert old() is None and recordings.count(model) == 1
+
+
+def test_surroundings() -> None:
+    """All that a step depends on tells recordings apart."""
+    cpu = torch.device("cpu")
+    keys = [recordings.surroundings(cpu)]
+    for packing in ("off", "always"):
+        with fastgen.configured(packing=packing):
+            keys.append(recordings.surroundings(cpu))
+    with torch.inference_mode():
+        keys.append(recordings.surroundings(cpu))
+    torch.use_deterministic_algorithms(True)
+    keys.append(recordings.surroundings(cpu))
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float64)
+    keys.append(recordings.surroundings(cpu))
+    torch.set_default_dtype(torch.float32)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        keys.append(recordings.surroundings(cpu))
+    assert len(set(keys)) == len(keys) and recordings.surroundings(cpu) == keys[0]
+
+
+def test_interrupted_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is listed has not been closed."""
+    model = _recorded("bart")
+
+    def interrupt(*_: Any, **__: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "may_keep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            zoo.generate(model, _inputs("bart", 1), **LONG)
+    recordings.nbytes()
+    harness.compare(model, _inputs("bart", 2), tier="compat", **LONG)
 
 
 def test_the_source_is_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -26,7 +27,8 @@ class Suspendable:
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._device = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._inference = torch.is_inference_mode_enabled()
-        self._thread = threading.Thread(target=self._run, name="fastgen-suspended", daemon=True)
+        context = contextvars.copy_context()  # the caller's settings
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="fastgen-suspended", daemon=True)
 
     def resume(self, answer: Any = None) -> Any:
         """Let it run, at first or on with this answer, to what it asks next (returned) or its end (see `ended`).

@@ -49,11 +49,11 @@ class TreeDecoder:
         self.peak_bytes = 0
         self.is_planted = False  # the prompt has been read
         self.finished_mask: tuple[Tensor, Tensor] | None = None
-        # What a result refers to, no later call may write to.
-        self._shares = replayer is not None and not request.generation_config.return_dict_in_generate
+        # What a result refers to, no later call may write to; and other models may not take padding for padding.
+        is_free = not request.generation_config.return_dict_in_generate
+        self._shares = replayer is not None and is_free and modules.is_tested(self.model)
         self._is_handed_on = False
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
-        self._snapshot: recordings.Snapshot | None = None
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
         self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
 
@@ -90,7 +90,6 @@ class TreeDecoder:
             self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
             return
         state.close()
-        self._snapshot = recording.snapshot
         self.replayer.resume(recording.captured)
 
     def _begins_with(self, state: State) -> bool:
@@ -109,29 +108,32 @@ class TreeDecoder:
         state = self._state()
         # A tree that has grown would be larger than others need.
         if captured is not None and self._key is not None and self._key_of(state) == self._key:
-            snapshot = self._snapshot or Snapshot(modules.of_steps(self.model))
-            recordings.keep(self.model, self._key, recordings.Recording(state, captured, snapshot, self._device))
             self._is_handed_on = True
+            recording = recordings.Recording(state, captured)
+            recordings.keep(
+                self.model, self._key, recording, lambda: Snapshot(modules.of_steps(self.model)), self._device
+            )
 
     def _key_of(self, state: State) -> Hashable:
-        shape = state.shape()
-        return None if shape is None else (shape, recordings.surroundings(self._device))
+        key = state.shape(), recordings.surroundings(self._device)
+        return None if None in key else key
 
     def _state(self) -> State:
         return State(self.tree, self.session, self.cache, self.encoder_outputs, self.source_mask, self.finished_mask)
 
     def _widen_source(self) -> None:
         """Pad the source on the right."""
-        if not self._is_finished_here() or [*(self.encoder_outputs or ())] != ["last_hidden_state"]:
+        outputs = self.encoder_outputs
+        if not self._is_finished_here() or not isinstance(outputs, dict) or [*outputs] != ["last_hidden_state"]:
             return
-        states: Tensor = self.encoder_outputs.last_hidden_state
+        states: Tensor = outputs["last_hidden_state"]
         layers = self.cache.cross_attention_cache.layers
         length = self.source_mask.shape[1]
         if any(x.shape[-2] != length for x in (states, *(x for layer in layers for x in (layer.keys, layer.values)))):
             return
         if not (more := -length % _SOURCE_STEP):
             return
-        self.encoder_outputs = type(self.encoder_outputs)(last_hidden_state=F.pad(states, (0, 0, 0, more)))
+        self.encoder_outputs = type(outputs)(last_hidden_state=F.pad(states, (0, 0, 0, more)))
         self.source_mask = F.pad(self.source_mask, (0, more))
         for layer in layers:
             layer.keys, layer.values = (F.pad(x, (0, 0, 0, more)) for x in (layer.keys, layer.values))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fastgen.decoding.watched import are_of
+from fastgen.optimizer.transformers.host import FINDS_EAGER
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "layer_state")
 # Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
@@ -35,6 +36,12 @@ _NUMBERING_UNLESS_TOLD = {
 }
 _NUMBERING = "LEDLearnedPositionalEmbedding"  # takes no positions, but is an embedding of them
 _MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder's output from its input's
+
+# `model_type` of the configurations that the test suite compares with stock, in both tiers.
+_TESTED = frozenset(
+    """bart bert bert-generation blenderbot gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
+    mistral mt5 opt pegasus phi3 qwen3 speech_to_text t5 trocr umt5 whisper""".split()
+)
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -87,6 +94,14 @@ def is_the_hosts_own(model: torch.nn.Module) -> bool:
     return are_of({"transformers"}, model.modules())
 
 
+def is_tested(model: Any) -> bool:
+    """Whether the model is one of those that the test suite compares with stock."""
+    config = getattr(model.config, "decoder", None)
+    model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
+    # Where eager attention can't be found, not even these are sure; nor are classes derived from theirs.
+    return model_type in _TESTED and FINDS_EAGER and is_the_hosts_own(model)
+
+
 def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The modules that a decode step may call: all that are not the encoder's alone."""
     encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None  # type: ignore[operator, union-attr]
@@ -101,7 +116,7 @@ def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def _hand_written(model: torch.nn.Module) -> set[Any]:
     types: set[Any] = {type(module) for module in model.modules()}
-    return {owner for owner in types if _computes_attention_itself(owner.forward)}
+    return {owner for owner in types if _computes_attention_itself(getattr(owner, "forward", None))}
 
 
 def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:

@@ -21,15 +21,9 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 from fastgen.decoding import replay
 from fastgen.optimizer.transformers import beam_search
 from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
-from fastgen.optimizer.transformers.host import FINDS_EAGER
-from fastgen.optimizer.transformers.modules import is_the_hosts_own
+from fastgen.optimizer.transformers.modules import is_tested
 from fastgen.optimizer.transformers.requests import Request
 
-# `model_type` of the configurations that the test suite compares with stock, in both tiers.
-_TESTED = frozenset(
-    """bart bert bert-generation blenderbot gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
-    mistral mt5 opt pegasus phi3 qwen3 speech_to_text t5 trocr umt5 whisper""".split()
-)
 _SENTENCES, _BEAMS, _STEPS = 2, 3, 6
 # Largest difference of two logits, relative to the largest logit: rounding in another order stays far below.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -43,10 +37,7 @@ def disproof(request: Request, stock: Callable[..., Any], is_replayed: bool = Fa
     `is_replayed`: the question is whether its steps may be replayed.
     """
     model = request.model
-    config = getattr(model.config, "decoder", None)
-    model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
-    # Where eager attention can't be found, not even the tested ones are sure; nor are classes derived from theirs.
-    if model_type in _TESTED and FINDS_EAGER and is_the_hosts_own(model):
+    if is_tested(model):
         return None
     if is_replayed and request.generation_config.max_length - request.input_ids.shape[1] < _STEPS:
         return "its first calls were too short to try"

@@ -244,7 +244,8 @@ def _is_absent(value: Any) -> bool:
 
 def _tensors(kwargs: dict[str, Any]) -> list[Tensor]:
     """What the host expands to rows: tensors, and those of the encoder's output."""
-    values = [*kwargs.values(), *(kwargs.get("encoder_outputs") or {}).values()]
+    outputs = kwargs.get("encoder_outputs") or {}
+    values = [*kwargs.values(), *(outputs.values() if isinstance(outputs, dict) else outputs)]
     return [value for value in values if isinstance(value, Tensor)]
 
 

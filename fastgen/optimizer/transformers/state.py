@@ -38,14 +38,14 @@ class State:
         if outputs is not None and not (isinstance(outputs, dict) and all(map(torch.is_tensor, outputs.values()))):
             return None  # of all layers, for a user who has asked for them
         return (
-            (tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length, tree.epoch),
+            (tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length),
             tuple(layer.window for layer in tree.layers),
             tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self._tensors()),
             self.source_mask is None,
         )
 
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return self.tree.nbytes + sum(tensor.nbytes for tensor in self._source())
 
     def close(self) -> None:
         """Let go of all keys and values: there are cycles, and memory is not to wait for the garbage collector."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import operator
 import sys
 import types
@@ -9,14 +11,21 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
-from transformers.modeling_utils import AttentionInterface
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastgen.optimizer.transformers import session
 
 _PLAIN = (bool, int, float, complex, str, bytes)
-_NOT_OF_THE_STEP = ("torch.", "builtins", "typing", "transformers.generation.")
+# What does not change, or only as an object that others take the place of.
+_IMMUTABLE: tuple[type, ...] = (*_PLAIN, type(None), type, torch.dtype, torch.device, enum.Enum)
+_IMMUTABLE += (types.BuiltinFunctionType, GenerationConfig)  # of the latter no step knows
+_CONTAINERS = (list, tuple, set, frozenset, dict)
+_NOT_OF_THE_STEP = ("builtins", "typing", "transformers.generation.")
+_INTERFACES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 # Of a module's own dict, those that others of its attributes are in.
 _CONTENTS = ("_parameters", "_buffers", "_modules")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))  # the others of these are hooks, which a replayed model has none of
@@ -30,19 +39,20 @@ class Snapshot:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Of the modules, and of what their attributes hold, only the modules are not kept alive."""
+        """It keeps alive what the modules' attributes hold, but not the modules it is made of."""
         modules = list(modules)
         self._modules = [(weakref.ref(module), _attributes(module)) for module in modules]
         seen: dict[int, Any] = {}
-        for _, attributes in self._modules:
-            for value in _values(attributes):
-                _collect(value, seen)
+        # Whether there was nothing but what can be looked at again: anything else may change, or hold the model.
+        self.is_complete = all(
+            _collect(value, seen) for _, attributes in self._modules for value in _values(attributes)
+        )
         self._containers = [(value, _content(value)) for value in seen.values() if not isinstance(value, Tensor)]
         self._tensors = [(value, _identity(value)) for value in seen.values() if isinstance(value, Tensor)]
-        types_of = {type(module) for module in modules}
-        self._classes = [(owner, session.stock_attributes(owner)) for owner in _with_bases(types_of)]
-        self._functions = [(name, _functions(name)) for name in {owner.__module__ for owner, _ in self._classes}]
-        self._attention = dict(AttentionInterface._global_mapping)
+        owners = _with_bases({type(module) for module in modules})
+        self._classes = [(owner, session.stock_attributes(owner)) for owner in owners]
+        self._functions = [(name, _functions(name)) for name in {owner.__module__ for owner in owners}]
+        self._interfaces = _registered()
 
     def is_current(self) -> bool:
         """Whether all of it is the same."""
@@ -52,7 +62,7 @@ class Snapshot:
             and all(_identity(tensor) == identity for tensor, identity in self._tensors)
             and all(_are_same(session.stock_attributes(owner), attributes) for owner, attributes in self._classes)
             and all(_are_same(_functions(name), functions) for name, functions in self._functions)
-            and _are_same(AttentionInterface._global_mapping, self._attention)
+            and all(map(_are_same, _registered(), self._interfaces))
         )
 
 
@@ -62,12 +72,7 @@ def _attributes(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def _is_unchanged(module: nn.Module | None, attributes: tuple[dict[str, Any], ...]) -> bool:
-    if module is None:
-        return False
-    own = vars(module)
-    return _are_same(own, attributes[0]) and all(
-        _are_same(own[name], content) for name, content in zip(_CONTENTS, attributes[1:], strict=True)
-    )
+    return module is not None and all(map(_are_same, _attributes(module), attributes))
 
 
 def _are_same(now: Any, then: Any) -> bool:
@@ -85,30 +90,38 @@ def _are_same(now: Any, then: Any) -> bool:
 
 
 def _values(attributes: tuple[dict[str, Any], ...]) -> Iterable[Any]:
-    own, *contents = attributes
+    own, parameters, buffers, _ = attributes
     yield from (value for name, value in own.items() if name not in _OF_ALL_MODULES)
-    for content in contents:
-        yield from content.values()
+    yield from parameters.values()
+    yield from buffers.values()
 
 
-def _collect(value: Any, seen: dict[int, Any]) -> None:
-    """Note, by id, the tensors and whatever else may change without an attribute of a module changing."""
-    if id(value) in seen:
-        return
-    if isinstance(value, Tensor):
+def _collect(value: Any, seen: dict[int, Any]) -> bool:
+    """Note, by id, the tensors and whatever else may change without an attribute of a module changing.
+
+    False if there is anything of which that cannot be seen.
+    """
+    if id(value) in seen or isinstance(value, _IMMUTABLE):
+        return True
+    if isinstance(value, types.FunctionType):
+        return value.__closure__ is None
+    if type(value) is functools.partial:
+        return all(_collect(part, seen) for part in (value.func, value.args, value.keywords))
+    if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested:
         seen[id(value)] = value
-    elif isinstance(value, (list, tuple, set, dict, PretrainedConfig)):
+        return True
+    if isinstance(value, PretrainedConfig) or type(value) in _CONTAINERS:
         seen[id(value)] = value
         content = _content(value)
-        for item in content.values() if isinstance(content, dict) else content:
-            _collect(item, seen)
+        return all(_collect(item, seen) for item in (content.values() if isinstance(content, dict) else content))
+    return False
 
 
 def _content(value: Any) -> Any:
     """A copy of what is in a container or a config."""
     if isinstance(value, PretrainedConfig):
         return dict(vars(value))
-    return dict(value) if isinstance(value, Mapping) else list(value)
+    return dict(value) if isinstance(value, dict) else list(value)
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
@@ -117,13 +130,17 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _with_bases(owners: set[type]) -> set[type]:
-    """Those classes of the modules, and of their bases, that are not torch's own nor what calls the model."""
+    """The classes of the modules and their bases, but for those that only call the model."""
     bases = {base for owner in owners for base in owner.__mro__}
     return {base for base in bases if not base.__module__.startswith(_NOT_OF_THE_STEP)}
 
 
-def _functions(name: str) -> dict[str, Any]:
+def _functions(module: str) -> dict[str, Any]:
     """The functions and classes that code of this module sees."""
-    return {
-        name: value for name, value in vars(sys.modules[name]).items() if isinstance(value, (types.FunctionType, type))
-    }
+    names = dict(vars(sys.modules[module]))
+    return {name: value for name, value in names.items() if isinstance(value, (types.FunctionType, type))}
+
+
+def _registered() -> list[dict[str, Any]]:
+    """The functions of attention and of its masks, by name."""
+    return [dict(names) for one in _INTERFACES for names in (one._global_mapping, one._local_mapping)]
