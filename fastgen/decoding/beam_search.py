@@ -86,18 +86,25 @@ class BeamSearch:
         """`prompt`: int64 `[B*M, prompt_length]`; `candidates`: K; `fill`: token after the end; `buffers`: where large
         ones come from."""
         self._buffers = Buffers(None) if buffers is None else buffers
-        self.beams, self.candidates, self.policy = beams, candidates, policy
-        self.length = policy.prompt_length
-        self.done = False
-        batch, device = prompt.shape[0] // beams, prompt.device
-        tokens = torch.full((batch, beams, policy.max_length), fill, dtype=torch.int64, device=device)
-        tokens[:, :, : self.length] = prompt.unflatten(0, (batch, beams))
-        steps = max(policy.max_length - self.length, 0)
+        self.beams, self.candidates, self.policy, self._fill = beams, candidates, policy, fill
+        self._begin(self._first(prompt))
+        self._totals: Tensor | None = None
+        self._best = torch.arange(candidates, device=prompt.device) < beams  # bool [K]
+        self._places = torch.arange(beams, device=prompt.device)
+        self._number_rows()
+
+    def _first(self, prompt: Tensor) -> _Live:
+        """The state before the first step."""
+        beams, policy, device = self.beams, self.policy, prompt.device
+        batch = prompt.shape[0] // beams
+        tokens = torch.full((batch, beams, policy.max_length), self._fill, dtype=torch.int64, device=device)
+        tokens[:, :, : policy.prompt_length] = prompt.unflatten(0, (batch, beams))
+        steps = max(policy.max_length - policy.prompt_length, 0)
         rows = torch.full((batch, beams, steps), -1, dtype=torch.int32, device=device)
         # Only the first beam counts at first, or all beams would choose the same tokens.
         scores = torch.zeros(batch, beams, device=device)
         scores[:, 1:] = _DEAD
-        self.live = _Live(
+        return _Live(
             tokens=tokens,
             rows=rows,
             scores=scores,
@@ -108,12 +115,12 @@ class BeamSearch:
             improvable=torch.ones(batch, 1, dtype=torch.bool, device=device),
             sentence=torch.arange(batch, device=device),
         )
-        self._result = Hypotheses(tokens.clone(), rows.clone(), torch.full_like(scores, _DEAD))
-        self._evicted = False
-        self._totals: Tensor | None = None
-        self._best = torch.arange(candidates, device=device) < beams  # bool [K]
-        self._places = torch.arange(beams, device=device)
-        self._number_rows()
+
+    def _begin(self, live: _Live) -> None:
+        self.live = live
+        self.length = self.policy.prompt_length
+        self.done = self._evicted = False
+        self._result = Hypotheses(live.tokens.clone(), live.rows.clone(), live.finished_scores.clone())
 
     @property
     def batch(self) -> int:

@@ -34,6 +34,7 @@ class StaticSearch(BeamSearch):
         self._ends = prompt.new_empty(0) if ends is None else ends.to(device)
         self._is_late = is_late
         self._epoch = 0
+        self._scores: Tensor | None = None
         lengths = range(policy.prompt_length + 1, policy.max_length + 2)
         self._divisors = torch.tensor([policy.divisor(length) for length in lengths], device=device)  # float32
         self._best_divisors = torch.tensor([policy.best_divisor(length) for length in lengths], device=device)
@@ -41,11 +42,27 @@ class StaticSearch(BeamSearch):
         self._state = torch.tensor([1, 0], device=device)  # int64 [2]: goes on, sentences settled
         self._known = _Late(self._state)
 
+    def restart(self, prompt: Tensor, replayer: Replayer) -> None:
+        """Begin anew, in place, with other prompts of the same shape; of steps captured by then, `replayer` goes on."""
+        first = self._first(prompt)
+        for name, tensor in vars(self.live).items():
+            tensor.copy_(getattr(first, name))
+        self._begin(self.live)
+        self._step.zero_()
+        self._known.forget()
+        self._state.copy_(self._known.first, non_blocking=True)
+        if (captured := self._replayer.captured) is not None:
+            replayer.resume(captured)
+        self._replayer = replayer
+
     takes_logits = False
 
     def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False, is_tied: bool = False) -> Tensor:
         """As the parent's; the criteria are those given at first, and nothing is sampled."""
-        parents: Tensor = self._replayer(self._choose, log_probs, self._epoch)
+        if self._scores is None or (self._scores.shape, self._scores.dtype) != (log_probs.shape, log_probs.dtype):
+            self._scores = torch.empty_like(log_probs)
+        self._scores.copy_(log_probs)  # from wherever these are now to where a captured step looks for them
+        parents: Tensor = self._replayer(self._choose, self._scores, self._epoch)
         self.length += 1
         self._known.push()
         self.done = self.length >= self.policy.max_length or not self._known.values(self._is_late)[0]
@@ -129,7 +146,7 @@ class _Late:
         self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda).copy_(tensor) for _ in "ab"]
         self._events = [torch.cuda.Event() if is_cuda else None for _ in "ab"]
         self._latest = 0
-        self._first = self._copies[0].clone()
+        self.first = self._copies[0].clone()
 
     def push(self) -> None:
         """Begin to copy the values of this step."""
@@ -143,7 +160,7 @@ class _Late:
         for copy, event in zip(self._copies, self._events, strict=True):
             if event is not None:
                 event.synchronize()
-            copy.copy_(self._first)
+            copy.copy_(self.first)
 
     def values(self, late: bool) -> list[int]:
         place = 1 - self._latest if late else self._latest

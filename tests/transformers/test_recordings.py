@@ -75,9 +75,9 @@ def test_later_calls(family: str, recording: type[replay.Recording]) -> None:
     for seed in (1, 2):
         assert _captures(model, _inputs(family, seed)) == 0
     # Our loop gives the model the same inputs as the host's; its own steps are recorded too where nothing may wait.
-    searches = int(recording is Graph)
-    assert _captures(model, _inputs(family, 3), tier="fast") <= 1 + searches
-    assert _captures(model, _inputs(family, 4), tier="fast") == searches
+    assert _captures(model, _inputs(family, 3), tier="fast") <= 1 + int(recording is Graph)
+    for seed in (4, 5):
+        assert _captures(model, _inputs(family, seed), tier="fast") == 0
 
 
 @pytest.mark.parametrize("family", ["bart", "t5"])

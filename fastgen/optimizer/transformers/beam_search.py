@@ -43,9 +43,7 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
     all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
     all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
     buffers = decoder.tree.buffers
-    search, process = _search(request, decoder, buffers), Processing(buffers)
-    is_stopped, may_evict = request.stopper(), request.may_evict
-    takes_logits = search.takes_logits and all_scores is None and not config.do_sample
+    process, is_stopped, may_evict = Processing(buffers), request.stopper(), request.may_evict
 
     def stops(tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
         return is_stopped(tokens, hypotheses, length=search.length, scores=all_scores)
@@ -56,6 +54,8 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
         outputs = host.prefill(model, request.input_ids[::beams], chunks.configuration(request), shared)
     decoder.plant(shared)
     outputs.past_key_values = decoder.cache
+    search = _search(request, decoder, buffers)
+    takes_logits = search.takes_logits and all_scores is None and not config.do_sample
     # From here on the host's inputs have one row per beam, as it prepares them itself.
     rows = {**started, "past_key_values": decoder.cache}
     device = request.input_ids.device
@@ -156,7 +156,21 @@ def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSea
     arguments = (request.input_ids, request.beams, candidates, policy, fill)
     if decoder.replayer is None or not decoder.replayer.waits_for_nothing or not request.chooses_by_numbers:
         return BeamSearch(*arguments, buffers)
-    return StaticSearch(*arguments, decoder.replayer.another(), eos, is_late=request.may_evict)
+    replayer = decoder.replayer.another()
+    key = (
+        request.input_ids.shape,
+        request.beams,
+        candidates,
+        policy,
+        fill,
+        str(config.eos_token_id),
+        request.may_evict,
+    )
+    if decoder.search is None or decoder.search[0] != key:
+        decoder.search = key, StaticSearch(*arguments, replayer, eos, is_late=request.may_evict)
+    else:
+        decoder.search[1].restart(request.input_ids, replayer)
+    return decoder.search[1]
 
 
 def _last(outputs: Any, device: torch.device) -> Tensor:

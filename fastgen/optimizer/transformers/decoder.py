@@ -13,6 +13,7 @@ from fastgen import arena
 from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings, replay
+from fastgen.decoding.static_search import StaticSearch
 from fastgen.optimizer.transformers import host, modules
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.requests import Request
@@ -46,6 +47,7 @@ class TreeDecoder:
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.encoder_outputs: Any = None
         self.source_mask: Any = None
+        self.search: tuple[Hashable, StaticSearch] | None = None  # by what it is for
         self.peak_bytes = 0
         self.is_planted = False  # the prompt has been read
         self.finished_mask: tuple[Tensor, Tensor] | None = None
@@ -119,7 +121,8 @@ class TreeDecoder:
         return None if None in key else key
 
     def _state(self) -> State:
-        return State(self.tree, self.session, self.cache, self.encoder_outputs, self.source_mask, self.finished_mask)
+        source = self.encoder_outputs, self.source_mask, self.finished_mask
+        return State(self.tree, self.session, self.cache, *source, self.search)
 
     def _widen_source(self) -> None:
         """Pad the source on the right."""

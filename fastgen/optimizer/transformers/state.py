@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen.cache.tree import BeamTree
+from fastgen.decoding.static_search import StaticSearch
 from fastgen.optimizer.transformers.session import Session
 
 
@@ -23,6 +24,7 @@ class State:
     encoder_outputs: Any
     source_mask: Tensor | None  # [B, N]
     finished_mask: tuple[Tensor, Tensor] | None  # that mask, and what the model is given in its place
+    search: tuple[Hashable, StaticSearch] | None  # if its steps are captured too
 
     def fill(self, other: State) -> None:
         """Begin anew, in place, with the prompt and the source of a state of the same `shape`."""
