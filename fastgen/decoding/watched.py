@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,15 +34,18 @@ def _is_torch_patched() -> bool:
     They hand themselves, by name, to a mode that is active: a replacement that calls the original is called twice then.
     """
     return _WAS_PATCHED or any(
-        any(space.get(name) is not value for name, value in called.items())
+        space.get(name) is not value and not _is_torchs(space.get(name))  # its own compiler replaces some, too
         for space, called in zip(_NAMESPACES, _CALLED, strict=True)
+        for name, value in called.items()
     )
 
 
-def _is_torchs(value: Callable[..., Any]) -> bool:
-    """Of a function, where its code is: a wrapper may bear the name of another's module."""
-    is_function = isinstance(value, types.FunctionType)
-    home = value.__globals__.get("__name__") if is_function else getattr(value, "__module__", None)
+def _is_torchs(value: Any) -> bool:
+    """Of a function, where its code is, and of another object, its type's: a wrapper may bear another's names."""
+    if isinstance(value, types.FunctionType):
+        home = value.__globals__.get("__name__")
+    else:
+        home = getattr(value if isinstance(value, types.BuiltinFunctionType) else type(value), "__module__", None)
     return isinstance(value, type) or str(home).partition(".")[0] in ("torch", "typing", "None")
 
 

@@ -1,0 +1,48 @@
+"""Who sees, or has changed, what a model's modules do."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fastgen.decoding.watched import are_of, is_watched  # noqa: E402, needs torch
+
+
+class _Function:
+    """A callable that is no function."""
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "gelu"])
+@pytest.mark.parametrize(
+    "replacement", [lambda stock: lambda *args: stock(*args), lambda stock: functools.wraps(stock)(_Function())]
+)
+def test_functions_of_torchs_that_somebody_has_replaced(name: str, replacement: Any, monkeypatch: Any) -> None:
+    assert not is_watched([])
+    monkeypatch.setattr(torch.nn.functional, name, replacement(getattr(torch.nn.functional, name)))
+    assert is_watched([])
+
+
+def test_what_torch_itself_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its compiler does when it is first imported."""
+    monkeypatch.setattr(torch, "manual_seed", torch.nn.functional.gelu)
+    monkeypatch.setattr(torch.nn.functional, "relu", torch.nn.functional.softmax)
+    assert not is_watched([])
+
+
+def test_modules() -> None:
+    layer = torch.nn.Linear(2, 2)
+    assert (
+        not is_watched([layer]) and are_of(set(), [layer]) and not are_of(set(), [type("Own", (torch.nn.ReLU,), {})()])
+    )
+    handle = layer.register_forward_hook(lambda *_: None)
+    assert is_watched([layer])
+    handle.remove()
+    layer.forward = lambda x: x
+    assert is_watched([layer])
