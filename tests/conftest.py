@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported: tiny models lose time with more threads, and test processes share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,3 +54,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(params=["tape", "graph"])
+def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Every step is recorded and replayed, by a tape and as a CUDA graph does; nothing is known of calls before."""
+    from emulated_graph import Graph
+
+    from fastgen.decoding import recordings, replay, replays
+    from fastgen.decoding.tape import Tape
+
+    recording = {"tape": Tape, "graph": Graph}[request.param]
+    monkeypatch.setitem(replay.RECORDINGS, "cpu", recording)
+    fastgen.configure(replay="always")
+    replays.release()
+    yield recording
+    fastgen.configure(replay="off")
+    replays.release()
+    recordings.release()

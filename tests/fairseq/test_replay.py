@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import judge
 import models
 import pytest
 import torch
-from emulated_graph import Graph
 
 import fastgen
 from fastgen.cache import tree
 from fastgen.decoding import replay, replays
-from fastgen.decoding.tape import Tape
 from fastgen.optimizer.fairseq.replaying import ReplayedSteps
 
+pytestmark = pytest.mark.usefixtures("recording")
+
 LONG = dict(beam_size=4, min_len=12, max_len_b=12)
-
-
-@pytest.fixture(autouse=True, params=["tape", "graph"])
-def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[replay.Recording]]:
-    recording = {"tape": Tape, "graph": Graph}[request.param]
-    monkeypatch.setitem(replay.RECORDINGS, "cpu", recording)
-    fastgen.configure(replay="always")
-    replays.release()
-    yield recording
-    fastgen.configure(replay="off")
-    replays.release()
 
 
 def _generated(name: str) -> Any:

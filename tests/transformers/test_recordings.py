@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,27 +25,17 @@ import fastgen
 from fastgen import memory
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings, replay, replays
-from fastgen.decoding.tape import Tape
 from fastgen.optimizer.transformers import host, modules
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import Snapshot
 
-pytestmark = pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+pytestmark = [
+    pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
+    pytest.mark.usefixtures("recording"),
+]
 
 LONG = dict(num_beams=3, min_new_tokens=12, max_new_tokens=12, return_dict_in_generate=False)
-
-
-@pytest.fixture(autouse=True, params=["tape", "graph"])
-def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[replay.Recording]]:
-    recording = {"tape": Tape, "graph": Graph}[request.param]
-    monkeypatch.setitem(replay.RECORDINGS, "cpu", recording)
-    fastgen.configure(replay="always")
-    replays.release()
-    yield recording
-    fastgen.configure(replay="off")
-    replays.release()
-    recordings.release()
 
 
 def _inputs(family: str, seed: int = 0, **shape: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import harness
@@ -23,21 +22,13 @@ from fastgen.decoding import replay, replays
 from fastgen.decoding.tape import Tape
 from fastgen.optimizer.transformers import host, modules, session
 
-pytestmark = pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+pytestmark = [
+    pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
+    pytest.mark.usefixtures("recording"),
+]
 
 TOKENS = dict(return_dict_in_generate=False)
 DETAILS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
-
-
-@pytest.fixture(autouse=True, params=["tape", "graph"])
-def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[replay.Recording]]:
-    recording = {"tape": Tape, "graph": Graph}[request.param]
-    monkeypatch.setitem(replay.RECORDINGS, "cpu", recording)
-    fastgen.configure(replay="always")
-    replays.release()
-    yield recording
-    fastgen.configure(replay="off")
-    replays.release()
 
 
 def _inputs(family: str, **options: Any) -> dict[str, Any]:
