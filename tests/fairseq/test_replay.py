@@ -97,3 +97,10 @@ def test_positions_are_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReplayedSteps, "__call__", stuck)
     with pytest.raises(AssertionError):
         judge.compare(lambda: models.generate("post-norm", models.batch(), **LONG))
+
+
+def test_autocast_sees_the_model() -> None:
+    model = copy.deepcopy(models.load("post-norm"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        judge.ours(lambda: models.generate(model, models.batch(), **LONG))
+    assert not replays.counts(model).captures

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from fairseq import search
 from torch import Tensor
 
@@ -20,6 +21,8 @@ def replayer_for(request: Request) -> Replayer | None:
     assert source is not None
     rows, steps = request.batch * request.beams, request.max_steps
     if not replays.are_wanted(ensemble.single_model, source.device.type, request.batch, rows, steps):
+        return None
+    if torch.is_autocast_enabled(source.device.type):  # it would cast anew what was cast
         return None
     # Who watches expects the model to be called; so does who may change it meanwhile, as this search's function may.
     if type(request.generator.search) is search.PrefixConstrainedBeamSearch:
