@@ -93,10 +93,14 @@ inline void check_float(
       tensor.device() == like.device(), whose, " on ", like.device(), " and ", name, " on ", tensor.device(), ".");
 }
 
+inline void check_width(const char* name, const at::Tensor& tensor, int64_t width) {
+  TORCH_CHECK_VALUE(
+      tensor.dim() == 1 && tensor.size(0) == width, name, " must be [", width, "], not of shape ", tensor.sizes(), ".");
+}
+
 inline void check_linear_bias(const std::optional<at::Tensor>& bias, int64_t width, const at::Tensor& rows) {
   if (bias) {
-    TORCH_CHECK_VALUE(
-        bias->dim() == 1 && bias->size(0) == width, "bias must be [", width, "], not of shape ", bias->sizes(), ".");
+    check_width("bias", *bias, width);
     check_float("bias", *bias, rows);
   }
 }
@@ -142,6 +146,27 @@ inline void check_skinny(const at::Tensor& rows, at::TensorList weights, const s
     width += weight.size(0);
   }
   check_linear_bias(bias, width, rows);
+}
+
+inline void check_screened(
+    const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& codes, const at::Tensor& scales,
+    const at::Tensor& errors, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK_VALUE(rows.dim() >= 1, "rows must be [..., size], not of shape ", rows.sizes(), ".");
+  TORCH_CHECK_VALUE(
+      weight.dim() == 2 && weight.size(1) == rows.size(-1), "weight must be [width, ", rows.size(-1),
+      "], not of shape ", weight.sizes(), ".");
+  TORCH_CHECK_VALUE(
+      codes.sizes() == weight.sizes(), "codes must be ", weight.sizes(), ", not of shape ", codes.sizes(), ".");
+  TORCH_CHECK_TYPE(codes.scalar_type() == at::kChar, "codes must be int8, not ", codes.dtype().name(), ".");
+  TORCH_CHECK_VALUE(
+      codes.device() == rows.device(), "rows are on ", rows.device(), " and codes on ", codes.device(), ".");
+  check_width("scales", scales, weight.size(0));
+  check_width("errors", errors, weight.size(0));
+  check_float("rows", rows, rows);
+  check_float("weight", weight, rows);
+  check_float("scales", scales, rows);
+  check_float("errors", errors, rows);
+  check_linear_bias(bias, weight.size(0), rows);
 }
 
 constexpr int64_t kPanel = 64; // outputs side by side in a packed weight

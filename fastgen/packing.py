@@ -20,7 +20,7 @@ from fastgen import arena, memory
 from fastgen.native_operators import native_operator
 from fastgen.siblings import loners
 
-Copy = Any  # what `pack` returns, or the weight in half precision
+Copy = Any  # what `pack` returns, or the weight in half precision, or what `screened_linear` reads in its place
 _SLAB = 256  # rows and columns that are looked at together
 
 
@@ -55,10 +55,9 @@ class _Packed:
 
     @property
     def nbytes(self) -> int:
-        copy = self.copy[0] if isinstance(self.copy, tuple) else self.copy
-        if isinstance(self.copy, tuple) or copy.dtype == torch.float16:
-            size: int = copy.nbytes
-            return size
+        parts = self.copy if isinstance(self.copy, tuple) else (self.copy,)
+        if isinstance(self.copy, tuple) or self.copy.dtype == torch.float16:
+            return sum(part.nbytes for part in parts if isinstance(part, Tensor))
         return sum(source.nbytes for source in self.sources)  # oneDNN does not say
 
     @property
@@ -70,8 +69,9 @@ _lock = threading.RLock()
 _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()  # by the first of the siblings
 _halves: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
+_screenings: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _are_half: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], bool]] = weakref.WeakKeyDictionary()
-_ALL = (_copies, _joint, _halves)
+_ALL = (_copies, _joint, _halves, _screenings)
 
 
 @functools.cache
@@ -163,6 +163,21 @@ def half_of(layer: nn.Module) -> Tensor | None:
         return half
 
 
+def screening_of(layer: nn.Module) -> Copy | None:
+    """`screen_weight` of the layer's weight; None if memory is short."""
+    with _lock:
+        packed = _screenings.get(layer)
+        if packed is None:
+            from fastgen import ops
+
+            weight: Tensor = layer.weight.detach()  # type: ignore[operator]
+            packed = _packed([layer], lambda: ops.screen_weight(weight), weight.nbytes // 4)
+            if packed is None:
+                return None
+            _screenings[layer] = packed
+        return packed.copy
+
+
 def joint(layer: nn.Module) -> _Packed | None:
     """The copy that this layer, the first of its siblings, shares with them; None once they have parted."""
     with _lock:
@@ -199,7 +214,7 @@ def _packed(layers: list[nn.Module], make: Callable[[], Copy], size: int) -> _Pa
 
 
 def copies_of(layer: nn.Module) -> list[Copy]:
-    """The copies there are of the layer's weight: its own, one it is the first of, one in half precision."""
+    """The copies there are of the layer's weight: its own, one it is the first of, and others in fewer bits."""
     with _lock:
         return [packed.copy for copies in _ALL if (packed := copies.get(layer)) is not None]
 

@@ -41,7 +41,7 @@ class _Plan:
     """How one decode multiplies by a layer, or by siblings."""
 
     product: Product
-    weights: Any  # a packed copy, or a list of the weights themselves
+    weights: Any  # a packed copy, a screening, or a list of the weights themselves
     bias: Tensor | None
     layers: tuple[Any, ...]  # the one that is called, and the siblings of a joint product
 
@@ -54,8 +54,9 @@ class _Plan:
         return isinstance(self.weights, list)
 
 
-# (out, in, rows up to which it holds, threads, whether over float32) -> whether our own operator, packing or halves pay
-_verdicts: dict[tuple[int, int, int | None, int, bool], bool] = {}
+# (out, in, rows up to which it holds, threads, "" or what is timed against our own operator) -> whether that operator,
+# packing, halves or screening pay
+_verdicts: dict[tuple[int, int, int | None, int, str], bool] = {}
 _lock = threading.Lock()
 
 
@@ -74,6 +75,9 @@ class Products:
         self._rows = 0  # of the last product
         self._checked: set[int] = set()  # ids of layers whose copies are up to date
         self._off = mode == "off"
+        self._watched: nn.Module | None = None
+        self._seen: Tensor | None = None  # the last product of the watched layer
+        self._is_screened = False  # the watched layer
 
     def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
         """`stock(layer, rows)` or the same product in another way.
@@ -82,6 +86,24 @@ class Products:
             layer: has `weight`, `[out, in]` or, if `transposed`, `[in, out]`, and perhaps `bias` `[out]`.
             rows: `[..., in]`.
         """
+        output = self._product(layer, rows, stock, transposed)
+        if layer is self._watched:
+            self._seen = output
+        return output
+
+    def watch(self, layer: nn.Module | None) -> None:
+        """Remember what this layer's next product is, for `screen`."""
+        self._watched, self._is_screened = layer, False
+
+    def screen(self, wanted: Tensor) -> bool:
+        """Whether `wanted` is the last product of the layer watched, and nothing else: if so, of its further products
+        only the largest output of each row is wanted, and the others may be -inf."""
+        seen, self._seen = self._seen, None
+        self._is_screened = seen is not None and seen.shape == wanted.shape and bool(torch.equal(seen, wanted))
+        self._plans = {key: plan for key, plan in self._plans.items() if key[0] != id(self._watched)}
+        return self._is_screened
+
+    def _product(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool) -> Tensor:
         if self._off or rows.dim() < 2 or torch.compiler.is_dynamo_compiling():
             return stock(layer, rows)
         if (output := self._siblings.take(layer, rows)) is not None:
@@ -105,9 +127,12 @@ class Products:
         output = plan.product(rows, plan.weights, plan.bias)
         if plan.is_joint:
             return self._siblings.split(plan.layers, output)
-        if not transposed:
+        if not transposed and not self._screens(layer):
             self._siblings.note(layer)
         return output
+
+    def _screens(self, layer: nn.Module) -> bool:
+        return self._is_screened and layer is self._watched
 
     def _join(self, siblings: list[nn.Module]) -> None:
         """Have layers share a product that have just shared an input."""
@@ -124,6 +149,8 @@ class Products:
         if not _is_plain(layer, rows):
             return None
         skinny = None if transposed or number > _SKINNY_ROWS else _skinny()
+        if skinny is not None and self._screens(layer) and (plan := self._screened_plan(layer, rows, skinny)):
+            return plan
         if skinny is not None and self._pays(layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight]):
             layers = self._family(layer, rows)
             return _Plan(skinny, self._weights(layers, rows, skinny), _bias(layers), layers)
@@ -132,6 +159,24 @@ class Products:
     def _family(self, layer: nn.Module, rows: Tensor) -> tuple[Any, ...]:
         family = self._families.get(id(layer), (layer,))
         return (layer,) if rows.is_inference() or not loners.isdisjoint(family) else family
+
+    def _screened_plan(self, layer: nn.Module, rows: Tensor, skinny: Product) -> _Plan | None:
+        from fastgen import ops
+
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+
+        def screened(rows: Tensor, screening: Any, bias: Tensor | None) -> Tensor:
+            output: Tensor = torch.ops.fastgen.screened_linear.default(rows, weight, *screening, bias)
+            return output
+
+        def in_place(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return skinny(rows, [weight], bias)
+
+        if not self._pays(layer, rows, False, _SKINNY_ROWS, screened, ops.screen_weight, in_place, "screening"):
+            return None
+        self._drop_outdated(layer)
+        screening = packing.screening_of(layer)
+        return None if screening is None else _Plan(screened, screening, _bias((layer,)), (layer,))
 
     def _weights(self, layers: tuple[Any, ...], rows: Tensor, skinny: Product) -> list[Tensor]:
         """For `skinny_linear`: in half precision, half as much to read, where that is exact and pays."""
@@ -144,7 +189,7 @@ class Products:
             self._drop_outdated(layer)
             half = None
             if packing.is_half(layer) and self._pays(
-                layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight.half()], over=in_float32
+                layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight.half()], in_float32, "halves"
             ):
                 half = packing.half_of(layer)
             weights.append(layer.weight if half is None else half)
@@ -184,8 +229,12 @@ class Products:
         product: Product,
         prepare: Callable[[Tensor], Any],
         over: Product | None = None,
+        what: str = "",
     ) -> bool:
-        """Whether `product`, of what `prepare` makes of a weight `[out, in]`, beats `over`, or else stock's."""
+        """Whether `product`, of what `prepare` makes of a weight `[out, in]`, beats `over`, or else stock's.
+
+        `what`: tells it from others that are timed against `over`.
+        """
         if self._mode == "always":
             return True
         weight = layer.weight.detach()
@@ -194,7 +243,7 @@ class Products:
         if is_small or torch.are_deterministic_algorithms_enabled():
             return False
         weight = weight.t() if transposed else weight
-        key = (*_key(weight, limit), over is not None)
+        key = (*_key(weight, limit), what)
         if key not in _verdicts:
             try:
                 with arena.outside():
@@ -231,7 +280,7 @@ def is_read_in_place(layer: nn.Module) -> bool:
     weight: Any = layer._parameters.get("weight")
     if _skinny() is None or not _is_plain(layer, weight) or weight.numel() < _MIN_ELEMENTS:
         return False
-    return _verdicts.get((*_key(weight, _SKINNY_ROWS), False), True)
+    return _verdicts.get((*_key(weight, _SKINNY_ROWS), ""), True)
 
 
 def _key(weight: Tensor, limit: int | None) -> tuple[int, int, int | None, int]:

@@ -524,3 +524,74 @@ def test_siblings_of_which_some_are_halves(read: list[list[torch.dtype]]) -> Non
         for layer in layers:
             torch.testing.assert_close(decode(layer, rows, stock), stock(layer, rows))
     assert read[-1] == [torch.float16, torch.float32, torch.float16]
+
+
+# ---------------------------------------------------------------------------------------------- screening
+def _watched(layer: Any, rows: Any, mode: str = "always") -> Products:
+    """Products that were asked for the layer's best output alone."""
+    decode = Products(mode)
+    decode.watch(layer)
+    assert decode.screen(decode(layer, rows, stock))
+    return decode
+
+
+@skinny_only
+@torch.no_grad()
+def test_screened_products(read: list[list[torch.dtype]]) -> None:
+    torch.manual_seed(0)
+    layer, rows = torch.nn.Linear(128, 4000), torch.randn(2, 128)
+    decode = _watched(layer, rows)
+    read.clear()
+    for _ in range(2):
+        rows = torch.randn(2, 128)
+        output, whole = decode(layer, rows, stock), stock(layer, rows)
+        assert torch.equal(output.argmax(-1), whole.argmax(-1)) and (output == -torch.inf).sum() > 7000
+    assert not read and packing.count() == 1 and 0.25 < packing.nbytes() / layer.weight.nbytes < 0.3
+    assert torch.equal(Products("always")(layer, rows, stock).argmax(-1), whole.argmax(-1)) and len(read) == 1
+
+
+@torch.no_grad()
+def test_only_products_that_are_the_logits_are_screened() -> None:
+    torch.manual_seed(0)
+    layer, rows = torch.nn.Linear(32, 500), torch.randn(2, 32)
+    decode = Products("always")
+    assert not decode.screen(decode(layer, rows, stock)), "not watched"
+    decode.watch(layer)
+    product = decode(layer, rows, stock)
+    assert not decode.screen(product + torch.arange(500) * 1e-3)
+    assert not decode.screen(product), "forgotten since"
+    decode(layer, rows, stock)
+    assert not decode.screen(product[:1])
+    assert (decode(layer, rows, stock) > -torch.inf).all()
+
+
+@skinny_only
+@pytest.mark.parametrize("change", [_step, _load, _data, _one_element, _reordered, _in_place])
+def test_changed_screened_weights(change: Any) -> None:
+    torch.manual_seed(0)
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(3, 48)
+    with torch.no_grad():
+        before = _watched(layer, rows)
+        before(layer, rows, stock)
+        assert before.are_current(Products("always"))
+    change(layer)
+    with torch.no_grad():
+        output = _watched(layer, rows)(layer, rows, stock)
+        assert torch.equal(output.argmax(-1), stock(layer, rows).argmax(-1))
+        assert not before.are_current(Products("always"))
+
+
+@skinny_only
+@torch.no_grad()
+def test_screening_where_memory_is_short_or_the_clock_against_it(
+    read: list[list[torch.dtype]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, rows = torch.nn.Linear(512, 512), torch.randn(2, 512)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "free", lambda: 1000)
+        assert (_watched(layer, rows)(layer, rows, stock) > -torch.inf).all() and packing.count() == 0
+    for pays in (False, True):
+        products._verdicts.clear()
+        monkeypatch.setattr(products, "_is_faster", lambda *args, pays=pays: pays or args[-1] is None)
+        output = _watched(layer, rows, "auto")(layer, rows, stock)
+        assert bool((output == -torch.inf).any()) is pays

@@ -9,6 +9,10 @@ namespace FASTGEN_ISA {
 constexpr int64_t kTileRows = FASTGEN_LANES == 16 ? 6 : 2; // AVX-512 has 32 registers, the others 16
 constexpr int64_t kDots = 4;
 
+// The rows of a weight are short for the processor's own prefetching, which starts anew at each page. Weights ahead, at
+// least: 16 KB are as fast as the memory is (8 to 32 KB: the same); the first-level cache is too small for that.
+constexpr int64_t kAhead = 4096;
+
 // Sums of products of `Rows` rows with four vectors, [Rows, 4]. `IsAhead`: memory `ahead` floats further is asked for.
 template <int Rows, bool IsAhead = false, typename Vector = float>
 FASTGEN_TARGET inline void dot_tile(
@@ -51,6 +55,52 @@ FASTGEN_TARGET inline void dot_tile(
   for (int row = 0; row < Rows; ++row) {
     const Four four = sums_of_lanes(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
     __builtin_memcpy(output + row * output_stride, &four, sizeof four);
+  }
+}
+
+// Sums of products of `Rows` rows with one vector, with their lanes yet to be summed, into `sums[row * kDots]`; added in
+// the same order as `dot_tile` does. `IsAhead`: memory `kAhead` floats further is asked for.
+template <int Rows, bool IsAhead, typename Weight>
+FASTGEN_TARGET inline void dots_with(const float* rows, int64_t size, const Weight* vector, Floats* sums) {
+  constexpr int64_t kLine = 64 / sizeof(Weight);
+  Floats totals[Rows] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const Floats v = load(vector + i);
+    if (IsAhead && (kLanes == kLine || i % kLine == 0)) {
+      const char* const here = reinterpret_cast<const char*>(vector + i);
+      __builtin_prefetch(here + kAhead * sizeof(float), 0, 2); // into the second-level cache
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) {
+      totals[row] += load(rows + row * size + i) * v;
+    }
+  }
+  if (i < size) {
+    const Floats v = load_part(vector + i, size - i);
+#pragma GCC unroll 8
+    for (int row = 0; row < Rows; ++row) {
+      totals[row] += load_part(rows + row * size + i, size - i) * v;
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < Rows; ++row) {
+    sums[row * kDots] = totals[row];
+  }
+}
+
+// Products of `Rows` rows with `outputs` rows of a weight, four at most, into `sums` `[Rows, 4]`.
+template <int Rows, bool IsAhead, typename Weight>
+FASTGEN_TARGET inline void in_order(
+    const float* rows, const Weight* weight, int64_t size, int64_t outputs, float* sums) {
+  Floats lanes[Rows * kDots] = {};
+  for (int64_t j = 0; j < outputs; ++j) {
+    dots_with<Rows, IsAhead>(rows, size, weight + j * size, lanes + j);
+  }
+  for (int row = 0; row < Rows; ++row) {
+    const Floats* const of = lanes + row * kDots;
+    const Four four = sums_of_lanes(of[0], of[1], of[2], of[3]);
+    __builtin_memcpy(sums + row * kDots, &four, sizeof four);
   }
 }
 

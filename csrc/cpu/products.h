@@ -20,6 +20,17 @@ struct Skinny {
   int64_t count, size, width, output_stride;
 };
 
+// With a weight whose rows have codes: `weight[i]` is about `codes[i] * scales[i]`, and a row `x` times what is left of
+// it is no more than `errors[i]` times the length of `x`.
+struct Screened {
+  const float *rows, *weight; // [count, size], [width, size]
+  const int8_t* codes; // [width, size]
+  const float *scales, *errors, *bias; // [width] each; bias may be null
+  const float* norms; // [count], the lengths of the rows
+  float* output; // [count, width]
+  int64_t count, size, width;
+};
+
 // With a weight in panels: the numbers that one step of the loops needs lie side by side, in its order.
 // `output[row][i] = sum_k rows[row][k] * weight[i / 64][k][i % 64] + bias[i]`
 struct Packed {

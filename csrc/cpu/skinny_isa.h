@@ -4,58 +4,9 @@
 namespace fastgen {
 namespace FASTGEN_ISA {
 
-// The rows of a weight are short for the processor's own prefetching, which starts anew at each page. Weights ahead, at
-// least: 16 KB are as fast as the memory is (8 to 32 KB: the same); the first-level cache is too small for that.
-constexpr int64_t kAhead = 4096;
-
 // With up to so many rows, a weight is read in memory's order: for one to four of them, reading four of its rows at once,
 // which lie 2 KB apart or so, is 3/4 as fast. With more, it counts for more that each load serves several products.
 constexpr int64_t kInOrder = 6;
-
-// Sums of products of `Rows` rows with one vector, with their lanes yet to be summed, into `sums[row * kDots]`; added in
-// the same order as `dot_tile` does. `IsAhead`: memory `kAhead` floats further is asked for.
-template <int Rows, bool IsAhead, typename Weight>
-FASTGEN_TARGET inline void dots_with(const float* rows, int64_t size, const Weight* vector, Floats* sums) {
-  constexpr int64_t kLine = 64 / sizeof(Weight);
-  Floats totals[Rows] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) {
-    const Floats v = load(vector + i);
-    if (IsAhead && (kLanes == kLine || i % kLine == 0)) {
-      __builtin_prefetch(vector + i + kAhead, 0, 2); // into the second-level cache
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-      totals[row] += load(rows + row * size + i) * v;
-    }
-  }
-  if (i < size) {
-    const Floats v = load_part(vector + i, size - i);
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-      totals[row] += load_part(rows + row * size + i, size - i) * v;
-    }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row) {
-    sums[row * kDots] = totals[row];
-  }
-}
-
-// Products of `Rows` rows with `outputs` rows of a weight, four at most, into `sums` `[Rows, 4]`.
-template <int Rows, bool IsAhead, typename Weight>
-FASTGEN_TARGET inline void in_order(
-    const float* rows, const Weight* weight, int64_t size, int64_t outputs, float* sums) {
-  Floats lanes[Rows * kDots] = {};
-  for (int64_t j = 0; j < outputs; ++j) {
-    dots_with<Rows, IsAhead>(rows, size, weight + j * size, lanes + j);
-  }
-  for (int row = 0; row < Rows; ++row) {
-    const Floats* const of = lanes + row * kDots;
-    const Four four = sums_of_lanes(of[0], of[1], of[2], of[3]);
-    __builtin_memcpy(sums + row * kDots, &four, sizeof four);
-  }
-}
 
 // Outputs `begin * 4` up to `end * 4`, but for those beyond the last.
 template <typename Weight>

@@ -33,6 +33,20 @@ FASTGEN_TARGET inline Floats load(const c10::Half* from) {
 #endif
 }
 
+FASTGEN_TARGET inline Floats load(const int8_t* from) {
+#if FASTGEN_LANES == 16
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif FASTGEN_LANES == 8
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
+  Floats x;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    x[lane] = from[lane];
+  }
+  return x;
+#endif
+}
+
 FASTGEN_TARGET inline void store(float* into, Floats x) {
   __builtin_memcpy(into, &x, sizeof x);
 }
@@ -69,8 +83,9 @@ FASTGEN_TARGET inline Floats load_part(const float* from, int64_t count) {
 #endif
 }
 
-FASTGEN_TARGET inline Floats load_part(const c10::Half* from, int64_t count) {
-  c10::Half whole[kLanes] = {};
+template <typename Number>
+FASTGEN_TARGET inline Floats load_part(const Number* from, int64_t count) {
+  Number whole[kLanes] = {};
   for (int64_t lane = 0; lane < count; ++lane) {
     whole[lane] = from[lane];
   }

@@ -23,9 +23,14 @@ __all__ = [
     "is_native",
     "pack_weight",
     "packed_linear",
+    "screen_weight",
+    "screened_linear",
     "skinny_linear",
     "topk_log_softmax",
 ]
+
+
+_SCREENED_ROWS = 1024
 
 
 def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length: int | None = None) -> None:
@@ -195,6 +200,66 @@ def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None 
         TypeError: for other dtypes.
     """
     output: Tensor = torch.ops.fastgen.packed_linear(rows, packed, width, bias)
+    return output
+
+
+def screen_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `screened_linear` reads of a weight in its place: a quarter of the bytes.
+
+    Args: weight: float32 `[width, size]`, finite.
+
+    Returns:
+        codes: int8 `[width, size]`; `scales`: float32 `[width]`: `weight` is about `codes * scales[:, None]`.
+        errors: float32 `[width]`: what is left of each row has this length at most, what rounding adds to a product
+            included. A product with a row of length n is no further than n times this from that of the codes (Cauchy
+            and Schwarz).
+    """
+    weight = weight.detach()
+    width, size = weight.shape
+    tiny = torch.finfo(torch.float32).tiny
+    largest = weight.abs().amax(1) if size else weight.new_zeros(width)
+    scales = (largest / 127).clamp_min(tiny)
+    codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+    errors = torch.empty_like(scales)
+    # A sum of n products is off by n * 2^-24 of the product of the lengths at most (Higham 2002, equation 3.5), here
+    # twice: once with the codes, once with the weight.
+    rounding = (2 * size + 8) * 2.0**-24
+    for start in range(0, width, _SCREENED_ROWS):  # temporaries stay small
+        part = slice(start, start + _SCREENED_ROWS)
+        rounded = (weight[part] / scales[part, None]).round_()
+        codes[part] = rounded
+        # In double precision, whose squares don't overflow.
+        left = torch.linalg.vector_norm(weight[part] - rounded * scales[part, None], dim=1, dtype=torch.float64)
+        length = torch.linalg.vector_norm(weight[part], dim=1, dtype=torch.float64)
+        errors[part] = left * 1.00001 + (length + left) * rounding + tiny
+    return codes, scales, errors
+
+
+def screened_linear(
+    rows: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, errors: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`linear(rows, weight, bias)` of which only the largest output of each row is wanted: for greedy search.
+
+    Products with the codes, within their errors, tell which outputs may be the largest; these few are computed with
+    the weight itself. Natively, on the CPU, that is a quarter of the reading, and with few rows reading is the time.
+    An exact form of screening for maximum inner products (bounds by lengths as in LEMP, Teflioudi et al. 2015,
+    https://doi.org/10.1145/2723372.2747647).
+
+    Args:
+        rows: float32 `[..., size]`.
+        weight: float32 `[width, size]`.
+        codes, scales, errors: `screen_weight(weight)`.
+        bias: float32 `[width]`, or None.
+
+    Returns: float32 `[..., width]`: the outputs that may be the largest of their row, the largest always among them,
+        and -inf for all others. Natively, they are those of `skinny_linear` to the last digit. All are computed of a
+        row with a NaN or an infinity.
+
+    Raises:
+        ValueError: for shapes or devices other than these.
+        TypeError: for other dtypes.
+    """
+    output: Tensor = torch.ops.fastgen.screened_linear(rows, weight, codes, scales, errors, bias)
     return output
 
 

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import reference
-from fastgen.ops.checks import check_attention, check_ngrams, check_packed, check_skinny, check_source, check_topk
+from fastgen.ops.checks import (
+    check_attention,
+    check_ngrams,
+    check_packed,
+    check_screened,
+    check_skinny,
+    check_source,
+    check_topk,
+)
 
 # The length is symbolic: it grows at every step, and a compiled step must not be compiled again each time.
 SCHEMAS = {
@@ -25,6 +33,9 @@ SCHEMAS = {
     ),
     "beam_attention": "(Tensor query, Tensor key, Tensor value, Tensor? bias, float scale) -> Tensor",
     "packed_linear": "(Tensor rows, Tensor packed, SymInt width, Tensor? bias) -> Tensor",
+    "screened_linear": (
+        "(Tensor rows, Tensor weight, Tensor codes, Tensor scales, Tensor errors, Tensor? bias) -> Tensor"
+    ),
     "skinny_linear": "(Tensor rows, Tensor[] weights, Tensor? bias) -> Tensor",
 }
 
@@ -68,6 +79,14 @@ def _beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
 def _skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     check_skinny(rows, weights, bias)
     return rows.new_empty(*rows.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
+@torch.library.register_fake("fastgen::screened_linear", lib=_library)
+def _screened_linear(
+    rows: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, errors: Tensor, bias: Tensor | None
+) -> Tensor:
+    check_screened(rows, weight, codes, scales, errors, bias)
+    return rows.new_empty(*rows.shape[:-1], weight.shape[0])
 
 
 @torch.library.register_fake("fastgen::packed_linear", lib=_library)

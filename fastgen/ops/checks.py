@@ -101,9 +101,28 @@ def check_skinny(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -
         if weight.dim() != 2 or weight.shape[1] != rows.shape[-1]:
             raise ValueError(f"weights must be [width, {rows.shape[-1]}], not of shape {list(weight.shape)}.")
     width = sum(weight.shape[0] for weight in weights)
-    _check_bias(bias, width)
+    _check_width("bias", bias, width)
     _check_floats("rows are", rows, ("rows", rows), ("bias", bias))
     _check_floats("rows are", rows, *(("weights", weight) for weight in weights), or_half=True)
+
+
+def check_screened(
+    rows: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, errors: Tensor, bias: Tensor | None
+) -> None:
+    if not rows.dim():
+        raise ValueError(f"rows must be [..., size], not of shape {list(rows.shape)}.")
+    if weight.dim() != 2 or weight.shape[1] != rows.shape[-1]:
+        raise ValueError(f"weight must be [width, {rows.shape[-1]}], not of shape {list(weight.shape)}.")
+    if codes.shape != weight.shape:
+        raise ValueError(f"codes must be {list(weight.shape)}, not of shape {list(codes.shape)}.")
+    if codes.dtype != torch.int8:
+        raise TypeError(f"codes must be int8, not {codes.dtype}.")
+    if codes.device != rows.device:
+        raise ValueError(f"rows are on {rows.device} and codes on {codes.device}.")
+    for name, tensor in (("scales", scales), ("errors", errors), ("bias", bias)):
+        _check_width(name, tensor, weight.shape[0])
+    named = ("rows", rows), ("weight", weight), ("scales", scales), ("errors", errors), ("bias", bias)
+    _check_floats("rows are", rows, *named)
 
 
 def check_packed(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> None:
@@ -112,13 +131,13 @@ def check_packed(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) 
     shape = (-(-width // PANEL), rows.shape[-1], PANEL)
     if width < 0 or packed.shape != shape:
         raise ValueError(f"packed must be {list(shape)}, not of shape {list(packed.shape)}.")
-    _check_bias(bias, width)
+    _check_width("bias", bias, width)
     _check_floats("rows are", rows, ("rows", rows), ("packed", packed), ("bias", bias))
 
 
-def _check_bias(bias: Tensor | None, width: int) -> None:
-    if bias is not None and bias.shape != (width,):
-        raise ValueError(f"bias must be [{width}], not of shape {list(bias.shape)}.")
+def _check_width(name: str, tensor: Tensor | None, width: int) -> None:
+    if tensor is not None and tensor.shape != (width,):
+        raise ValueError(f"{name} must be [{width}], not of shape {list(tensor.shape)}.")
 
 
 def _check_floats(whose: str, like: Tensor, *tensors: tuple[str, Tensor | None], or_half: bool = False) -> None:

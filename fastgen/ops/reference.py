@@ -18,6 +18,7 @@ from fastgen.ops.checks import (
     check_ngrams,
     check_no_overlap,
     check_packed,
+    check_screened,
     check_skinny,
     check_source,
     check_topk,
@@ -94,6 +95,18 @@ def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None) 
     check_skinny(rows, weights, bias)
     output = torch.cat([F.linear(rows, weight.float()) for weight in weights], -1)
     return output if bias is None else output + bias
+
+
+def screened_linear(
+    rows: Tensor, weight: Tensor, codes: Tensor, scales: Tensor, errors: Tensor, bias: Tensor | None
+) -> Tensor:
+    check_screened(rows, weight, codes, scales, errors, bias)
+    about = F.linear(rows, codes.float()) * scales
+    about = about if bias is None else about + bias
+    reach = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * 1.000001 * errors + about.abs() * 2.4e-7
+    lower = (about - reach).nan_to_num(nan=-torch.inf, posinf=torch.inf)
+    is_behind = about + reach < lower.amax(-1, keepdim=True)  # false where one is NaN
+    return F.linear(rows, weight, bias).masked_fill(is_behind, -torch.inf)
 
 
 def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> Tensor:

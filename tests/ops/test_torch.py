@@ -28,6 +28,10 @@ CALLS = {
         (KEY, ops.pack_weight(KEY[0, 0]), 7, None),
         (KEY[0, 0], torch.ones(1, 5, 64), 3, KEY[1, 1, :3, 0]),
     ],
+    "screened_linear": [
+        (KEY, KEY[0, 0], *ops.screen_weight(KEY[0, 0]), None),
+        (KEY[0, 0], KEY[0, 1], *ops.screen_weight(KEY[0, 1]), KEY[2, 0, :, 0]),
+    ],
     "skinny_linear": [(KEY, [KEY[0, 0], KEY[1, 1]], None), (KEY[0, 0], [KEY[0, 1]], KEY[2, 0, :, 0])],
     "topk_log_softmax": [(SCORES, 3), (SCORES.bfloat16(), 10, torch.tensor([1, -1])), (SCORES, 1, TOKENS)],
 }

@@ -50,9 +50,9 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
 
     started = host.started(model, request.input_ids, request.model_kwargs)
     shared = decoder.shared(started)
-    with decoder.session.multiplying(model):
+    with decoder.reading():
         outputs = host.prefill(model, request.input_ids[::beams], chunks.configuration(request), shared)
-    decoder.plant(shared)
+    decoder.plant(shared, outputs.logits)
     outputs.past_key_values = decoder.cache
     search = _search(request, decoder, buffers)
     takes_logits = search.takes_logits and all_scores is None and not config.do_sample
@@ -123,11 +123,11 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
             return model.forward(*args, **inputs)
         if not decoder.is_planted:
             shared = decoder.shared(inputs)
-            with decoder.session.multiplying(model):
+            with decoder.reading():
                 outputs = model.forward(**shared)
             if is_chunked and decoder.tree.prompt_length < request.input_ids.shape[1]:
                 return outputs  # of which the host uses the cache alone
-            decoder.plant(shared)
+            decoder.plant(shared, outputs.logits)
             outputs.past_key_values = decoder.cache
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs

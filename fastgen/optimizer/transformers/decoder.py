@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ class TreeDecoder:
         self._shares = replayer is not None and is_free and modules.is_tested(self.model)
         self._is_handed_on = False
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
+        # Of the logits, greedy search may be given no more than their largest.
+        self._may_screen = self._shares and request.wants_best_only
+        self._is_screened = False
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
         self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
 
@@ -68,8 +72,19 @@ class TreeDecoder:
         inputs["past_key_values"] = self.cache
         return inputs
 
-    def plant(self, inputs: dict[str, Any]) -> None:
-        """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`."""
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """For the prompt's forward pass."""
+        if self._may_screen:
+            self.session.products.watch(self.model.get_output_embeddings())
+        with self.session.multiplying(self.model):
+            yield
+
+    def plant(self, inputs: dict[str, Any], logits: Tensor) -> None:
+        """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`, and `logits`,
+        `[B, P', V]`, what came of them."""
+        # A bias or a scale behind the head could make another token the best.
+        self._is_screened = self._may_screen and self.session.products.screen(logits)
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
         self.encoder_outputs = inputs.get("encoder_outputs")
         self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
@@ -117,7 +132,7 @@ class TreeDecoder:
             )
 
     def _key_of(self, state: State) -> Hashable:
-        key = state.shape(), recordings.surroundings(self._device)
+        key = state.shape(), recordings.surroundings(self._device), self._is_screened
         return None if None in key else key
 
     def _state(self) -> State:

@@ -100,6 +100,13 @@ class Request:
         return bool(config.return_dict_in_generate) and not getattr(config, "_fastgen_sequence_scores_only", False)
 
     @property
+    def wants_best_only(self) -> bool:
+        """Whether nothing depends on more of the logits than which is the largest."""
+        config, processors = self.generation_config, self.logits_processor
+        is_plain = type(processors) is logits_process.LogitsProcessorList and not processors
+        return not (self.is_search or config.do_sample or config.return_dict_in_generate) and is_plain
+
+    @property
     def may_evict(self) -> bool:
         """Whether sentences may leave the batch as they finish; ask before any has left."""
         config = self.generation_config
