@@ -40,7 +40,7 @@ class StaticSearch(BeamSearch):
         self._best_divisors = torch.tensor([policy.best_divisor(length) for length in lengths], device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)  # steps taken, `length` less the prompt's
         self._state = torch.tensor([1, 0], device=device)  # int64 [2]: goes on, sentences settled
-        self._known = _Late(self._state)
+        self._known = Late(self._state)
 
     def restart(self, prompt: Tensor, replayer: Replayer) -> None:
         """Begin anew, in place, with other prompts of the same shape; of steps captured by then, `replayer` goes on."""
@@ -101,10 +101,10 @@ class StaticSearch(BeamSearch):
             (live.tokens, tokens.gather(1, best), length),
             (live.rows, (chosen + self._request_row).to(live.rows.dtype), self._step),
         ):
-            written.copy_(_of_rows(written, local))
+            written.copy_(of_rows(written, local))
             written.index_copy_(2, place, new[:, :, None])
         self._step.add_(1)
-        best_score = _divided(live.scores[:, :1], self._best_divisors.index_select(0, self._step - 1))
+        best_score = divided(live.scores[:, :1], self._best_divisors.index_select(0, self._step - 1))
         live.improvable.logical_and_(policy.is_improvable(best_score, live.finished_scores, live.is_finished))
         goes_on = goes_on & live.improvable.any()
         if policy.early_stopping is True:
@@ -118,7 +118,7 @@ class StaticSearch(BeamSearch):
         """`_finish` of every sentence, whether anything has ended or not."""
         live, beams, policy = self.live, self.beams, self.policy
         finishing = stopped & self._best
-        normalised = _divided(scores, self._divisors.index_select(0, self._step))
+        normalised = divided(scores, self._divisors.index_select(0, self._step))
         finished_scores, best = self._ranked(normalised, finishing)
         best = torch.where(goes_on, best, self._places)
         live.finished_scores.copy_(torch.where(goes_on, finished_scores, live.finished_scores))
@@ -132,12 +132,12 @@ class StaticSearch(BeamSearch):
             (live.finished_tokens, live.tokens, tokens.gather(1, candidate), self._step + policy.prompt_length),
             (live.finished_rows, live.rows, (parent + self._request_row).to(live.rows.dtype), self._step),
         ):
-            entering = _of_rows(running, rows)
+            entering = of_rows(running, rows)
             entering.index_copy_(2, place, new[:, :, None])
-            finished.copy_(torch.where(is_old, _of_rows(finished, old), entering))
+            finished.copy_(torch.where(is_old, of_rows(finished, old), entering))
 
 
-class _Late:
+class Late:
     """A small tensor's values on the host, as they were a step ago, or now at the price of waiting."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -170,11 +170,11 @@ class _Late:
         return values
 
 
-def _of_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+def of_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     """Beams of `[B, M, ...]` by their rows, int64 `[B*M]`, counted over the batch."""
     return tensor.flatten(0, 1).index_select(0, rows).view_as(tensor)
 
 
-def _divided(scores: Tensor, divisor: Tensor) -> Tensor:
+def divided(scores: Tensor, divisor: Tensor) -> Tensor:
     """`scores / divisor` as torch divides by a number: on CUDA it multiplies by the reciprocal."""
     return scores * divisor.reciprocal() if scores.is_cuda else scores / divisor

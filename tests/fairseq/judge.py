@@ -37,11 +37,20 @@ def ours(run: Run, strict: bool = True) -> tuple[Hypotheses, tuple[report.Call, 
     return result, report.calls()
 
 
-def compare(run: Run, reference: Run | None = None) -> Hypotheses:
-    """`run` on fastgen, over the tree, must equal `reference` (by default itself) on stock; returns the latter."""
+def compare(run: Run, reference: Run | None = None, is_fast: bool | None = None) -> Hypotheses:
+    """`run` on fastgen, over the tree, must equal `reference` (by default itself) on stock; returns the latter.
+
+    By the host's loop and by ours, where ours can take its place; `is_fast`: whether it must, or must not.
+    """
     expected = stock(reference or run)
     result, calls = ours(run)
     assert_over_the_tree(calls)
+    assert_same(expected, result)
+    with configured(tier="fast"):
+        result, calls = ours(run, strict=False)
+    tiers = {call.tier for call in calls}
+    assert tiers <= {"fast", "compat"} and all((call.tier == "fast") == (call.reason is None) for call in calls), calls
+    assert is_fast is None or tiers == {"fast" if is_fast else "compat"}, calls
     assert_same(expected, result)
     return expected
 

@@ -17,7 +17,7 @@ BEAMS = (1, 2, 3, 5, 8)
 def test_translators(name: str, left: bool) -> None:
     sample = models.batch(left=left)
     for beams in BEAMS:
-        expected = judge.compare(lambda beams=beams: models.generate(name, sample, beam_size=beams))
+        expected = judge.compare(lambda beams=beams: models.generate(name, sample, beam_size=beams), is_fast=True)
         assert [len(hypotheses) for hypotheses in expected] == [beams] * 4
         attention = expected[0][0]["attention"]
         assert (attention.numel() > 0) == (name != "no-cross"), "the host returns attention"
@@ -45,7 +45,9 @@ def test_ragged_prompts(name: str, lengths: tuple[int, ...]) -> None:
 def test_sentences_leave(name: str) -> None:
     """Sentences end at different steps, some because a prefix says so, and the others go on."""
     sample, prefix = models.staggered(17)
-    expected = judge.compare(lambda: models.generate(name, sample, prefix=prefix, beam_size=3, max_len_b=25))
+    expected = judge.compare(
+        lambda: models.generate(name, sample, prefix=prefix, beam_size=3, max_len_b=25), is_fast=True
+    )
     ends = {max(len(hypothesis["tokens"]) for hypothesis in hypotheses) for hypotheses in expected}
     assert len(ends) > 9, "all sentences end together: nothing ever leaves"
 

@@ -41,7 +41,8 @@ STRATEGIES: dict[str, Any] = {
 @pytest.mark.parametrize("name", ["post-norm", "bart", "align"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option: str, name: str) -> None:
-    judge.compare(lambda: models.generate(name, models.batch(), **OPTIONS[option]))
+    is_fast = option not in ("match_source_len", "beam as wide as the dictionary")
+    judge.compare(lambda: models.generate(name, models.batch(), **OPTIONS[option]), is_fast=is_fast)
 
 
 @pytest.mark.parametrize("first_id", [0, 1000], ids=["", "ids of a dataset"])
@@ -102,7 +103,10 @@ PREFIXES = {
 def test_prefixes(prefix: str, name: str) -> None:
     tokens = torch.tensor(PREFIXES[prefix], dtype=torch.long)
     for beams in (1, 3):
-        judge.compare(lambda beams=beams: models.generate(name, models.batch(), prefix=tokens, beam_size=beams))
+        judge.compare(
+            lambda beams=beams: models.generate(name, models.batch(), prefix=tokens, beam_size=beams),
+            is_fast=True,
+        )
 
 
 def test_sampled_language_model() -> None:
@@ -153,14 +157,54 @@ def test_samples_are_left_as_they_are() -> None:
         assert torch.equal(sample["net_input"][name], tensor)
 
 
-def test_no_fast_tier() -> None:
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(strategy=STRATEGIES["diverse beam"]), "the search is DiverseBeamSearch"),
+        (dict(match_source_len=True), "match_source_len"),
+        (dict(beam_size=100, max_len_b=4), "more candidates than tokens"),
+        (dict(lm_model="lm", lm_weight=0.4), "a language model is fused in"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_fast_tier_leaves_to_the_hosts_loop(options: dict[str, Any], reason: str) -> None:
+    if "lm_model" in options:
+        options = {**options, "lm_model": models.load(options["lm_model"])}
+    judge.compare(lambda: models.generate("post-norm", models.batch(), **options), is_fast=False)
     with judge.configured(tier="fast"):
-        fastgen.report.reset()
-        models.generate("post-norm", models.batch())
-        (call,) = fastgen.report.calls()
-        assert call.tier == "compat" and "no fast tier" in str(call.reason)
-        with judge.configured(strict=True), pytest.raises(fastgen.FallbackError, match="no fast tier"):
-            models.generate("post-norm", models.batch())
+        _, (call,) = judge.ours(lambda: models.generate("post-norm", models.batch(), **options), strict=False)
+        assert call.tier == "compat" and reason in str(call.reason)
+        with pytest.raises(fastgen.FallbackError, match=reason):
+            judge.ours(lambda: models.generate("post-norm", models.batch(), **options))
+
+
+def test_a_prefix_that_leaves_a_token_open_and_then_ends() -> None:
+    """The host refuses that; so do we, in its words or rather without any."""
+    prefix = torch.tensor([[5, 1, 2], [1, 6, 2], [7, 8, 9], [7, 2, 1]])
+    for tier in ("compat", "fast"):
+        with judge.configured(tier=tier), pytest.raises(AssertionError):
+            judge.ours(lambda: models.generate("post-norm", models.batch(), prefix=prefix), strict=False)
+
+
+@pytest.mark.parametrize("name", ["_prefix_tokens", "finalize_hypos", "is_finished"])
+def test_a_generator_with_rules_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fairseq.sequence_generator import SequenceGenerator
+
+    model, rule = models.load("bart"), getattr(SequenceGenerator, name)
+
+    def own(*args: Any) -> Any:
+        return rule(*args)
+
+    derived = type("Derived", (SequenceGenerator,), {name: own})
+    generator = derived([model], models.dictionary(), beam_size=3, max_len_b=10)
+    judge.compare(lambda: generator.generate([model], models.batch()), is_fast=False)
+
+
+def test_the_hosts_loop_on_a_cpu_ours_where_it_is_asked_for() -> None:
+    for tier, expected in (("auto", "compat"), ("compat", "compat"), ("fast", "fast")):
+        with judge.configured(tier=tier):
+            _, (call,) = judge.ours(lambda: models.generate("post-norm", models.batch()))
+        assert (call.tier, call.reason) == (expected, None)
 
 
 def test_the_stock_tier() -> None:

@@ -80,7 +80,7 @@ def test_hooks_see_each_step() -> None:
     model, calls = copy.deepcopy(models.load("post-norm")), []
     handle = model.decoder.layers[0].fc1.register_forward_hook(lambda *_: calls.append(1))
     judge.compare(lambda: models.generate(model, models.batch(), **LONG))
-    assert len(calls) == 2 * 13 and not replays.counts(model).captures
+    assert len(calls) == 3 * 13 and not replays.counts(model).captures
     handle.remove()
     judge.compare(lambda: models.generate(model, models.batch(), **LONG))
     assert replays.counts(model).captures

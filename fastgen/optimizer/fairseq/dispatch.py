@@ -13,16 +13,17 @@ from torch import Tensor
 
 from fastgen import arena, config, report
 from fastgen.decoding import replays
+from fastgen.optimizer.fairseq import fast
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
 from fastgen.optimizer.fairseq.requests import Request, is_diverse, unsupported_reason
 from fastgen.optimizer.fairseq.shortlist import Shortlist, is_shortened
 
-_NO_FAST_TIER = "fairseq has no fast tier: its own loop runs over the tree"
+_JOINED = "the sentences of several searches share a tree"
 
 
 def run(request: Request, stock: Callable[..., Any]) -> Any:
-    """Run the host's search, `stock`, over the tree or as it is, and return its hypotheses."""
+    """Run our search or the host's, `stock`, over the tree or as it is, and return its hypotheses."""
     settings = config.current()
     start = time.perf_counter()
     if settings.tier == "stock":
@@ -30,12 +31,16 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         _record(request, "stock", "tier='stock' is configured", start)
         return result
     reason = unsupported_reason(request)
-    if settings.strict and (reason or settings.tier == "fast"):
-        raise report.FallbackError(reason or _NO_FAST_TIER)
+    part = None if reason else joining()
+    slow = reason or (_JOINED if part is not None else fast.unsupported_reason(request))
+    if settings.strict and (reason or (slow and settings.tier == "fast")):
+        raise report.FallbackError(str(slow))
+    # On a CPU the host's loop is as fast, which works on the best tokens alone.
+    is_fast = not slow and (settings.tier == "fast" or (settings.tier == "auto" and _is_on_gpu(request)))
 
     view, sample = _mended(request)
-    part = None if reason else joining()
-    shortlist = Shortlist(request, view) if not reason and is_shortened(request.generator) else None
+    may_shorten = not reason and not is_fast and is_shortened(request.generator)
+    shortlist = Shortlist(request, view) if may_shorten else None
     if part is not None:  # its steps are recorded with those of the others
         joined = view.__dict__["model"] = JoiningEnsemble(request, part, shortlist)
         result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
@@ -44,7 +49,10 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         return result
     ensemble = None if reason else decode_over_the_tree(request, view, shortlist)
     with contextlib.closing(ensemble.session.tree) if ensemble else contextlib.nullcontext():
-        result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
+        result = fast.generate(request, ensemble, view.repeat_ngram_blocker) if is_fast and ensemble else None
+        if result is None:
+            is_fast = False
+            result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
         if ensemble is not None:
             ensemble.session.measure()
             arena.settle()
@@ -54,9 +62,14 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         _record(request, "stock", ensemble.reason if ensemble else reason, start)
         return result
     session = ensemble.session
-    reason = _NO_FAST_TIER if settings.tier == "fast" else None
-    _record(request, "compat", reason, start, session.tree.steps, session.cache_bytes)
+    tier, reason = ("fast", None) if is_fast else ("compat", slow if settings.tier == "fast" else None)
+    _record(request, tier, reason, start, session.tree.steps, session.cache_bytes)
     return result
+
+
+def _is_on_gpu(request: Request) -> bool:
+    assert request.source is not None
+    return request.source.device.type != "cpu"
 
 
 def _mended(request: Request) -> tuple[Any, dict[str, Any]]:

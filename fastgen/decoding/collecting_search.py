@@ -1,0 +1,257 @@
+"""Beam search over batches of sentences with fairseq's rules: a sentence is done once M of its hypotheses have ended.
+
+In place, with no shape or branch that depends on values, so that its steps can be captured and replayed. Shapes: `B`
+live sentences, `M` beams, `L` the maximal length, `V` vocabulary, `N` positions of the source.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.replay import Replayer
+from fastgen.decoding.static_search import Late, divided, of_rows
+
+
+@dataclass(frozen=True)
+class CollectingPolicy:
+    """fairseq's `len_penalty`, `normalize_scores` and `max_len`, which leaves out the token that ends a hypothesis."""
+
+    length_penalty: float
+    is_normalised: bool
+    max_length: int
+
+    def divisor(self, step: int) -> float:
+        """What the score of a hypothesis that ends at this step, the first being 0, is divided by."""
+        return float((step + 1) ** self.length_penalty) if self.is_normalised else 1.0
+
+
+@dataclass
+class _State:
+    """Of the live sentences; every tensor begins with `[B]`. In the `ended_...` place M takes what nobody wants."""
+
+    tokens: Tensor  # running hypotheses, the first token included, int64 [B, M, L + 2]
+    scores: Tensor  # sums of log-probabilities up to each token, float32 [B, M, L + 1]
+    path: Tensor  # the beam that each token was chosen from, int64 [B, M, L + 1]
+    last: Tensor  # sums so far, float32 [B, M]
+    ended_tokens: Tensor  # [B, M + 1, L + 2]
+    ended_scores: Tensor  # [B, M + 1, L + 1]
+    ended_path: Tensor  # [B, M + 1, L + 1]
+    ended_total: Tensor  # length-normalised, float32 [B, M + 1]
+    ended_at: Tensor  # the step, int64 [B, M + 1]
+    count: Tensor  # of ended hypotheses, int64 [B, 1]
+    sentence: Tensor  # its number in the request, int64 [B]
+
+    def keep(self, sentences: Tensor) -> None:
+        for name, tensor in vars(self).items():
+            setattr(self, name, tensor.index_select(0, sentences))
+
+
+class CollectingSearch:
+    """One request's search. `choose` takes a step; `done` and `result` say how it ended."""
+
+    def __init__(
+        self,
+        batch: int,
+        beams: int,
+        policy: CollectingPolicy,
+        *,
+        start: int,
+        end: int,
+        pad: int,
+        device: torch.device,
+        replayer: Replayer | None = None,
+    ) -> None:
+        """`start`, `end`, `pad`: tokens; `replayer`: of the search's own steps."""
+        self.beams, self.policy, self._end, self._replayer = beams, policy, end, replayer
+        length = policy.max_length
+        tokens = torch.full((batch, beams, length + 2), pad, device=device)
+        tokens[:, :, 0] = start
+        scores = torch.zeros(batch, beams, length + 1, device=device)
+        path = torch.zeros(batch, beams, length + 1, dtype=torch.int64, device=device)
+        self.state = _State(
+            tokens=tokens,
+            scores=scores,
+            path=path,
+            last=torch.zeros(batch, beams, device=device),
+            ended_tokens=tokens[:, :1].repeat(1, beams + 1, 1),
+            ended_scores=scores[:, :1].repeat(1, beams + 1, 1),
+            ended_path=path[:, :1].repeat(1, beams + 1, 1),
+            ended_total=torch.zeros(batch, beams + 1, device=device),
+            ended_at=torch.full((batch, beams + 1), -1, device=device),
+            count=torch.zeros(batch, 1, dtype=torch.int64, device=device),
+            sentence=torch.arange(batch, device=device),
+        )
+        self.step = 0  # the next one
+        self.done = False
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)  # the same on the device
+        self._divisors = torch.tensor([policy.divisor(step) for step in range(length + 1)], device=device)  # float32
+        self._candidates = torch.arange(2 * beams, device=device)
+        self._attention: Tensor | None = None  # of each step, float32 [L + 1, B, M, N]
+        self._results: list[list[dict[str, Any]]] = [[] for _ in range(batch)]
+        self._epoch = 0
+        self._counts = torch.tensor([batch, 0], device=device)  # int64 [2]: sentences not done, and done
+        self._known = Late(self._counts)
+        self._number_rows()
+
+    @property
+    def batch(self) -> int:
+        return self.state.tokens.shape[0]
+
+    def _number_rows(self) -> None:
+        self._first_row = torch.arange(self.batch, device=self._at.device)[:, None] * self.beams
+
+    def running(self) -> Tensor:
+        """The live hypotheses so far, int64 `[B*M, step + 1]`."""
+        return self.state.tokens[:, :, : self.step + 1].flatten(0, 1)
+
+    def written(self) -> Tensor:
+        """The same with room for what is to come, `[B*M, L + 2]`."""
+        return self.state.tokens.flatten(0, 1)
+
+    def level(self, sentences: Tensor) -> None:
+        """All beams of these sentences, bool `[B]`, become their first."""
+        state, some = self.state, sentences[:, None, None]
+        for tensor in (state.tokens, state.scores, state.last[:, :, None]):
+            tensor.copy_(torch.where(some, tensor[:, :1], tensor))
+
+    def choose(self, log_probs: Tensor, attention: Tensor | None = None) -> Tensor:
+        """Choose the next beams from `log_probs`, float32 `[B*M, V]`, and return their parents' rows, int64 `[B*M]`.
+
+        `attention`: of this step to the source, `[B*M, N]`, for the result.
+        """
+        if attention is not None:
+            self._note(attention)
+        if self.step == 0:  # all beams are equal
+            parents = self._of_the_first(log_probs.unflatten(0, (self.batch, self.beams))[:, 0])
+        elif self._replayer is None:
+            parents = self._of_all(log_probs)
+        else:
+            parents = self._replayer(self._of_all, log_probs, self._epoch)
+        self.step += 1
+        self._known.push()
+        # What the host learns a step late costs a step in which nothing changes.
+        is_late = self._replayer is not None and self._replayer.waits_for_nothing
+        self.done = self.step > self.policy.max_length or not self._known.values(is_late)[0]
+        return parents
+
+    def _note(self, attention: Tensor) -> None:
+        if self._attention is None:
+            shape = (self.policy.max_length + 1, self.batch, self.beams, attention.shape[1])
+            self._attention = self.state.last.new_empty(shape)
+        self._attention[self.step].copy_(attention.unflatten(0, (self.batch, self.beams)))
+
+    def _of_the_first(self, log_probs: Tensor) -> Tensor:
+        scores, tokens = torch.topk(log_probs, k=2 * self.beams)  # [B, 2M]
+        return self._take(scores, tokens, torch.zeros_like(tokens))
+
+    def _of_all(self, log_probs: Tensor) -> Tensor:
+        vocabulary = log_probs.shape[-1]
+        totals = log_probs.unflatten(0, (self.batch, self.beams)) + self.state.last[:, :, None]
+        scores, chosen = torch.topk(totals.flatten(1), k=2 * self.beams)  # [B, 2M]
+        return self._take(scores, chosen % vocabulary, chosen // vocabulary)
+
+    def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Go on with the best M of the candidates, `[B, 2M]` each, that have not ended; returns their parents' rows."""
+        state, beams = self.state, self.beams
+        has_ended = tokens.eq(self._end) & scores.ne(-math.inf)
+        # Beyond the best M, candidates only keep the beam full.
+        self._collect(has_ended[:, :beams], scores[:, :beams], parents[:, :beams])
+        # The first M that go on. There are so many: each beam ends at most once a step. (The host's loop also keeps
+        # account of beams that are left over otherwise, for searches that end a beam more often.)
+        best = torch.topk(has_ended * (2 * beams) + self._candidates, k=beams, largest=False).indices
+        parents, scores = parents.gather(1, best), scores.gather(1, best)
+        rows = (parents + self._first_row).flatten()
+        for written, new, place in (
+            (state.tokens, tokens.gather(1, best), self._at + 1),
+            (state.scores, scores, self._at),
+            (state.path, parents, self._at),
+        ):
+            written.copy_(of_rows(written, rows))
+            written.index_copy_(2, place, new[:, :, None])
+        state.last.copy_(scores)
+        self._at.add_(1)
+        settled = self.settled().sum()
+        self._counts.copy_(torch.stack([self.batch - settled, settled]))
+        return rows
+
+    def _collect(self, ending: Tensor, scores: Tensor, parents: Tensor) -> None:
+        """Put aside the candidates that end here, `[B, M]` each, as long as their sentence has fewer than M."""
+        state, beams = self.state, self.beams
+        place = state.count + ending.cumsum(1) - 1
+        place = torch.where(ending & (place < beams), place, beams)
+        rows = (parents + self._first_row).flatten()
+        for running, ended, new, at in (
+            (state.tokens, state.ended_tokens, torch.full_like(parents, self._end), self._at + 1),
+            (state.scores, state.ended_scores, scores, self._at),
+            (state.path, state.ended_path, parents, self._at),
+        ):
+            entering = of_rows(running, rows)
+            entering.index_copy_(2, at, new[:, :, None])
+            ended.scatter_(1, place[:, :, None].expand_as(entering), entering)
+        state.ended_total.scatter_(1, place, divided(scores, self._divisors.index_select(0, self._at)))
+        state.ended_at.scatter_(1, place, self._at.expand_as(place))
+        state.count.add_(ending.sum(1, keepdim=True)).clamp_(max=beams)
+
+    def settled(self) -> Tensor:
+        """Which sentences' hypotheses have all ended, bool `[B]`."""
+        return self.state.count[:, 0] >= self.beams
+
+    def leavers(self) -> int:
+        """How many sentences could leave, perhaps as of a step ago."""
+        return self._known.values(self._replayer is not None)[1]
+
+    def evict(self, settled: Tensor) -> Tensor:
+        """Take these sentences out, bool `[B]`, unless that is all; returns those that stay, int64 `[B']`."""
+        settled = settled & ~settled.all()  # then the search is done, though the host may not know yet
+        self._store(torch.nonzero(settled)[:, 0])
+        stay = torch.nonzero(~settled)[:, 0]
+        self.state.keep(stay)
+        if self._attention is not None:
+            self._attention = self._attention.index_select(1, stay)
+        self._number_rows()
+        self._epoch += 1  # tensors of fewer sentences are others
+        self._counts.copy_(torch.tensor([len(stay), 0]))
+        self._known.forget()
+        return stay
+
+    def result(self) -> list[list[dict[str, Any]]]:
+        """For each sentence of the request its hypotheses as fairseq returns them, the best first.
+
+        Raises:
+            AssertionError: as fairseq's loop, if a sentence has reached the maximal length and nothing can end there.
+        """
+        self._store(torch.arange(self.batch, device=self._at.device))
+        return self._results
+
+    def _store(self, sentences: Tensor) -> None:
+        state, step = self.state, self.policy.max_length
+        counts, numbers, steps, totals = (
+            tensor.index_select(0, sentences).tolist()
+            for tensor in (state.count[:, 0], state.sentence, state.ended_at, state.ended_total)
+        )
+        for i, sentence in enumerate(sentences.tolist()):
+            assert counts[i] == self.beams or step in steps[i][: counts[i]], f"{step} < {step}"
+            _, order = torch.sort(torch.tensor(totals[i][: counts[i]]), descending=True)
+            self._results[numbers[i]] = [self._hypothesis(sentence, place, steps[i][place]) for place in order.tolist()]
+
+    def _hypothesis(self, sentence: int, place: int, last_step: int) -> dict[str, Any]:
+        state, length = self.state, last_step + 1
+        sums = state.ended_scores[sentence, place, :length]
+        each = sums.clone()
+        each[1:] -= sums[:-1]
+        attention = torch.empty(0)
+        if self._attention is not None:
+            path = state.ended_path[sentence, place, :length]
+            attention = self._attention[torch.arange(length, device=path.device), sentence, path].t()  # [N, length]
+        return {
+            "tokens": state.ended_tokens[sentence, place, 1 : length + 1],
+            "score": state.ended_total[sentence, place],
+            "attention": attention,
+            "alignment": torch.empty(0),
+            "positional_scores": each,
+        }

@@ -1,0 +1,132 @@
+"""Our loop under the host's rules: it ran, sentences left, its steps were replayed; and a wrong rule would be seen."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import judge
+import models
+import pytest
+import torch
+from emulated_graph import Graph
+
+from fastgen.decoding import replay, replays
+from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
+
+DEVICE = torch.device("cpu")
+
+
+def _staggered(name: str = "post-norm", beams: int = 3) -> Any:
+    sample, prefix = models.staggered(17)
+    return lambda: models.generate(name, sample, prefix=prefix, beam_size=beams, max_len_b=25)
+
+
+def test_sentences_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    evict = CollectingSearch.evict
+
+    def noting(self: CollectingSearch, settled: torch.Tensor) -> torch.Tensor:
+        left.append(int(settled.sum()))
+        return evict(self, settled)
+
+    monkeypatch.setattr(CollectingSearch, "evict", noting)
+    for beams in (1, 3, 5):
+        left.clear()
+        judge.compare(_staggered(beams=beams), is_fast=True)
+        assert len(left) > 5 and sum(left) < 17
+
+
+def test_nobody_leaves_and_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where sentences that are done go on for a while: what has ended stays as it is."""
+    monkeypatch.setattr(CollectingSearch, "leavers", lambda self: 0)
+    judge.compare(_staggered(), is_fast=True)
+
+
+@pytest.mark.usefixtures("recording")
+def test_steps_of_the_search_are_replayed(recording: type[replay.Recording]) -> None:
+    for name, options in (("post-norm", dict(beam_size=4)), ("lm", dict(beam_size=3))):
+        model = models.load(name)
+        run = partial(models.prompted, name) if name == "lm" else partial(models.generate, name, models.batch())
+        with judge.configured(tier="fast"):
+            before = copy.copy(replays.counts(model))
+            judge.ours(partial(run, min_len=12, max_len_b=20, **options))
+            after = replays.counts(model)
+        assert after.captures - before.captures == 2, "the model's step, and the search's"
+        assert after.replays - before.replays > 16
+
+
+@pytest.mark.usefixtures("recording")
+def test_the_end_is_learnt_a_step_late(recording: type[replay.Recording]) -> None:
+    """With nothing that waits for a value, sentences leave and the search ends a step after they could."""
+    judge.compare(_staggered(), is_fast=True)
+    assert recording is not Graph or replays.counts(models.load("post-norm")).captures > 1
+
+
+def _level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CollectingSearch, "level", lambda self, sentences: None)
+
+
+def _beyond_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates beyond the best M end hypotheses too."""
+    take = CollectingSearch._take
+
+    def taken(self: CollectingSearch, scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Any:
+        first = (~tokens.eq(self._end)).long().argsort(dim=1, stable=True)  # the ends before all others
+        return take(self, scores.gather(1, first), tokens.gather(1, first), parents.gather(1, first))
+
+    monkeypatch.setattr(CollectingSearch, "_take", taken)
+
+
+def _penalty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CollectingPolicy, "divisor", lambda self, step: 1.0)
+
+
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    hypothesis = CollectingSearch._hypothesis
+
+    def of_the_first(self: CollectingSearch, *args: Any) -> Any:
+        self.state.ended_path.zero_()
+        return hypothesis(self, *args)
+
+    monkeypatch.setattr(CollectingSearch, "_hypothesis", of_the_first)
+
+
+@pytest.mark.parametrize("mutate", [_level, _beyond_the_best, _penalty, _path])
+def test_negative_controls(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [_staggered(beams=beams) for beams in (3, 5)]
+    runs += [lambda name=name: models.generate(name, models.batch(), beam_size=5) for name in models.TRANSLATORS]
+    for run in runs:
+        judge.compare(run)
+    mutate(monkeypatch)
+    with pytest.raises(AssertionError):
+        for run in runs:
+            judge.compare(run)
+
+
+def _search(batch: int, beams: int, length: int) -> CollectingSearch:
+    return CollectingSearch(batch, beams, CollectingPolicy(1.0, True, length), start=2, end=2, pad=1, device=DEVICE)
+
+
+def test_nothing_can_end() -> None:
+    """The host's loop asserts that at the maximal length every sentence ends."""
+    search = _search(2, 2, 1)
+    log_probs = torch.randn(4, 9).log_softmax(-1)
+    log_probs[:, 2] = -torch.inf
+    for _ in range(2):
+        search.choose(log_probs.clone())
+    assert search.done
+    with pytest.raises(AssertionError, match="1 < 1"):
+        search.result()
+
+
+def test_fewer_hypotheses_than_beams() -> None:
+    """At the maximal length a sentence ends with what it has."""
+    search = _search(1, 3, 0)
+    log_probs = torch.full((3, 9), -torch.inf)
+    log_probs[:, 2] = -0.5
+    search.choose(log_probs)
+    (hypotheses,) = search.result()
+    assert search.done and [hypothesis["tokens"].tolist() for hypothesis in hypotheses] == [[2]]
+    assert float(hypotheses[0]["score"]) == -0.5 and hypotheses[0]["attention"].numel() == 0
