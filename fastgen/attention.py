@@ -37,7 +37,8 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     """Softmax attention of all beams over their sentence's shared keys.
 
     FastSeq's equations 3 and 4 (Yan et al., 2021), with the group axis of grouped-query attention beside
-    the beams and an ancestry mask in `bias`. In float32 on the CPU one native operator, where there is one.
+    the beams and an ancestry mask in `bias`. In float32 on the CPU one native operator, where there is one; on CUDA
+    a Triton kernel where that is faster than torch's.
 
     Args:
         query: `[B*M, H, 1, D]`.
@@ -48,10 +49,20 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     Returns: `[B*M, 1, H, Dv]`, contiguous.
     """
     # Neither autograd nor autocast knows the native operator.
-    is_plain = query.dtype == torch.float32 and not query.requires_grad and not torch.is_autocast_enabled("cpu")
-    if is_plain and query.device.type == "cpu" and (native := _native()) is not None:
+    device = query.device.type
+    is_plain = not query.requires_grad and not torch.is_autocast_enabled(device)
+    if is_plain and device == "cpu" and query.dtype == torch.float32 and (native := _native()) is not None:
         output: Tensor = native(query, key, value, bias, scale)
         return output
+    if is_plain and device == "cuda":
+        from fastgen.gpu_attention import kernel_for  # brings Triton with it
+
+        if (ours := kernel_for(query, key, value, bias, scale, _plain)) is not None:
+            return ours(query, key, value, bias, scale)
+    return _plain(query, key, value, bias, scale)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     return unfold_beams(folded_attention(fold_beams(query, *key.shape[:2]), key, value, bias, scale))
 
 

@@ -21,9 +21,10 @@ from fastgen import config, report
 from fastgen.ops import builder
 
 _UNWRITTEN = {  # what has no kernel, and why
-    ("beam_attention", "cuda"): "torch's own attention",
+    ("beam_attention", "cuda"): "torch's own attention, or Triton's where that is faster",
     ("skinny_linear", "cuda"): "torch's own products",
     ("packed_linear", "cuda"): "torch's own products",
+    ("screened_linear", "cuda"): "torch's own products",
 }
 
 _lock = threading.Lock()

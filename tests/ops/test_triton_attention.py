@@ -1,0 +1,296 @@
+"""The Triton kernel of beam attention: on a CPU by Triton's interpreter, compiled for GPUs without one, and on one."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastgen import attention, gpu_attention
+from fastgen.ops import reference
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+cases = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**31),
+        "batch": st.integers(1, 3),
+        "beams": st.integers(1, 6),
+        "key_heads": st.integers(1, 3),
+        "group": st.sampled_from([1, 2, 3, 7]),
+        "keys": st.one_of(st.integers(1, 20), st.sampled_from([63, 64, 65, 129, 300])),
+        "size": st.sampled_from([1, 8, 16, 24, 64]),
+        "value_size": st.sampled_from([1, 16, 40]),
+        "bias": st.sampled_from([None, "1111", "B1MK", "1H1K", "BHMK", "B11K"]),
+        "hidden": st.sampled_from([0.0, 0.5, 1.0]),
+        "splits": st.sampled_from([1, 2, 3, 8]),
+        "layout": st.sampled_from(["dense", "within", "transposed"]),
+        "dtype": st.sampled_from([torch.float32, torch.float16]),
+    }
+)
+
+
+@pytest.fixture
+def interpreted() -> Any:
+    """The kernel's module as Triton's interpreter runs it."""
+    if "TRITON_INTERPRET" not in os.environ:  # to be set before anybody imports Triton
+        pytest.skip("runs inside test_in_the_interpreter")
+    from fastgen.ops import triton_attention
+
+    return triton_attention
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="would start itself")
+def test_in_the_interpreter() -> None:
+    only = "not gpu and not compiles and not in_the_interpreter"
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", only, __file__]
+    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0 and " passed" in run.stdout and "skipped" not in run.stdout, run.stdout + run.stderr
+
+
+def inputs(case: dict[str, Any], device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(case["seed"])
+    batch, beams, key_heads, keys = (case[name] for name in ("batch", "beams", "key_heads", "keys"))
+    heads = key_heads * case["group"]
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, case["dtype"])
+
+    def stored(size: int) -> Tensor:
+        if case["layout"] == "within":  # of a larger cache, NaN around
+            room = torch.full((batch, key_heads, keys + 5, size), math.nan, dtype=case["dtype"], device=device)
+            room[:, :, :keys] = numbers(batch, key_heads, keys, size)
+            return room[:, :, :keys]
+        x = numbers(batch, key_heads, size, keys).mT
+        return x if case["layout"] == "transposed" else x.contiguous()
+
+    bias = None
+    if case["bias"] is not None:
+        of = {"1": 1, "B": batch, "H": heads, "M": beams, "K": keys}
+        bias = numbers(*(of[letter] for letter in case["bias"]))
+        bias[torch.rand(bias.shape, generator=generator).to(device) < case["hidden"]] = -math.inf
+    query = numbers(batch * beams, heads, 1, case["size"])
+    return query, stored(case["size"]), stored(case["value_size"]), bias
+
+
+def check(attend: Any, arguments: tuple[Tensor, Tensor, Tensor, Tensor | None], splits: int | None) -> None:
+    query, key, value, bias = arguments
+    output = attend(query, key, value, bias, 0.37, splits=splits)
+    assert output.is_contiguous() and output.dtype == query.dtype
+    doubles = [x if x is None else x.double() for x in arguments]
+    exact = attention.unfold_beams(_softmax(*doubles))
+    torch_s = reference.beam_attention(*arguments, 0.37).double() if query.is_cuda else exact
+    is_row = exact.isfinite()
+    assert output[~is_row].isnan().all(), "a row of -inf alone"
+    if query.dtype == torch.float32:
+        torch.testing.assert_close(output.double(), exact, rtol=1e-5, atol=2e-6, equal_nan=True)
+    elif query.is_cuda:  # off by twice as much as torch's own, or what the dtype resolves
+        allowed = 2 * (torch_s - exact)[is_row].abs().max() + torch.finfo(query.dtype).eps
+        assert (output.double() - exact)[is_row].abs().max() <= allowed
+    else:
+        torch.testing.assert_close(output.double(), exact, rtol=4e-3, atol=4e-3, equal_nan=True)
+
+
+def _softmax(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    folded = attention.fold_beams(query, *key.shape[:2])  # [B, Hkv, G, M, D]
+    scores = folded @ key[:, :, None].mT * 0.37
+    if bias is not None:
+        scores = scores + attention._per_group(bias, *folded.shape[1:3])
+    return scores.softmax(-1) @ value[:, :, None]
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases)
+@example(
+    case=dict(
+        seed=1,
+        batch=2,
+        beams=4,
+        key_heads=2,
+        group=3,
+        keys=300,
+        size=24,
+        value_size=40,
+        bias="B1MK",
+        hidden=0.5,
+        splits=3,
+        layout="within",
+        dtype=torch.float32,
+    )
+)
+@example(
+    case=dict(
+        seed=2,
+        batch=1,
+        beams=5,
+        key_heads=1,
+        group=7,
+        keys=129,
+        size=64,
+        value_size=16,
+        bias="BHMK",
+        hidden=1.0,
+        splits=2,
+        layout="transposed",
+        dtype=torch.float16,
+    )
+)
+def test_attention(interpreted: Any, case: dict[str, Any]) -> None:
+    check(interpreted.beam_attention, inputs(case), case["splits"])
+
+
+@pytest.mark.gpu
+@settings(max_examples=200)
+@given(case=cases, dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), is_automatic=st.booleans())
+def test_attention_on_a_gpu(case: dict[str, Any], dtype: torch.dtype, is_automatic: bool) -> None:
+    from fastgen.ops import triton_attention
+
+    arguments = inputs({**case, "dtype": dtype}, "cuda")
+    check(triton_attention.beam_attention, arguments, None if is_automatic else case["splits"])
+
+
+def test_what_is_not_for_the_kernel(interpreted: Any) -> None:
+    query, key = torch.zeros(4, 6, 1, 32), torch.zeros(2, 3, 9, 32)
+    assert not interpreted.unsupported(query, key, key)
+    assert interpreted.unsupported(query.double(), key.double(), key.double())
+    assert interpreted.unsupported(query, key[:, :, :0], key[:, :, :0])
+    assert interpreted.unsupported(torch.zeros(4, 6, 1, 300), torch.zeros(2, 3, 9, 300), key)
+    assert interpreted.unsupported(torch.zeros(66, 6, 1, 32), key, key), "66 rows share a key head"
+
+
+COMPILE = """
+import sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fastgen.ops import triton_attention as ours
+
+numbers = dict(SIZE=80, VALUE_SIZE=64, ROWS=32, KEYS=64, PADDED=128, VALUE_PADDED=64, HAS_BIAS=True)
+for capability in (80, 90):
+    for name in ("fp32", "fp16", "bf16"):
+        for is_split in (False, True):
+            signature = {argument: "i32" for argument in ours._attend.arg_names}
+            signature |= {argument: f"*{name}" for argument in ("query", "key", "value", "bias")}
+            signature |= {"maxima": "*fp32", "sums": "*fp32", "scale": "fp32"}
+            signature["output"] = "*fp32" if is_split else f"*{name}"
+            constants = {**numbers, "IS_SPLIT": is_split}
+            signature |= {argument: "constexpr" for argument in constants}
+            target = GPUTarget("cuda", capability, 32)
+            compiled = triton.compile(ASTSource(ours._attend, signature=signature, constexprs=constants), target=target)
+            assert compiled.asm["cubin"]
+        signature = {argument: "i32" for argument in ours._join.arg_names}
+        signature |= {"parts": "*fp32", "maxima": "*fp32", "sums": "*fp32", "output": f"*{name}"}
+        constants = dict(VALUE_SIZE=64, ROWS=32, VALUE_PADDED=64)
+        signature |= {argument: "constexpr" for argument in constants}
+        compiled = triton.compile(ASTSource(ours._join, signature=signature, constexprs=constants), target=target)
+        assert compiled.asm["cubin"]
+print("compiled")
+"""
+
+
+def test_compiles(tmp_path: Any) -> None:
+    """To machine code of two generations of GPUs, with the assembler that Triton brings."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "compiled", done.stderr[-2000:]
+
+
+# ------------------------------------------------------------------------------------------------ which one is taken
+CASE = dict(
+    seed=3, batch=2, beams=3, key_heads=2, group=2, keys=70, size=16, value_size=16, bias="B1MK", hidden=0.3,
+    layout="dense", dtype=torch.float32,
+)  # fmt: skip
+
+
+@pytest.fixture
+def choose(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whether the kernel is taken for `CASE`, if each call of it takes so many milliseconds and torch's takes 5."""
+
+    def chosen(milliseconds: float, spoil: Any = None, **case: Any) -> bool:
+        def ours(*arguments: Any) -> Tensor:
+            if math.isinf(milliseconds):
+                raise RuntimeError("out of resources: shared memory")
+            output: Tensor = interpreted.beam_attention(*arguments)
+            return output if spoil is None else spoil(output)
+
+        def timed(attend: Any, *arguments: Any) -> float:
+            return milliseconds if attend is kernel.beam_attention else 5.0
+
+        kernel = type("kernel", (), {"beam_attention": staticmethod(ours), "unsupported": interpreted.unsupported})
+        monkeypatch.setattr(gpu_attention, "_kernel", lambda: kernel)
+        monkeypatch.setattr(gpu_attention, "_milliseconds", timed)
+        monkeypatch.setattr(gpu_attention, "_verdicts", {})
+        arguments = (*inputs({**CASE, **case}), 0.37, attention._plain)
+        first, again = (gpu_attention.kernel_for(*arguments) for _ in range(2))
+        assert first is again
+        return first is ours
+
+    return chosen
+
+
+def test_the_faster_one_is_taken(choose: Any) -> None:
+    assert choose(4.0) and not choose(6.0)
+    assert choose(4.0, hidden=1.0, batch=1) is False, "rows of -inf alone say nothing about exactness"
+    assert choose(4.0, bias=None)
+
+
+def _nan(output: Tensor) -> Tensor:
+    output[0] = math.nan
+    return output
+
+
+@pytest.mark.parametrize("spoil", [lambda x: x * 1.001, lambda x: x.roll(1, 0), _nan])
+def test_never_one_that_is_wrong(choose: Any, spoil: Any) -> None:
+    assert not choose(4.0, spoil)
+
+
+def test_nor_one_that_fails(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not choose(math.inf)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not choose(4.0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert choose(4.0)
+    monkeypatch.setattr(gpu_attention, "_kernel", lambda: None)
+    assert gpu_attention.kernel_for(*inputs(CASE), 0.37, attention._plain) is None
+
+
+def test_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_attention._kernel.cache_clear()
+    try:
+        monkeypatch.setenv("FASTGEN_NATIVE", "0")
+        assert gpu_attention._kernel() is None
+    finally:
+        gpu_attention._kernel.cache_clear()
+
+
+def test_milliseconds() -> None:
+    query = torch.zeros(1)
+    assert 1.0 <= gpu_attention._milliseconds(lambda *_: time.sleep(0.001) or query, query) < 100
+
+
+@pytest.mark.gpu
+def test_a_trial_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is taken, the result is right, and a graph may hold it once it has been tried."""
+    monkeypatch.setattr(gpu_attention, "_verdicts", {})
+    arguments = inputs({**CASE, "keys": 4000}, "cuda")
+    expected = attention._plain(*arguments, 0.37)
+    torch.testing.assert_close(attention.beam_attention(*arguments, 0.37), expected)
+    assert len(gpu_attention._verdicts) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = attention.beam_attention(*arguments, 0.37)
+    graph.replay()
+    torch.testing.assert_close(output, expected)
