@@ -8,6 +8,8 @@ common, so when the slots are used up those on no beam's path make room: of T st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -85,8 +87,11 @@ class TreeLayer:
         for stored in (self.keys, self.values):
             stored[:, :, start:end] = stored[sentences, :, start + slots].transpose(1, 2)  # a copy, so in place
 
-    def replant(self, other: TreeLayer) -> None:
-        """Hold, in place, what a layer of the same shape holds."""
+    def replant(self, other: TreeLayer | None) -> None:
+        """Hold, in place, what a layer of the same shape holds, or nothing."""
+        if other is None:
+            self._clear_from(0, *self.stored())
+            return
         for mine, theirs in zip(self.stored(), other.stored(), strict=True):
             mine.copy_(theirs)
 
@@ -112,9 +117,10 @@ class TreeLayer:
         self._clear_from(tensor.shape[2], selected)
         return selected
 
-    def _clear_from(self, slot: int, tensor: Tensor) -> None:
+    def _clear_from(self, slot: int, *tensors: Tensor) -> None:
         if self.tree.is_static:  # nobody sees those slots yet, but nothing times what memory holds may be no number
-            tensor[:, :, slot:] = 0
+            for tensor in tensors:
+                tensor[:, :, slot:] = 0
 
     def _empty(self, like: Tensor, batch: int, capacity: int) -> Tensor:
         _, heads, _, size = like.shape
@@ -161,13 +167,15 @@ class BeamTree:
             self._clock = torch.zeros((), dtype=torch.int64, device=device)  # `length`, where a replayed step sees it
 
     def replant(self, other: BeamTree) -> None:
-        """Begin again, in place, with the prompt of another static tree, of the same shapes and just planted."""
+        """Begin again, in place, with the prompt of another static tree, of the same shapes and just planted; it may
+        have no layers yet if it has no prompt."""
         self._ancestry.copy_(other._ancestry)
         self.steps = self.generated = 0
         self._was_pruned = False
         self._masks.clear()
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.replant(theirs)
+        theirs: Sequence[TreeLayer | None] = other.layers or [None] * len(self.layers)
+        for layer, its in zip(self.layers, theirs, strict=True):
+            layer.replant(its)
 
     @property
     def used(self) -> int:

@@ -6,6 +6,7 @@ live sentences, `M` beams, `L` the maximal length, `V` vocabulary, `N` positions
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -68,12 +69,24 @@ class CollectingSearch:
     ) -> None:
         """`start`, `end`, `pad`: tokens; `replayer`: of the search's own steps."""
         self.beams, self.policy, self._end, self._replayer = beams, policy, end, replayer
-        length = policy.max_length
-        tokens = torch.full((batch, beams, length + 2), pad, device=device)
-        tokens[:, :, 0] = start
+        self._start, self._pad, self._device = start, pad, device
+        self.state = self._first(batch)
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)  # `step` on the device
+        self._divisors = torch.tensor([policy.divisor(step) for step in range(policy.max_length + 1)], device=device)
+        self._candidates = torch.arange(2 * beams, device=device)
+        self._epoch = 0
+        self._counts = torch.tensor([batch, 0], device=device)  # int64 [2]: sentences not done, and done
+        self._known = Late(self._counts)
+        self._begin()
+
+    def _first(self, batch: int) -> _State:
+        """The state before the first step."""
+        beams, length, device = self.beams, self.policy.max_length, self._device
+        tokens = torch.full((batch, beams, length + 2), self._pad, device=device)
+        tokens[:, :, 0] = self._start
         scores = torch.zeros(batch, beams, length + 1, device=device)
         path = torch.zeros(batch, beams, length + 1, dtype=torch.int64, device=device)
-        self.state = _State(
+        return _State(
             tokens=tokens,
             scores=scores,
             path=path,
@@ -86,17 +99,26 @@ class CollectingSearch:
             count=torch.zeros(batch, 1, dtype=torch.int64, device=device),
             sentence=torch.arange(batch, device=device),
         )
+
+    def _begin(self) -> None:
         self.step = 0  # the next one
         self.done = False
-        self._at = torch.zeros(1, dtype=torch.int64, device=device)  # the same on the device
-        self._divisors = torch.tensor([policy.divisor(step) for step in range(length + 1)], device=device)  # float32
-        self._candidates = torch.arange(2 * beams, device=device)
         self._attention: Tensor | None = None  # of each step, float32 [L + 1, B, M, N]
-        self._results: list[list[dict[str, Any]]] = [[] for _ in range(batch)]
-        self._epoch = 0
-        self._counts = torch.tensor([batch, 0], device=device)  # int64 [2]: sentences not done, and done
-        self._known = Late(self._counts)
+        self._results: list[list[dict[str, Any]]] = [[] for _ in range(self.batch)]
         self._number_rows()
+
+    def restart(self, replayer: Replayer) -> None:
+        """Begin anew, in place, with as many sentences; of steps captured by then, `replayer` goes on."""
+        first = self._first(self.batch)
+        for name, tensor in vars(self.state).items():
+            tensor.copy_(getattr(first, name))
+        self._begin()
+        self._at.zero_()
+        self._known.forget()
+        self._counts.copy_(self._known.first, non_blocking=True)
+        if self._replayer is not None and (captured := self._replayer.captured) is not None:
+            replayer.resume(captured)
+        self._replayer = replayer
 
     @property
     def batch(self) -> int:
@@ -229,29 +251,32 @@ class CollectingSearch:
         return self._results
 
     def _store(self, sentences: Tensor) -> None:
-        state, step = self.state, self.policy.max_length
-        counts, numbers, steps, totals = (
-            tensor.index_select(0, sentences).tolist()
-            for tensor in (state.count[:, 0], state.sentence, state.ended_at, state.ended_total)
-        )
-        for i, sentence in enumerate(sentences.tolist()):
-            assert counts[i] == self.beams or step in steps[i][: counts[i]], f"{step} < {step}"
-            _, order = torch.sort(torch.tensor(totals[i][: counts[i]]), descending=True)
-            self._results[numbers[i]] = [self._hypothesis(sentence, place, steps[i][place]) for place in order.tolist()]
+        ended = copy.copy(self.state)
+        ended.keep(sentences)  # a copy, which later calls don't write to
+        attention = None if self._attention is None else self._attention.index_select(1, sentences)
+        totals, counts, last_steps = ended.ended_total.tolist(), ended.count[:, 0].tolist(), ended.ended_at.tolist()
+        for i, number in enumerate(ended.sentence.tolist()):
+            count, length = counts[i], self.policy.max_length
+            assert count == self.beams or length in last_steps[i][:count], f"{length} < {length}"
+            _, order = torch.sort(torch.tensor(totals[i][:count]), descending=True)
+            self._results[number] = [
+                _hypothesis(ended, i, place, last_steps[i][place] + 1, attention) for place in order.tolist()
+            ]
 
-    def _hypothesis(self, sentence: int, place: int, last_step: int) -> dict[str, Any]:
-        state, length = self.state, last_step + 1
-        sums = state.ended_scores[sentence, place, :length]
-        each = sums.clone()
-        each[1:] -= sums[:-1]
-        attention = torch.empty(0)
-        if self._attention is not None:
-            path = state.ended_path[sentence, place, :length]
-            attention = self._attention[torch.arange(length, device=path.device), sentence, path].t()  # [N, length]
-        return {
-            "tokens": state.ended_tokens[sentence, place, 1 : length + 1],
-            "score": state.ended_total[sentence, place],
-            "attention": attention,
-            "alignment": torch.empty(0),
-            "positional_scores": each,
-        }
+
+def _hypothesis(state: _State, sentence: int, place: int, length: int, attention: Tensor | None) -> dict[str, Any]:
+    """As fairseq returns it; `length`: with the token that ends it; `attention`: `[L + 1, B, M, N]`."""
+    sums = state.ended_scores[sentence, place, :length]
+    each = sums.clone()
+    each[1:] -= sums[:-1]
+    its = torch.empty(0)
+    if attention is not None:
+        path = state.ended_path[sentence, place, :length]
+        its = attention[torch.arange(length, device=path.device), sentence, path].t()  # [N, length]
+    return {
+        "tokens": state.ended_tokens[sentence, place, 1 : length + 1],
+        "score": state.ended_total[sentence, place],
+        "attention": its,
+        "alignment": torch.empty(0),
+        "positional_scores": each,
+    }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulated_graph import Graph
 
-from fastgen.decoding import replay, replays
+from fastgen.decoding import collecting_search, replay, replays
 from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
 
 DEVICE = torch.device("cpu")
@@ -84,13 +84,13 @@ def _penalty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    hypothesis = CollectingSearch._hypothesis
+    hypothesis = collecting_search._hypothesis
 
-    def of_the_first(self: CollectingSearch, *args: Any) -> Any:
-        self.state.ended_path.zero_()
-        return hypothesis(self, *args)
+    def of_the_first(state: Any, *args: Any) -> Any:
+        state.ended_path.zero_()
+        return hypothesis(state, *args)
 
-    monkeypatch.setattr(CollectingSearch, "_hypothesis", of_the_first)
+    monkeypatch.setattr(collecting_search, "_hypothesis", of_the_first)
 
 
 @pytest.mark.parametrize("mutate", [_level, _beyond_the_best, _penalty, _path])

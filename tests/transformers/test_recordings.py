@@ -25,10 +25,11 @@ import fastgen
 from fastgen import memory
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings, replay, replays
-from fastgen.optimizer.transformers import host, modules
+from fastgen.decoding.unchanged import Snapshot
+from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.state import State
-from fastgen.optimizer.transformers.unchanged import Snapshot
+from fastgen.optimizer.transformers.unchanged import snapshot
 
 pytestmark = [
     pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
@@ -332,9 +333,9 @@ def test_what_a_mode_sees_is_shared_with_nobody() -> None:
 
 
 def _snapshot(model: Any) -> Snapshot:
-    snapshot = Snapshot(modules.of_steps(model))
-    assert snapshot.is_complete and snapshot.is_current()
-    return snapshot
+    found = snapshot(model)
+    assert found.is_complete and found.is_current()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -354,9 +355,9 @@ def _snapshot(model: Any) -> Snapshot:
 def test_a_snapshot_sees(edit: Callable[[Any], Any]) -> None:
     model = copy.deepcopy(zoo.load("bart"))
     model.get_decoder().some, model.get_decoder().scale = [{"a": 1}, 2], torch.tensor(1.0)
-    snapshot = _snapshot(model)
+    before = _snapshot(model)
     edit(model)
-    assert not snapshot.is_current()
+    assert not before.is_current()
 
 
 @pytest.mark.parametrize(

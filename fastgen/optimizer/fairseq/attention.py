@@ -124,14 +124,17 @@ class TreeCrossAttention(_TreeAttention):
         output = unfold_beams((weights @ source.values)[:, :, None])
         return self._output(output), weights.transpose(0, 1).flatten(1, 2)[:, :, None]
 
-    def see(self, source: Tensor, padding: Tensor | None) -> None:
-        """Attend to this source, `[N, B, C]`, from now on, unless there is one already."""
+    def see(self, source: Tensor, padding: Tensor | None, is_masked: bool = False) -> None:
+        """Attend to this source, `[N, B, C]`, from now on, unless there is one already; see `project`."""
         if self.source is None:
-            self.source = self.project(source, padding)
+            self.source = self.project(source, padding, is_masked)
             self._session.sources.append(self.source)
 
-    def project(self, source: Tensor, padding: Tensor | None) -> Source:
-        """The keys and values of `source`, `[N, B, C]`; see `__call__`."""
+    def project(self, source: Tensor, padding: Tensor | None, is_masked: bool = False) -> Source:
+        """The keys and values of `source`, `[N, B, C]`; see `__call__`.
+
+        `is_masked`: with a mask, even if that hides nothing.
+        """
         keys, values = (
             self._by_head(projection(source)).contiguous() for projection in (self._module.k_proj, self._module.v_proj)
         )
@@ -139,6 +142,7 @@ class TreeCrossAttention(_TreeAttention):
             return Source(keys, values, None)
         if id(padding) not in self._biases:
             hidden = padding.bool()
-            bias = additive_mask(~hidden, keys.dtype)[:, None, None] if bool(hidden.any()) else None
+            has_any = is_masked or bool(hidden.any())
+            bias = additive_mask(~hidden, keys.dtype)[:, None, None] if has_any else None
             self._biases[id(padding)] = bias
         return Source(keys, values, self._biases[id(padding)])

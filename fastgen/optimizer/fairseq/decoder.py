@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,16 +12,21 @@ from torch import Tensor
 from fastgen import arena, config
 from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree
+from fastgen.decoding import recordings
+from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
 from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.encoder import with_own_products
-from fastgen.optimizer.fairseq.replaying import ReplayedSteps, replayer_for
+from fastgen.optimizer.fairseq.replaying import ReplayedSteps, replayer_for, source_of
 from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.shortlist import Shortlist, unnormalised
+from fastgen.optimizer.fairseq.state import State
+from fastgen.optimizer.fairseq.unchanged import snapshot
 from fastgen.optimizer.fairseq.views import replaced, with_products
 from fastgen.products import Products
 from fastgen.report import FallbackError
 
+_SOURCE_STEP = 16  # a source is padded to a multiple of so many positions, for like lengths to share a recording
 _PROMPT_LOGITS = 2**24  # computed at a time: all positions of long prompts would take gigabytes
 
 
@@ -63,14 +69,24 @@ class TreeEnsemble(StandIn):
         super().__init__(request, shortlist)
         source = request.source
         assert source is not None
-        self.replayer = replayer_for(request)
+        self._device = source.device
+        self.replayer, self._request = replayer_for(request), request
         buffers, is_static = Buffers(self.inner.models[0]), self.replayer is not None
         tree = BeamTree(request.batch, request.beams, request.max_steps, buffers, is_static)
         self.session = Session(tree, request.generator.pad, source.device)
-        models = [replaced(model, decoder=over_the_tree(model.decoder, self.session)) for model in self.inner.models]
+        self._products = Products(config.current().packing)
+        models = [
+            replaced(model, decoder=over_the_tree(model.decoder, self.session, self._products))
+            for model in self.inner.models
+        ]
         shown = models if shortlist is None else [unnormalised(models[0])]
-        self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0])
+        # With no modules of its own: what is kept with a recording must not keep the model alive.
+        self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0], _modules={})
         self._replayed = ReplayedSteps(self._over_the_tree, self.replayer) if self.replayer else None
+        self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
+        self._search: tuple[Hashable, CollectingSearch] | None = None
+        self._width: int | None = None  # positions of the source
+        self._is_handed_on = False
         self._prompt: Prompt | None = None
         self._arena = arena.of(self.inner.models[0])
         if not self.inner.has_encoder() and request.generator.lm_model is None:
@@ -86,6 +102,77 @@ class TreeEnsemble(StandIn):
         forced = request.prefix_tokens[:, :prefix]
         start = torch.full_like(forced[:, :1], request.start)
         return Prompt(models, torch.cat([start, forced], dim=1))
+
+    def forward_encoder(self, net_input: dict[str, Any]) -> Any:
+        outputs = super().forward_encoder(net_input)
+        if self._replayed is not None and self.inner.has_encoder() and not self.reason:
+            self._take_up(outputs)
+        return outputs
+
+    def _take_up(self, encoder_outs: Any) -> None:
+        """Go on with a recording that an earlier call has kept, if there is one of these shapes."""
+        assert self._replayed is not None and self.replayer is not None
+        may_share = self.inner.models_size == 1
+        self._width = len(source_of(encoder_outs[0])[0])
+        self._replayed.see(encoder_outs, _SOURCE_STEP if may_share else None)
+        if not may_share:
+            return
+        state = self._state()
+        self._key = self._key_of(state)
+        recording = None if self._key is None else recordings.take(self.inner.single_model, self._key)
+        if recording is None:
+            return
+        kept: State = recording.state
+        if not kept.products.are_current(self._products):
+            kept.close()
+            return
+        kept.fill(state)
+        state.close()
+        self.session, self._replayed, self._products, self._search = vars(kept).values()
+        self._replayed.replayer = self.replayer
+        self.replayer.resume(recording.captured)
+
+    def search(self, policy: CollectingPolicy) -> CollectingSearch:
+        """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
+        request, replayer = self._request, self.replayer
+        tokens = {"start": request.start, "end": request.generator.eos, "pad": request.generator.pad}
+        if replayer is not None:
+            replayer = replayer.another()
+        key = (request.batch, request.beams, policy, *tokens.values())
+        if self._search is not None and self._search[0] == key and replayer is not None:
+            self._search[1].restart(replayer)
+        else:
+            arguments = (request.batch, request.beams, policy)
+            self._search = key, CollectingSearch(*arguments, **tokens, device=self._device, replayer=replayer)
+        return self._search[1]
+
+    def hand_on(self) -> None:
+        """The call has succeeded: keep its recording for later ones."""
+        captured = None if self.replayer is None else self.replayer.captured
+        if captured is None or self._key is None:
+            return
+        state, model = self._state(), self.inner.single_model
+        # One that sentences have left, or that has grown, is not what others need.
+        if self._key_of(state) == self._key:
+            self._is_handed_on = True
+            recording = recordings.Recording(state, captured)
+            recordings.keep(model, self._key, recording, lambda: snapshot(model), self._device)
+
+    def close(self) -> None:
+        """Let go of all keys and values."""
+        if self.replayer is not None:
+            self.replayer.close()
+        if not self._is_handed_on:
+            self.session.tree.close()
+
+    def _state(self) -> State:
+        assert self._replayed is not None
+        return State(self.session, self._replayed, self._products, self._search)
+
+    def _key_of(self, state: State) -> Hashable:
+        surroundings = recordings.surroundings(self._device)
+        how = (self._request.generator.temperature, self.shortlist is None)
+        return None if surroundings is None else (state.shape(), surroundings, how)
 
     def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:
         if self.reason:
@@ -116,6 +203,7 @@ class TreeEnsemble(StandIn):
                 scores, weights = self._replayed(
                     tokens, encoder_outs, incremental_states, temperature, self.session.tree.epoch
                 )
+                weights = weights if weights is None else weights[:, : self._width]
         return scores if self.shortlist is None else self.shortlist.of(tokens, scores), weights
 
 
@@ -169,9 +257,9 @@ class Prompt:
         return torch.logsumexp(torch.stack(each), dim=0) - math.log(len(each))
 
 
-def over_the_tree(decoder: Any, session: Session) -> Any:
+def over_the_tree(decoder: Any, session: Session, products: Products | None = None) -> Any:
     """The decoder with attention over the session's tree and its own products; the decoder itself stays as it is."""
-    products = Products(config.current().packing)
+    products = Products(config.current().packing) if products is None else products
     biases: dict[int, Tensor | None] = {}
     layers = []
     for layer in decoder.layers:

@@ -48,13 +48,14 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
             _record(request, "stock", joined.reason, start)
         return result
     ensemble = None if reason else decode_over_the_tree(request, view, shortlist)
-    with contextlib.closing(ensemble.session.tree) if ensemble else contextlib.nullcontext():
+    with contextlib.closing(ensemble) if ensemble else contextlib.nullcontext():
         result = fast.generate(request, ensemble, view.repeat_ngram_blocker) if is_fast and ensemble else None
         if result is None:
             is_fast = False
             result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
         if ensemble is not None:
             ensemble.session.measure()
+            ensemble.hand_on()
             arena.settle()
             if ensemble.replayer is not None:
                 replays.note(request.generator.model.single_model, ensemble.replayer)

@@ -10,7 +10,7 @@ from fairseq import search
 from fairseq.sequence_generator import SequenceGenerator
 from torch import Tensor
 
-from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
+from fastgen.decoding.collecting_search import CollectingPolicy
 from fastgen.optimizer.fairseq.decoder import TreeEnsemble
 from fastgen.optimizer.fairseq.requests import Request
 
@@ -45,8 +45,7 @@ def unsupported_reason(request: Request) -> str | None:
 
 def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[list[dict[str, Any]]] | None:
     """What the host's `_generate` returns; None if `ensemble` turns out not to fit. `blocker`: of repeated n-grams."""
-    generator, source = request.generator, request.source
-    assert source is not None
+    generator = request.generator
     policy = CollectingPolicy(generator.len_penalty, generator.normalize_scores, request.max_steps - 1)
     assert generator.min_len <= policy.max_length, "min_len cannot be larger than max_len, please adjust these!"
     net_input = request.sample["net_input"]
@@ -56,16 +55,7 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
     if not ensemble.inner.has_encoder():
         encoder_outs = []
     replayer = ensemble.replayer
-    chosen = CollectingSearch(
-        request.batch,
-        request.beams,
-        policy,
-        start=request.start,
-        end=generator.eos,
-        pad=generator.pad,
-        device=source.device,
-        replayer=None if replayer is None else replayer.another(),
-    )
+    chosen = ensemble.search(policy)
     states: list[dict[str, Any]] = [{} for _ in ensemble.inner.models]
     prefix = request.prefix_tokens
     ends = [] if prefix is None else prefix.eq(generator.eos).any(0).tolist()[: policy.max_length]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from fairseq import search
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class ReplayedSteps:
         self.replayer = replayer
         self._embed = [model.decoder.embed_positions for model in ensemble.models]
         self._positions: list[Tensor | None] = []  # of the step under way
-        self._sees_nothing = True
+        self._padding: list[Tensor] = []  # of the sources seen: what derives from one goes by its id
         models = [
             replaced(model, decoder=self._of_tensors(model.decoder, number))
             for number, model in enumerate(ensemble.models)
@@ -55,8 +56,6 @@ class ReplayedSteps:
             last, self._positions = inputs
             return self._ensemble.forward_decoder(last, encoder_outs, incremental_states, temperature)
 
-        if self._sees_nothing:
-            self._see(encoder_outs)
         # How many tokens came before is a number to the host, and would be baked in.
         positions = [
             None if embed is None else embed(tokens, incremental_state=state)
@@ -65,19 +64,29 @@ class ReplayedSteps:
         result: tuple[Tensor, Tensor | None] = self.replayer(step, [tokens[:, -1:], positions], epoch)
         return result
 
-    def _see(self, encoder_outs: Any) -> None:
-        """Project the source before the first step: whether any of it is padding is waited for."""
-        self._sees_nothing = False
+    def see(self, encoder_outs: Any, multiple: int | None = None) -> None:
+        """Project the source before the first step: whether any of it is padding is waited for.
+
+        `multiple`: it is padded to a multiple of so many positions, and always masked, for others to take its place.
+        """
         for model, outputs in zip(self._ensemble.models, encoder_outs, strict=False):
+            source, padding = source_of(outputs)
+            if source is not None and multiple is not None:
+                if padding is None:
+                    padding = torch.zeros(source.shape[1::-1], dtype=torch.bool, device=source.device)
+                more = -len(source) % multiple
+                source = F.pad(source, (0, 0, 0, 0, 0, more))
+                padding = F.pad(padding.bool(), (0, more), value=True)
+                self._padding.append(padding)
             for layer in model.decoder.layers:
                 if layer.encoder_attn is not None:
-                    layer.encoder_attn.see(*_source(outputs))
+                    layer.encoder_attn.see(source, padding, is_masked=multiple is not None)
 
     def _of_tensors(self, decoder: Any, number: int) -> Any:
         """The decoder without its look at whether any token is padding, which the tree hides in any case."""
 
         def extract_features(tokens: Tensor, encoder_out: Any = None, **_: Any) -> tuple[Tensor, dict[str, Any]]:
-            source, padding = _source(encoder_out) if encoder_out is not None else (None, None)
+            source, padding = source_of(encoder_out) if encoder_out is not None else (None, None)
             x = decoder.embed_scale * decoder.embed_tokens(tokens)
             for module in (decoder.quant_noise, decoder.project_in_dim):
                 x = x if module is None else module(x)
@@ -86,9 +95,10 @@ class ReplayedSteps:
             x = x if decoder.layernorm_embedding is None else decoder.layernorm_embedding(x)
             x = decoder.dropout_module(x).transpose(0, 1)  # [1, B*M, C]
             weights = None
-            for layer in decoder.layers:
-                is_last = layer is decoder.layers[-1]
-                x, weights, _ = layer(x, source, padding, {}, need_attn=is_last, need_head_weights=is_last)
+            for place, layer in enumerate(decoder.layers):
+                is_last = place == decoder.num_layers - 1
+                x, its, _ = layer(x, source, padding, {}, need_attn=is_last, need_head_weights=is_last)
+                weights = its if is_last else weights
             x = x if decoder.layer_norm is None else decoder.layer_norm(x)
             x = x.transpose(0, 1)
             x = x if decoder.project_out_dim is None else decoder.project_out_dim(x)
@@ -97,6 +107,6 @@ class ReplayedSteps:
         return replaced(decoder, extract_features=extract_features)
 
 
-def _source(encoder_out: Any) -> tuple[Any, Any]:
+def source_of(encoder_out: Any) -> tuple[Any, Any]:
     """The encoder's output `[N, B, C]` and its padding `[B, N]`, of which there may be none."""
     return next(iter(encoder_out["encoder_out"]), None), next(iter(encoder_out["encoder_padding_mask"]), None)

@@ -20,7 +20,7 @@ from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_c
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.session import Session
 from fastgen.optimizer.transformers.state import State
-from fastgen.optimizer.transformers.unchanged import Snapshot
+from fastgen.optimizer.transformers.unchanged import snapshot
 
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
 _EVICT_FROM = 1 / 16  # of the sentences still running
@@ -127,9 +127,7 @@ class TreeDecoder:
         if captured is not None and self._key is not None and self._key_of(state) == self._key:
             self._is_handed_on = True
             recording = recordings.Recording(state, captured)
-            recordings.keep(
-                self.model, self._key, recording, lambda: Snapshot(modules.of_steps(self.model)), self._device
-            )
+            recordings.keep(self.model, self._key, recording, lambda: snapshot(self.model), self._device)
 
     def _key_of(self, state: State) -> Hashable:
         key = state.shape(), recordings.surroundings(self._device), self._is_screened

@@ -1,0 +1,53 @@
+"""What the steps of a call read and write, besides the model and the inputs of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fastgen.decoding.collecting_search import CollectingSearch
+from fastgen.optimizer.fairseq.replaying import ReplayedSteps
+from fastgen.optimizer.fairseq.session import Session
+from fastgen.products import Products
+
+
+@dataclass
+class State:
+    """Kept with a recording of such a step; a later call of the same shapes puts its source here."""
+
+    session: Session  # the tree, and cross-attention's keys and values
+    replayed: ReplayedSteps  # the model's views
+    products: Products
+    search: tuple[Hashable, CollectingSearch] | None = None  # our loop's, by what it is for
+
+    def fill(self, other: State) -> None:
+        """Begin anew, in place, with the source of a state of the same `shape`."""
+        tree = self.session.tree
+        tree.replant(other.session.tree)
+        tree.max_steps = other.session.tree.max_steps
+        self.session.cache_bytes = 0
+        for mine, theirs in zip(self._source(), other._source(), strict=True):
+            mine.copy_(theirs)
+
+    def shape(self) -> Hashable:
+        """What states must have in common for one to be filled with the other."""
+        tree = self.session.tree
+        return (
+            (tree.batch, tree.beams, tree.capacity, tree.prompt_length),
+            tuple(source.bias is None for source in self.session.sources),
+            tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self._source()),
+        )
+
+    def nbytes(self) -> int:
+        return self.session.tree.nbytes + sum(source.nbytes for source in self.session.sources)
+
+    def close(self) -> None:
+        """Let go of all keys and values."""
+        self.session.tree.close()
+        self.session.sources.clear()
+
+    def _source(self) -> list[Tensor]:
+        each = [(source.keys, source.values, source.bias) for source in self.session.sources]
+        return [x for tensors in each for x in tensors if x is not None]

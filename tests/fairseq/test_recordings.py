@@ -1,0 +1,185 @@
+"""A recorded step that later calls replay, with their own source, while the model is what it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import judge
+import models
+import pytest
+import torch
+from fairseq.modules import transformer_layer
+
+import fastgen
+from fastgen.decoding import recordings, replays
+from fastgen.decoding.collecting_search import CollectingSearch
+from fastgen.optimizer.fairseq.state import State
+from fastgen.optimizer.fairseq.unchanged import snapshot
+
+pytestmark = pytest.mark.usefixtures("recording")
+
+LENGTHS = (5, 9, 7)
+LONG = dict(beam_size=3, min_len=12, max_len_b=12)
+
+
+def _run(model: Any, lengths: Any = LENGTHS, seed: int = 0, **options: Any) -> Any:
+    sample = models.batch(lengths)
+    tokens = sample["net_input"]["src_tokens"]
+    tokens[tokens > 3] = 4 + (tokens[tokens > 3] - 4 + seed) % models.WORDS
+    return models.generate(model, sample, **{**LONG, **options})
+
+
+def _captures(model: Any, *args: Any, tier: str = "compat", **options: Any) -> int:
+    """Compare a call with stock's; how many steps it has captured: the model's, and in our loop the search's."""
+    run = partial(_run, model, *args, **options)
+    expected = judge.stock(run)
+    before = copy.copy(replays.counts(model))
+    with judge.configured(tier=tier):
+        result, (call,) = judge.ours(run)
+    assert call.tier == tier
+    judge.assert_same(expected, result)
+    after = replays.counts(model)
+    assert after.replays > before.replays, "nothing was replayed"
+    return after.captures - before.captures
+
+
+def _recorded(name: str = "post-norm", tier: str = "compat") -> Any:
+    """A model with one recording."""
+    model = copy.deepcopy(models.load(name))
+    assert _captures(model, tier=tier) == (1 if tier == "compat" else 2) and recordings.count(model) == 1
+    return model
+
+
+@pytest.mark.parametrize("tier", ["compat", "fast"])
+@pytest.mark.parametrize("name", models.TRANSLATORS)
+def test_later_calls(name: str, tier: str) -> None:
+    model = _recorded(name, tier)
+    assert "1 kept for later calls" in fastgen.status().replayed[type(model).__name__]
+    assert [_captures(model, seed=seed, tier=tier) for seed in (1, 2)] == [0, 0]
+
+
+def test_one_tier_after_the_other() -> None:
+    """The host's loop is given the best tokens of normalised scores, ours all."""
+    model = _recorded()
+    counts = [_captures(model, seed=seed, tier=tier) for seed, tier in enumerate(["fast", "compat", "fast", "compat"])]
+    assert counts == [2, 0, 0, 0] and recordings.count(model) == 2
+
+
+@pytest.mark.parametrize("tier", ["compat", "fast"])
+def test_sources_of_like_lengths(tier: str) -> None:
+    """Padded or not, and of one token: attention is to the source's own positions."""
+    model = copy.deepcopy(models.load("bart"))
+    first = 1 if tier == "compat" else 2
+    lengths = [(15,), (3,), (14,), (1,), (17,), (20,), (9,)]
+    assert [_captures(model, each, tier=tier) for each in lengths] == [first, 0, 0, 0, first, 0, 0]
+
+
+def test_other_options_have_recordings_of_their_own() -> None:
+    model = _recorded()
+    assert _captures(model, temperature=0.7) == 1
+    assert _captures(model, beam_size=2) == 1
+    assert _captures(model, strategy=None, unk_penalty=1.0, seed=1) == 0
+    assert recordings.count(model) == 3
+
+
+def test_what_a_call_has_returned_stays() -> None:
+    for tier in ("compat", "fast"):
+        model = _recorded(tier=tier)
+        with judge.configured(tier=tier):
+            first, _ = judge.ours(partial(_run, model, seed=1))
+            before = copy.deepcopy(first)
+            judge.ours(partial(_run, model, seed=2))
+        judge.assert_same(before, first, exactly=True)
+
+
+def _weights(model: Any) -> None:
+    with torch.no_grad():
+        model.decoder.layers[0].fc1.weight.mul_(-1)
+
+
+def _data(model: Any) -> None:
+    model.decoder.layers[1].self_attn.out_proj.weight.data[3, 5] += 3.0
+
+
+def _module(model: Any) -> None:
+    model.decoder.layers[0].fc2 = copy.deepcopy(model.decoder.layers[0].fc2)
+    model.decoder.layers[0].fc2.bias.data += 1
+
+
+def _attribute(model: Any) -> None:
+    model.decoder.embed_scale *= 2
+
+
+def _function(model: Any) -> None:
+    model.decoder.layers[0].activation_fn = torch.tanh
+
+
+def _layers(model: Any) -> None:
+    model.decoder.layers = model.decoder.layers[:1]
+
+
+@pytest.mark.parametrize("edit", [_weights, _data, _module, _attribute, _function, _layers])
+def test_edits(edit: Callable[[Any], None]) -> None:
+    model = _recorded()
+    before = judge.stock(partial(_run, model, seed=1))
+    edit(model)
+    after = judge.stock(partial(_run, model, seed=1))
+    assert [s[0]["score"] for s in before] != [s[0]["score"] for s in after]
+    _captures(model, seed=1)
+
+
+def test_a_class_that_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _recorded()
+    forward = transformer_layer.TransformerDecoderLayerBase.forward
+
+    def twice(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, 2 * x, *args, **kwargs)
+
+    monkeypatch.setattr(transformer_layer.TransformerDecoderLayerBase, "forward", twice)
+    assert not snapshot(model).is_complete or _captures(model, seed=1) == 1
+
+
+def test_sentences_leave_and_others_come() -> None:
+    model = _recorded()
+    sample, prefix = models.staggered(9)
+    for _ in range(2):
+        judge.compare(lambda: models.generate(model, sample, prefix=prefix, beam_size=3, max_len_b=25))
+    assert _captures(model, seed=1) == 0
+
+
+def test_language_models_and_ensembles_share_none() -> None:
+    model = copy.deepcopy(models.load("lm"))
+    two = [copy.deepcopy(models.load("post-norm", seed=seed)) for seed in (0, 1)]
+    for _ in range(2):
+        judge.compare(lambda: models.prompted(model, beam_size=3, max_len_b=20, min_len=18))
+        judge.compare(lambda: models.generate(two, models.batch(), **LONG))
+    assert not recordings.count(model) and not recordings.count(two[0])
+
+
+def test_no_model_is_kept_alive() -> None:
+    model = _recorded()
+    _captures(model, seed=1)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_released() -> None:
+    model = _recorded()
+    assert recordings.nbytes(model) > 0
+    fastgen.release()
+    assert recordings.count(model) == 0 and _captures(model, seed=1) == 1
+
+
+@pytest.mark.parametrize("what", [(State, "fill"), (CollectingSearch, "restart")])
+def test_negative_controls(what: tuple[type, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _recorded(tier="fast")
+    monkeypatch.setattr(*what, lambda self, other: None)
+    with pytest.raises(Exception, match=r"tokens differ|off by|shape|step|index|became|nothing"):
+        _captures(model, seed=1, tier="fast")
