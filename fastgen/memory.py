@@ -1,9 +1,11 @@
-"""How much memory is free, and how much of it may be kept between calls."""
+"""How much memory is free, how much of it may be kept between calls, and what to do when it runs out."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 _SHARE = 4  # what is kept of a kind takes at most this part of the memory that is free without it
@@ -13,6 +15,34 @@ def may_keep(size: int, taken: int) -> bool:
     """Whether `size` bytes more may be kept, of a kind that takes `taken` already."""
     available = free()
     return available is None or (taken + size) * _SHARE <= taken + available
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, on the CPU or on a GPU."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error)
+    # Allocators without an exception class of their own: the CPU's, cuBLAS's and cuDNN's workspaces.
+    return isinstance(error, RuntimeError) and any(
+        phrase in text
+        for phrase in ("out of memory", "not enough memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
+    )
+
+
+@contextlib.contextmanager
+def relief() -> Iterator[None]:
+    """If memory runs out inside the block, what is kept between calls is freed: who tries again finds more room."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            import fastgen
+
+            fastgen.release()
+        raise
 
 
 def _control_groups() -> list[tuple[Path, str, str]]:

@@ -7,27 +7,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from fastgen.memory import is_out_of_memory
+
 Unit = TypeVar("Unit")
 Result = TypeVar("Result")
 
 # A doubling that loses more than this much speed is taken back. Only on the CPU, where memory hardly ever ends but
 # caches do; a GPU's speed grows until its memory is full.
 _WORTH_KEEPING = 0.95
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on the CPU or on a GPU."""
-    if isinstance(error, MemoryError):
-        return True
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return True
-    text = str(error)
-    # Allocators without an exception class of their own: the CPU's, cuBLAS's and cuDNN's workspaces.
-    return isinstance(error, RuntimeError) and any(
-        phrase in text
-        for phrase in ("out of memory", "not enough memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
-    )
 
 
 def release_memory() -> None:

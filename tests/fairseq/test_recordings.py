@@ -177,6 +177,18 @@ def test_released() -> None:
     assert recordings.count(model) == 0 and _captures(model, seed=1) == 1
 
 
+def test_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _recorded()
+
+    def encode(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(type(model.encoder), "forward", encode)
+        judge.ours(partial(_run, model, seed=1))
+    assert recordings.count(model) == 0 and _captures(model, seed=1) == 1
+
+
 @pytest.mark.parametrize("what", [(State, "fill"), (CollectingSearch, "restart")])
 def test_negative_controls(what: tuple[type, str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = _recorded(tier="fast")

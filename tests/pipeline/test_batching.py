@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastgen.memory import is_out_of_memory
 from fastgen.pipeline import batching
-from fastgen.pipeline.batching import AutoBatch, is_out_of_memory, run_with_backoff
+from fastgen.pipeline.batching import AutoBatch, run_with_backoff
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ import fastgen
 from fastgen import memory
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings, replay, replays
+from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.unchanged import Snapshot
 from fastgen.optimizer.transformers import host
 from fastgen.optimizer.transformers.decoder import TreeDecoder
@@ -330,6 +331,22 @@ def test_what_a_mode_sees_is_shared_with_nobody() -> None:
     with _Mode():
         harness.compare(model, _inputs("bart", 1), **LONG)
     assert _captures(model, _inputs("bart", 1)) == 0
+
+
+def test_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then what is kept is freed, and who tries again finds room."""
+    model = _recorded("bart")
+    for error, count in ((RuntimeError("something else"), 1), (torch.OutOfMemoryError("no memory"), 0)):
+
+        def choose(*_: Any, error: Exception = error, **__: Any) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(BeamSearch, "running", choose)
+            with pytest.raises(type(error)):
+                harness.run_fastgen(model, _inputs("bart", batch=5), tier="fast", num_beams=3, max_new_tokens=5)
+        assert recordings.count(model) == count
+    assert _captures(model, _inputs("bart", 1)) == 1
 
 
 def _snapshot(model: Any) -> Snapshot:

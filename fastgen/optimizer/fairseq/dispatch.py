@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import arena, config, report
+from fastgen import arena, config, memory, report
 from fastgen.decoding import replays
 from fastgen.optimizer.fairseq import fast
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
@@ -22,6 +22,7 @@ from fastgen.optimizer.fairseq.shortlist import Shortlist, is_shortened
 _JOINED = "the sentences of several searches share a tree"
 
 
+@memory.relief()
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run our search or the host's, `stock`, over the tree or as it is, and return its hypotheses."""
     settings = config.current()

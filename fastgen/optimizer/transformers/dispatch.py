@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fastgen import config, report
+from fastgen import config, memory, report
 from fastgen.decoding import replays
 from fastgen.optimizer.transformers import beam_search, graphs
 from fastgen.optimizer.transformers.decoder import TreeDecoder
@@ -36,6 +36,7 @@ def intercepting() -> Iterator[None]:
         _local.intercepts = False
 
 
+@memory.relief()
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search` or `_sample`."""
     if getattr(_local, "intercepts", False):
