@@ -54,7 +54,7 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     if is_plain and device == "cpu" and query.dtype == torch.float32 and (native := _native()) is not None:
         output: Tensor = native(query, key, value, bias, scale)
         return output
-    if is_plain and device == "cuda":
+    if is_plain and device == "cuda" and not torch.compiler.is_dynamo_compiling():
         from fastgen.gpu_attention import kernel_for  # brings Triton with it
 
         if (ours := kernel_for(query, key, value, bias, scale, _plain)) is not None:

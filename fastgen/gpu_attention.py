@@ -42,8 +42,9 @@ def kernel_for(
     kind = (query.device, query.dtype, *shape, query.is_inference())
     ours: Attention = kernel.beam_attention
     if kind not in _verdicts:
-        if query.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
+        with torch.cuda.device(query.device if query.device.type == "cuda" else -1):
+            if query.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
         with _disable_current_modes():  # this is no part of a step
             verdict = _is_better(ours, torchs, query, key, value, bias, scale)
         with _lock:

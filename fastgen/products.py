@@ -76,7 +76,8 @@ class Products:
         self._checked: set[int] = set()  # ids of layers whose copies are up to date
         self._off = mode == "off"
         self._watched: nn.Module | None = None
-        self._seen: Tensor | None = None  # the last product of the watched layer
+        self._seen: Tensor | None = None  # the last product of the watched layer,
+        self._remembers = False  # while it is to be remembered
         self._is_screened = False  # the watched layer
 
     def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
@@ -87,18 +88,18 @@ class Products:
             rows: `[..., in]`.
         """
         output = self._product(layer, rows, stock, transposed)
-        if layer is self._watched:
+        if self._remembers and layer is self._watched:
             self._seen = output
         return output
 
     def watch(self, layer: nn.Module | None) -> None:
         """Remember what this layer's next product is, for `screen`."""
-        self._watched, self._is_screened = layer, False
+        self._watched, self._remembers, self._is_screened = layer, True, False
 
     def screen(self, wanted: Tensor) -> bool:
         """Whether `wanted` is the last product of the layer watched, and nothing else: if so, of its further products
         only the largest output of each row is wanted, and the others may be -inf."""
-        seen, self._seen = self._seen, None
+        seen, self._seen, self._remembers = self._seen, None, False
         self._is_screened = seen is not None and seen.shape == wanted.shape and bool(torch.equal(seen, wanted))
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] != id(self._watched)}
         return self._is_screened

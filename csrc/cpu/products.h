@@ -29,6 +29,7 @@ struct Screened {
   const float* norms; // [count], the lengths of the rows
   float* output; // [count, width]
   int64_t count, size, width;
+  float tiny; // what a product may lose to numbers too small for float32
 };
 
 // With a weight in panels: the numbers that one step of the loops needs lie side by side, in its order.

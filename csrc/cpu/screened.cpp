@@ -16,6 +16,9 @@
 namespace fastgen {
 namespace {
 
+// With rows or weights longer than this, sums may overflow: then all is computed.
+constexpr double kLongest = 1e18;
+
 // The length of each row, rounded up.
 std::vector<float> norms_of(const float* rows, int64_t count, int64_t size) {
   std::vector<float> norms;
@@ -25,7 +28,8 @@ std::vector<float> norms_of(const float* rows, int64_t count, int64_t size) {
       const double x = rows[row * size + i];
       sum += x * x;
     }
-    norms.push_back(static_cast<float>(std::sqrt(sum) * 1.000001));
+    const double norm = std::sqrt(sum) * 1.000001;
+    norms.push_back(norm < kLongest ? static_cast<float>(norm) : std::numeric_limits<float>::infinity());
   }
   return norms;
 }
@@ -46,7 +50,7 @@ at::Tensor screened_linear(
   const Screened all{
       x.const_data_ptr<float>(), w.const_data_ptr<float>(), c.const_data_ptr<int8_t>(), s.const_data_ptr<float>(),
       e.const_data_ptr<float>(), bias ? b.const_data_ptr<float>() : nullptr, norms.data(),
-      output.mutable_data_ptr<float>(), count, size, width};
+      output.mutable_data_ptr<float>(), count, size, width, 4 * (size + 1) * std::numeric_limits<float>::min()};
 
   const int64_t groups = (width + 3) / 4;
   const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, 4 * size));

@@ -8,8 +8,8 @@ namespace fastgen {
 namespace FASTGEN_ISA {
 
 // How far an output may be from what was computed for it with the codes; `norm`: of the row.
-FASTGEN_TARGET inline float reach(float output, float norm, float error) {
-  return norm * error + std::fabs(output) * 2.4e-7f; // the scale and the bias are rounded too
+FASTGEN_TARGET inline float reach(float output, float norm, float error, float tiny) {
+  return norm * error + std::fabs(output) * 2.4e-7f + tiny; // the scale and the bias are rounded too
 }
 
 // Approximates outputs `begin * 4` up to `end * 4`, and finds what the largest of each row is at least: `least[row]`.
@@ -29,7 +29,7 @@ FASTGEN_TARGET inline void approximate(const Screened& all, int64_t begin, int64
         for (int64_t j = 0; j < outputs; ++j) {
           const float output = sums[r * kDots + j] * all.scales[i + j] + (all.bias == nullptr ? 0.0f : all.bias[i + j]);
           into[j] = output;
-          const float lower = output - reach(output, all.norms[row + r], all.errors[i + j]);
+          const float lower = output - reach(output, all.norms[row + r], all.errors[i + j], all.tiny);
           least[row + r] = lower > least[row + r] ? lower : least[row + r];
         }
       }
@@ -42,7 +42,7 @@ FASTGEN_TARGET inline void refine(const Screened& all, int64_t begin, int64_t en
   for (int64_t row = 0; row < all.count; ++row) {
     float* const outputs = all.output + row * all.width;
     for (int64_t i = begin * kDots; i < std::min(end * kDots, all.width); ++i) {
-      if (outputs[i] + reach(outputs[i], all.norms[row], all.errors[i]) < least[row]) { // false where one is NaN
+      if (outputs[i] + reach(outputs[i], all.norms[row], all.errors[i], all.tiny) < least[row]) { // false where one is NaN
         outputs[i] = -std::numeric_limits<float>::infinity();
         continue;
       }

@@ -149,6 +149,7 @@ class CollectingSearch:
         if attention is not None:
             self._note(attention)
         if self.step == 0:  # all beams are equal
+            self._turn_to(log_probs.dtype)
             parents = self._of_the_first(log_probs.unflatten(0, (self.batch, self.beams))[:, 0])
         elif self._replayer is None:
             parents = self._of_all(log_probs)
@@ -160,6 +161,18 @@ class CollectingSearch:
         is_late = self._replayer is not None and self._replayer.waits_for_nothing
         self.done = self.step > self.policy.max_length or not self._known.values(is_late)[0]
         return parents
+
+    def _turn_to(self, dtype: torch.dtype) -> None:
+        """Keep scores in this dtype, the scores' own."""
+        state = self.state
+        if state.last.dtype == dtype:
+            return
+        for name, tensor in vars(state).items():
+            if tensor.is_floating_point():
+                setattr(state, name, tensor.to(dtype))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32  # what torch divides in
+        divisors = [self.policy.divisor(step) for step in range(self.policy.max_length + 1)]
+        self._divisors = torch.tensor(divisors, dtype=wide, device=self._device)
 
     def _note(self, attention: Tensor) -> None:
         if self._attention is None:
@@ -215,7 +228,8 @@ class CollectingSearch:
             entering = of_rows(running, rows)
             entering.index_copy_(2, at, new[:, :, None])
             ended.scatter_(1, place[:, :, None].expand_as(entering), entering)
-        state.ended_total.scatter_(1, place, divided(scores, self._divisors.index_select(0, self._at)))
+        totals = divided(scores, self._divisors.index_select(0, self._at)).to(scores.dtype)
+        state.ended_total.scatter_(1, place, totals)
         state.ended_at.scatter_(1, place, self._at.expand_as(place))
         state.count.add_(ending.sum(1, keepdim=True)).clamp_(max=beams)
 

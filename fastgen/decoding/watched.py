@@ -23,6 +23,7 @@ def is_watched(modules: Iterable[nn.Module]) -> bool:
         _foreign(module._forward_hooks.values())
         or _foreign(module._forward_pre_hooks.values())
         or "forward" in vars(module)
+        or is_replaced(type(module), "forward")
         or getattr(module, "_compiled_call_impl", None) is not None
         for module in modules
     )
@@ -50,6 +51,17 @@ def _is_torchs(value: Any) -> bool:
 
 
 _WAS_PATCHED = not all(map(_is_torchs, _CALLED[1].values()))
+
+
+def is_replaced(kind: type, name: str) -> bool:
+    """Whether the function `name` of this class is not from the package of the class that defines it.
+
+    By where its code is: a wrapper may bear the names of what it wraps. torch's own wrappers, and ours, are none.
+    """
+    owner = next(base for base in kind.__mro__ if name in vars(base))
+    function = vars(owner)[name]
+    home = getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "")
+    return home.partition(".")[0] not in (owner.__module__.partition(".")[0], "torch", "fastgen")
 
 
 def _foreign(hooks: Iterable[Any]) -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen.ops import _schemas, native
-from fastgen.ops.checks import PANEL
+from fastgen.ops.checks import LONGEST, PANEL
 
 __all__ = [
     "ban_repeated_ngrams_",
@@ -217,21 +217,22 @@ def screen_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     weight = weight.detach()
     width, size = weight.shape
     tiny = torch.finfo(torch.float32).tiny
-    largest = weight.abs().amax(1) if size else weight.new_zeros(width)
-    scales = (largest / 127).clamp_min(tiny)
     codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
-    errors = torch.empty_like(scales)
+    scales, errors = weight.new_full((width,), tiny), weight.new_empty(width)
     # A sum of n products is off by n * 2^-24 of the product of the lengths at most (Higham 2002, equation 3.5), here
     # twice: once with the codes, once with the weight.
     rounding = (2 * size + 8) * 2.0**-24
     for start in range(0, width, _SCREENED_ROWS):  # temporaries stay small
         part = slice(start, start + _SCREENED_ROWS)
+        if size:
+            scales[part] = (weight[part].abs().amax(1) / 127).clamp_min(tiny)
         rounded = (weight[part] / scales[part, None]).round_()
         codes[part] = rounded
         # In double precision, whose squares don't overflow.
         left = torch.linalg.vector_norm(weight[part] - rounded * scales[part, None], dim=1, dtype=torch.float64)
         length = torch.linalg.vector_norm(weight[part], dim=1, dtype=torch.float64)
-        errors[part] = left * 1.00001 + (length + left) * rounding + tiny
+        bound = left * 1.00001 + (length + left) * rounding + tiny
+        errors[part] = torch.where(length < LONGEST, bound, torch.inf)
     return codes, scales, errors
 
 

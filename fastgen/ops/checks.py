@@ -9,6 +9,7 @@ from torch import Tensor
 
 _TOKENS = (torch.int64, torch.int32)
 _SCORES = (torch.float32, torch.float16, torch.bfloat16)
+LONGEST = 1e18  # with rows or weights longer than this, sums may overflow: screening then computes all
 PANEL = 64  # outputs side by side in a packed weight
 
 

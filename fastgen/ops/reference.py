@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fastgen import attention
 from fastgen.ops.checks import (
+    LONGEST,
     check_attention,
     check_ngrams,
     check_no_overlap,
@@ -103,7 +104,10 @@ def screened_linear(
     check_screened(rows, weight, codes, scales, errors, bias)
     about = F.linear(rows, codes.float()) * scales
     about = about if bias is None else about + bias
-    reach = torch.linalg.vector_norm(rows, dim=-1, keepdim=True) * 1.000001 * errors + about.abs() * 2.4e-7
+    norms = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64) * 1.000001
+    norms = torch.where(norms < LONGEST, norms, torch.inf).float()
+    tiny = 4 * (rows.shape[-1] + 1) * torch.finfo(torch.float32).tiny
+    reach = norms * errors + about.abs() * 2.4e-7 + tiny
     lower = (about - reach).nan_to_num(nan=-torch.inf, posinf=torch.inf)
     is_behind = about + reach < lower.amax(-1, keepdim=True)  # false where one is NaN
     return F.linear(rows, weight, bias).masked_fill(is_behind, -torch.inf)

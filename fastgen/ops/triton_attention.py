@@ -180,13 +180,18 @@ def beam_attention(
     Returns: `[B*M, 1, H, Dv]`, contiguous; NaN for a row whose scores are all -inf. Scores, maxima and sums are
         float32.
     """
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    if splits is None:
+        splits = _splits(query.device, key.shape[0] * key.shape[1], key.shape[2])
+    with torch.cuda.device(query.device if query.device.type == "cuda" else -1):  # Triton launches on the current one
+        return _launched(query, key, value, bias, scale, splits)
+
+
+def _launched(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, splits: int) -> Tensor:
     batch, key_heads, keys, size = key.shape
     rows, heads = query.shape[:2]
     beams, group, value_size = rows // batch, heads // key_heads, value.shape[3]
-    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     tile = max(16, triton.next_power_of_2(beams * group))
-    if splits is None:
-        splits = _splits(query.device, batch * key_heads, keys)
     per_split = triton.cdiv(triton.cdiv(keys, splits), _KEYS) * _KEYS
     splits = triton.cdiv(keys, per_split)
     output = torch.empty(rows, 1, heads, value_size, dtype=query.dtype, device=query.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import models
 import pytest
 import torch
 from emulated_graph import Graph
+from fairseq import search, sequence_generator
 
 from fastgen.decoding import collecting_search, replay, replays
 from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
@@ -103,6 +105,60 @@ def test_negative_controls(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(AssertionError):
         for run in runs:
             judge.compare(run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["adaptive", "post-norm"])
+def test_scores_in_the_models_dtype(name: str, dtype: torch.dtype) -> None:
+    """An adaptive softmax returns its own dtype, another one float32."""
+    model = copy.deepcopy(models.load(name)).to(dtype)
+    run = partial(models.generate, model, models.batch(), beam_size=3, len_penalty=0.7)
+    results = []
+    for tier in ("compat", "fast"):
+        with judge.configured(tier=tier):
+            result, (call,) = judge.ours(run)
+        assert call.tier == tier
+        results.append(result)
+    judge.assert_same(*results)
+    expected = {hypothesis["score"].dtype for hypotheses in judge.stock(run) for hypothesis in hypotheses}
+    assert {hypothesis["score"].dtype for hypotheses in results[1] for hypothesis in hypotheses} == expected
+
+
+def test_constraints_are_refused_as_the_host_does() -> None:
+    with judge.configured(tier="fast"), pytest.raises(NotImplementedError, match="constraints"):
+        judge.ours(lambda: models.generate("bart", models.batch(), constraints=torch.ones(4, 3).long()), strict=False)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(sequence_generator.SequenceGenerator, "finalize_hypos"), (search.BeamSearch, "step")], ids=str
+)
+def test_rules_that_are_replaced_at_any_time(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With something that bears their name: the host's loop honours it, and so do we."""
+    rule, calls = getattr(owner, name), []
+
+    @functools.wraps(rule)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return rule(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, replaced)
+    run = partial(models.generate, "bart", models.batch())
+    judge.stock(run)
+    wanted = len(calls)
+    for tier in ("compat", "fast"):
+        calls.clear()
+        with judge.configured(tier=tier):
+            judge.ours(run, strict=False)
+        assert len(calls) == wanted
+
+
+def test_a_search_that_stops_at_the_maximal_length() -> None:
+    def strategy(words: Any) -> Any:
+        made = search.BeamSearch(words)
+        made.stop_on_max_len = True
+        return made
+
+    judge.compare(partial(models.generate, "bart", models.batch(), strategy=strategy), is_fast=False)
 
 
 def _search(batch: int, beams: int, length: int) -> CollectingSearch:

@@ -89,11 +89,43 @@ def test_screen_weight(scale: float) -> None:
     weight = torch.randn(2050, 40, generator=generator) * scale
     weight[3] = 0
     codes, scales, errors = ops.screen_weight(weight)
-    assert codes.dtype == torch.int8 and errors.isfinite().all()
+    assert codes.dtype == torch.int8 and bool(errors[4:].isfinite().all()) is (scale < 1e30), "sums could overflow"
     left = torch.linalg.vector_norm(weight.double() - codes.double() * scales.double()[:, None], dim=1)
     assert (left <= errors).all()
-    if scale >= 1e-30:
+    if 1e-30 <= scale < 1e30:
         assert (errors[4:] < 0.02 * torch.linalg.vector_norm(weight.double(), dim=1)[4:]).all()
+
+
+def test_rounding_is_within_the_bound(operators: Any) -> None:
+    """Weights that the codes lose nothing of, and rows of them that differ by no more than rounding does."""
+    generator = torch.Generator().manual_seed(5)
+    worst = 0.0
+    for size in (64, 512, 2000):
+        whole = torch.randint(-127, 128, (1, size), generator=generator).float()
+        whole[0, 0] = 127.0
+        weight = whole[:, torch.randperm(size, generator=generator)].repeat(400, 1)
+        weight = torch.stack([row[torch.randperm(size, generator=generator)] for row in weight])
+        row = torch.ones(1, size) + 1e-6 * torch.randn(1, size, generator=generator)
+        codes, scales, errors = ops.screen_weight(weight)
+        about = (row.double() @ codes.double().t()) * scales.double()
+        for computed in (F.linear(row, codes.float()) * scales, operators.skinny_linear(row, [weight], None)):
+            off = (computed.double() - about).abs()[0]
+            assert (off <= errors * torch.linalg.vector_norm(row)).all()
+            worst = max(worst, float((off / errors).max()))
+        output = operators.screened_linear(row, weight, codes, scales, errors, None)
+        whole_product = operators.skinny_linear(row, [weight], None)
+        is_computed = output > -math.inf
+        assert torch.equal(whole_product.masked_fill(~is_computed, -math.inf).amax(-1), whole_product.amax(-1))
+    assert worst > 1e-4, "nothing was rounded: the test shows nothing"
+
+
+@pytest.mark.parametrize(("row_scale", "weight_scale"), [(1e-20, 1e-23), (1e-3, 1e-38), (1.0, 1e38), (1e30, 1e30)])
+def test_the_ends_of_float32(operators: Any, row_scale: float, weight_scale: float) -> None:
+    for seed in range(200):
+        rows, weight, _ = inputs(dict(seed=seed, rows=2, size=48, width=40, bias=False, spread=1.0))
+        rows, weight = rows * row_scale, weight * weight_scale
+        output = operators.screened_linear(rows, weight, *ops.screen_weight(weight), None)
+        assert torch.equal(output.argmax(-1), operators.skinny_linear(rows, [weight], None).argmax(-1))
 
 
 def test_infinities_and_nan(operators: Any) -> None:

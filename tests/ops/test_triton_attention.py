@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -167,6 +168,36 @@ def test_what_is_not_for_the_kernel(interpreted: Any) -> None:
     assert interpreted.unsupported(query, key[:, :, :0], key[:, :, :0])
     assert interpreted.unsupported(torch.zeros(4, 6, 1, 300), torch.zeros(2, 3, 9, 300), key)
     assert interpreted.unsupported(torch.zeros(66, 6, 1, 32), key, key), "66 rows share a key head"
+
+
+class _OnTheSecond(Tensor):
+    """A tensor that says it is on the second GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:1")
+
+
+def test_kernels_are_launched_on_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastgen.ops import triton_attention
+
+    entered, launched = [0], []
+
+    @contextlib.contextmanager
+    def guard(device: Any) -> Any:
+        entered.append(torch.device(device).index)
+        yield
+        entered.pop()
+
+    def launch(*arguments: Any) -> Any:
+        launched.append((arguments[0].device.index, entered[-1]))
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(triton_attention, "_launched", launch)
+    monkeypatch.setattr(triton_attention, "_splits", lambda *_: 2)
+    query, key = (torch.zeros(shape).as_subclass(_OnTheSecond) for shape in ((4, 4, 1, 16), (2, 2, 700, 16)))
+    triton_attention.beam_attention(query, key, key, None, 1.0)
+    assert launched == [(1, 1)] and entered == [0]
 
 
 COMPILE = """

@@ -6,31 +6,30 @@ import math
 from typing import Any
 
 import torch
-from fairseq import search
-from fairseq.sequence_generator import SequenceGenerator
+from fairseq import search, sequence_generator
 from torch import Tensor
 
 from fastgen.decoding.collecting_search import CollectingPolicy
 from fastgen.optimizer.fairseq.decoder import TreeEnsemble
-from fastgen.optimizer.fairseq.requests import Request
+from fastgen.optimizer.fairseq.requests import Request, is_own
 
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
 _EVICT_FROM = 1 / 16  # of the sentences still running
 _EVICT_FROM_REPLAYED = 1 / 2  # then the step has to be captured anew
 # The host's own, whose rules our loop follows. A generator with others runs them, in the compat tier.
 _RULES = ("_prefix_tokens", "replicate_first_beam", "finalize_hypos", "is_finished")
-_STOCK = {name: getattr(SequenceGenerator, name) for name in _RULES}
-_STEP = search.BeamSearch.step
 
 
 def unsupported_reason(request: Request) -> str | None:
     """Why the host's own loop has to run over the tree; None if ours can take its place."""
     generator, strategy = request.generator, request.generator.search
-    if type(strategy) is not search.BeamSearch or type(strategy).step is not _STEP or "step" in vars(strategy):
-        return f"the search is {type(strategy).__name__}, not plain beam search"
+    if type(strategy) is not search.BeamSearch or strategy.stop_on_max_len or not is_own(strategy, search, "step"):
+        return f"the search is {type(strategy).__name__} with rules of its own, not plain beam search"
     for name in _RULES:
-        if getattr(type(generator), name) is not _STOCK[name] or name in vars(generator):
+        if not is_own(generator, sequence_generator, name):
             return f"the generator has its own {name}"
+    if request.constraints is not None:
+        return "constraints are for another search"
     if generator.lm_model is not None:
         return "a language model is fused in"
     if generator.match_source_len:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -126,6 +127,15 @@ def own_method(module: Any, base: type, *names: str) -> str | None:
     """The first of these methods that the module has instead of `base`'s, None if there is none."""
     own = (name for name in names if getattr(type(module), name) is not getattr(base, name) or name in vars(module))
     return next(own, None)
+
+
+def is_own(thing: Any, home: ModuleType, name: str) -> bool:
+    """Whether this method of a host's object is the one that its module `home` defines.
+
+    By where its code is: somebody may have replaced it at any time, with something that bears its name.
+    """
+    function = getattr(type(thing), name)
+    return name not in vars(thing) and getattr(function, "__globals__", None) is vars(home)
 
 
 def _unsupported_layer(layer: Any) -> str | None:

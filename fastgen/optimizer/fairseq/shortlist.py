@@ -14,20 +14,16 @@ from typing import Any
 
 import torch
 from fairseq import search
-from fairseq.models import BaseFairseqModel, FairseqDecoder
-from fairseq.models.transformer import TransformerModelBase
+from fairseq.models import fairseq_decoder, fairseq_model
+from fairseq.models.transformer import transformer_base
 from torch import Tensor
 
-from fastgen.optimizer.fairseq.requests import Request
+from fastgen.optimizer.fairseq.requests import Request, is_own
 from fastgen.optimizer.fairseq.views import replaced
 
 _MOST_SPECIAL = 16  # tokens that are columns whatever their score
 _SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")
-# As they were when this was imported: somebody may replace them later.
-_PLAIN = [
-    getattr(owner, name) for owner in (BaseFairseqModel, TransformerModelBase, FairseqDecoder) for name in _SOFTMAX
-]
-_STEP = search.BeamSearch.step
+_HOMES = (fairseq_model, fairseq_decoder, transformer_base)  # whose softmax is a plain one
 
 
 def is_shortened(generator: Any) -> bool:
@@ -35,8 +31,7 @@ def is_shortened(generator: Any) -> bool:
     model, special = generator.model.single_model, max(generator.pad, generator.eos, generator.unk) + 1
     return (
         type(generator.search) is search.BeamSearch
-        and type(generator.search).step is _STEP
-        and "step" not in vars(generator.search)
+        and is_own(generator.search, search, "step")
         and generator.model.models_size == 1
         and generator.lm_model is None
         and generator.token_indices_to_suppress is None
@@ -48,12 +43,9 @@ def is_shortened(generator: Any) -> bool:
 
 
 def _is_softmax(model: Any) -> bool:
-    own = any(
-        name in vars(module) or getattr(type(module), name) not in _PLAIN
-        for module in (model, model.decoder)
-        for name in _SOFTMAX
-    )
-    return not own and model.decoder.adaptive_softmax is None
+    parts = (model, model.decoder)
+    is_hosts = all(any(is_own(part, home, name) for home in _HOMES) for part in parts for name in _SOFTMAX)
+    return is_hosts and model.decoder.adaptive_softmax is None
 
 
 def _is_native(device: torch.device) -> bool:

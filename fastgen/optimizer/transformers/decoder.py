@@ -36,8 +36,18 @@ class TreeDecoder:
     only masks, encoder outputs and the cache have one row per sentence.
     """
 
-    def __init__(self, request: Request, tree: BeamTree | None = None, replayer: replay.Replayer | None = None) -> None:
-        """`close` it when the call ends, however it does. `replayer`: of the steps on a tree of this call alone."""
+    def __init__(
+        self,
+        request: Request,
+        tree: BeamTree | None = None,
+        replayer: replay.Replayer | None = None,
+        may_screen: bool = False,
+    ) -> None:
+        """`close` it when the call ends, however it does.
+
+        `replayer`: of the steps on a tree of this call alone; `may_screen`: nobody sees more of the logits than which
+        is the largest.
+        """
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
         max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
@@ -57,8 +67,7 @@ class TreeDecoder:
         self._shares = replayer is not None and is_free and modules.is_tested(self.model)
         self._is_handed_on = False
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
-        # Of the logits, greedy search may be given no more than their largest.
-        self._may_screen = self._shares and request.wants_best_only
+        self._may_screen = may_screen
         self._is_screened = False
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
         self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())

@@ -14,6 +14,7 @@ from fastgen.optimizer.transformers import beam_search, graphs
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import disproof
 from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
+from fastgen.optimizer.transformers.screening import may_screen
 
 
 class Intercepted(BaseException):  # no user's `except Exception` is to see it
@@ -53,7 +54,8 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         raise report.FallbackError(reason)
     replayer = graphs.replayer_for(request, stock)
     start = time.perf_counter()
-    with contextlib.closing(TreeDecoder(request, replayer=replayer)) as decoder:
+    screens = may_screen(request, stock)
+    with contextlib.closing(TreeDecoder(request, replayer=replayer, may_screen=screens)) as decoder:
         # What greedy search and sampling do between two steps is cheap: the host's own loop keeps all of its rules.
         if reason or settings.tier == "compat" or not request.is_search:
             tier, result = "compat", beam_search.compat(request, decoder, stock)
