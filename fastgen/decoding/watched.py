@@ -59,9 +59,13 @@ def is_replaced(kind: type, name: str) -> bool:
     By where its code is: a wrapper may bear the names of what it wraps. torch's own wrappers, and ours, are none.
     """
     owner = next(base for base in kind.__mro__ if name in vars(base))
-    function = vars(owner)[name]
-    home = getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "")
-    return home.partition(".")[0] not in (owner.__module__.partition(".")[0], "torch", "fastgen")
+    return not is_of(vars(owner)[name], owner.__module__.partition(".")[0], "torch", "fastgen")
+
+
+def is_of(function: Any, *packages: str) -> bool:
+    """Whether a function's code is in one of these packages."""
+    home: str = getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "")
+    return home.partition(".")[0] in packages
 
 
 def _foreign(hooks: Iterable[Any]) -> bool:

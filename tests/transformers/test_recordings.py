@@ -264,8 +264,6 @@ _UNSEEN = [
     _replace_module,
     _replace_activation,
     _patch_function,
-    _patch_class,
-    _patch_layer_norm,
     _patch_attention,
     _register_for_all,
 ]

@@ -14,6 +14,7 @@ import zoo
 from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
+import fastgen
 from fastgen import packing, products
 from fastgen.decoding import replays
 from fastgen.optimizer.transformers import host
@@ -153,6 +154,46 @@ def test_what_a_class_is_given_instead(name: str, monkeypatch: pytest.MonkeyPatc
     seen.clear()
     harness.run_fastgen(model, _inputs("bart"), **GREEDY)
     assert expected and len(seen) == len(stock) and all((logits > -torch.inf).all() for logits in seen)
+
+
+def test_a_sample_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which fastgen has found in place of the host's: it may look at what it likes."""
+    import inspect
+    import textwrap
+
+    from transformers.generation import utils
+
+    with fastgen.disabled():
+        source = textwrap.dedent(inspect.getsource(utils.GenerationMixin._sample))
+    second = source.replace("torch.argmax(next_token_scores, dim=-1)", "next_token_scores.topk(2).indices[:, 1]")
+    assert second != source
+    names = dict(vars(utils))
+    exec(second, names)
+    fastgen.disable()
+    monkeypatch.setattr(utils.GenerationMixin, "_sample", names["_sample"])
+    fastgen.enable()
+    try:
+        harness.compare(copy.deepcopy(zoo.load("llama")), _inputs("llama"), **GREEDY)
+    finally:
+        fastgen.disable()
+        monkeypatch.undo()
+        fastgen.enable()
+
+
+def test_linear_layers_that_somebody_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, calls = torch.nn.Linear.forward, []
+
+    def counted(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return forward(self, rows)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+    model = copy.deepcopy(zoo.load("llama"))
+    harness.run_stock(model, _inputs("llama"), **{k: v for k, v in GREEDY.items() if k != "tier"})
+    wanted = len(calls)
+    calls.clear()
+    harness.run_fastgen(model, _inputs("llama"), **GREEDY)
+    assert wanted == len(calls) > 0
 
 
 def test_one_recording_is_not_for_another_kind_of_call() -> None:

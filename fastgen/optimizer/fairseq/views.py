@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastgen.decoding.watched import is_replaced
 from fastgen.products import Products
 
 
@@ -35,6 +36,7 @@ def is_plain(layer: Any) -> bool:
     return (
         type(layer) is nn.Linear
         and "forward" not in vars(layer)
+        and not is_replaced(nn.Linear, "forward")
         and "weight" in layer._parameters
         and not has_hooks(layer)
     )

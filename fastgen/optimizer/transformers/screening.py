@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from transformers.generation import utils
+
 from fastgen.decoding.watched import is_replaced, is_watched
 from fastgen.optimizer.transformers import modules
 from fastgen.optimizer.transformers.requests import Request
@@ -22,7 +24,7 @@ def may_screen(request: Request, stock: Callable[..., Any]) -> bool:
         and steps >= _MIN_STEPS
         and not request.calls_back
         and modules.is_tested(model)
-        and getattr(stock, "__globals__", {}).get("__name__") == "transformers.generation.utils"
+        and getattr(stock, "__globals__", None) is vars(utils)
         and not any(name in vars(model) or is_replaced(type(model), name) for name in _BETWEEN)
         and not is_watched(modules.of_steps(model))
     )

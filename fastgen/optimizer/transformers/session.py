@@ -19,6 +19,7 @@ from fastgen import arena, config
 from fastgen._patching import MISSING, PatchSet
 from fastgen.attention import beam_attention, fold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
+from fastgen.decoding.watched import is_of
 from fastgen.optimizer.transformers import host, modules
 from fastgen.products import Products, multiply, using
 
@@ -221,6 +222,9 @@ def traced() -> Any:
 
 
 def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callable[..., Any]:
+    if not is_of(stock, "torch", "transformers"):  # somebody's own
+        return stock
+
     @functools.wraps(stock)
     def forward(self: torch.nn.Module, input: Tensor) -> Any:
         if torch.compiler.is_dynamo_compiling():
