@@ -147,6 +147,8 @@ def _run(job: Job, engine: Engine, side: str, bar: tqdm[Any]) -> None:
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     job = SCENARIOS[name].build(args)
+    if args.new_tokens:
+        job.options.update(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens)
     batches = [_names(batch) for batch in job.batches]
     with (
         Engine(_spec(job.model), _is_seq2seq(job), batches, args.threads, _options(job)) as engine,
@@ -194,9 +196,12 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
 
 def main() -> int:
     what = "Beam search by stock transformers, by fastgen and by CTranslate2: compared, then timed in turn."
-    args = scenarios.parse(what, SCENARIOS, {"shared": "holds data/ and models/: ddtp"})
+    folders = {"shared": "holds data/ and models/: ddtp"}
+    numbers = {"new-tokens": "in place of the scenario's own: what a step takes is the difference between two"}
+    args = scenarios.parse(what, SCENARIOS, folders, numbers=numbers)
     bench_generate.quieten()
-    return scenarios.run(args, SCENARIOS, measure, table, prefix="ctranslate2-")
+    prefix = f"ctranslate2-{args.new_tokens}-tokens-" if args.new_tokens else "ctranslate2-"
+    return scenarios.run(args, SCENARIOS, measure, table, prefix=prefix)
 
 
 if __name__ == "__main__":

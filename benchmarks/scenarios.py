@@ -28,14 +28,20 @@ class Scenario:
 
 
 def parse(
-    description: str, scenarios: Mapping[str, Scenario], folders: dict[str, str], argv: list[str] | None = None
+    description: str,
+    scenarios: Mapping[str, Scenario],
+    folders: dict[str, str],
+    argv: list[str] | None = None,
+    numbers: dict[str, str] | None = None,
 ) -> argparse.Namespace:
-    """`folders`: options that scenarios need, and their help."""
+    """`folders`: options that scenarios need, and their help; `numbers`: options of a benchmark's own."""
     listed = "\n".join(f"  {name:20} {scenario.what}" for name, scenario in scenarios.items())
     parser = measuring.options(description, rounds=5, epilog=f"scenarios:\n{listed}")
     parser.add_argument("--scenario", nargs="+", choices=scenarios, metavar="NAME", help="default: all that can run")
     for option, text in folders.items():
         parser.add_argument(f"--{option}", type=Path, metavar="DIR", help=text)
+    for number, text in (numbers or {}).items():
+        parser.add_argument(f"--{number}", type=int, metavar="N", help=text)
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.threads < 1:
         parser.error("--rounds and --threads must be 1 or more")

@@ -54,8 +54,8 @@ def forget_padding(patch: Patch) -> None:
 def forget_source_padding(patch: Patch) -> None:
     plant = TreeDecoder.plant
 
-    def planted(self: TreeDecoder, inputs: dict[str, Any]) -> None:
-        plant(self, inputs)
+    def planted(self: TreeDecoder, inputs: dict[str, Any], logits: torch.Tensor) -> None:
+        plant(self, inputs, logits)
         if self.source_mask is not None:
             self.source_mask = torch.ones_like(self.source_mask)
 
