@@ -140,8 +140,20 @@ def test_a_class_that_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return forward(self, 2 * x, *args, **kwargs)
 
-    monkeypatch.setattr(transformer_layer.TransformerDecoderLayerBase, "forward", twice)
-    assert not snapshot(model).is_complete or _captures(model, seed=1) == 1
+    replays_before = replays.counts(model).replays
+    with monkeypatch.context() as patch:
+        patch.setattr(transformer_layer.TransformerDecoderLayerBase, "forward", twice)
+        judge.compare(partial(_run, model, seed=1))
+    assert replays.counts(model).replays == replays_before, "the class is called, as whoever replaced it expects"
+    assert _captures(model, seed=1) == 0
+
+
+def test_a_snapshot_sees_a_class_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(models.load("post-norm"))
+    before = snapshot(model)
+    assert before.is_complete and before.is_current()
+    monkeypatch.setattr(transformer_layer.TransformerDecoderLayerBase, "extra", 1, raising=False)
+    assert not before.is_current()
 
 
 def test_sentences_leave_and_others_come() -> None:
