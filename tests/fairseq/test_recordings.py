@@ -173,6 +173,15 @@ def test_language_models_and_ensembles_share_none() -> None:
     assert not recordings.count(model) and not recordings.count(two[0])
 
 
+def test_a_language_model_that_is_fused_in() -> None:
+    """It runs over the same tree: neither takes such a call a recording of others, nor do others take one of it."""
+    model = _recorded()
+    for seed in (1, 2):
+        options = dict(lm_model=models.load("lm"), lm_weight=0.4)
+        judge.compare(partial(_run, model, seed=seed, **options))
+        assert _captures(model, seed=seed) == 0
+
+
 def test_no_model_is_kept_alive() -> None:
     model = _recorded()
     _captures(model, seed=1)

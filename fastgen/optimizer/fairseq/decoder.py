@@ -112,7 +112,8 @@ class TreeEnsemble(StandIn):
     def _take_up(self, encoder_outs: Any) -> None:
         """Go on with a recording that an earlier call has kept, if there is one of these shapes."""
         assert self._replayed is not None and self.replayer is not None
-        may_share = self.inner.models_size == 1
+        # A language model that is fused in runs over the same tree.
+        may_share = self.inner.models_size == 1 and self._request.generator.lm_model is None
         self._width = len(source_of(encoder_outs[0])[0])
         self._replayed.see(encoder_outs, _SOURCE_STEP if may_share else None)
         if not may_share:
