@@ -42,14 +42,20 @@ def kernel_for(
     kind = (query.device, query.dtype, *shape, query.is_inference())
     ours: Attention = kernel.beam_attention
     if kind not in _verdicts:
-        with torch.cuda.device(query.device if query.device.type == "cuda" else -1):
-            if query.is_cuda and torch.cuda.is_current_stream_capturing():
-                return None
+        if _is_capturing(query.device):
+            return None
         with _disable_current_modes():  # this is no part of a step
             verdict = _is_better(ours, torchs, query, key, value, bias, scale)
         with _lock:
             _verdicts[kind] = verdict
     return ours if _verdicts[kind] else None
+
+
+def _is_capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return bool(torch.cuda.is_current_stream_capturing())
 
 
 @functools.cache

@@ -170,10 +170,8 @@ class Products:
             output: Tensor = torch.ops.fastgen.screened_linear.default(rows, weight, *screening, bias)
             return output
 
-        def in_place(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return skinny(rows, [weight], bias)
-
-        if not self._pays(layer, rows, False, _SKINNY_ROWS, screened, ops.screen_weight, in_place, "screening"):
+        over = _in_float32(skinny)
+        if not self._pays(layer, rows, False, _SKINNY_ROWS, screened, ops.screen_weight, over, "screening"):
             return None
         self._drop_outdated(layer)
         screening = packing.screening_of(layer)
@@ -182,15 +180,12 @@ class Products:
     def _weights(self, layers: tuple[Any, ...], rows: Tensor, skinny: Product) -> list[Tensor]:
         """For `skinny_linear`: in half precision, half as much to read, where that is exact and pays."""
 
-        def in_float32(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return skinny(rows, [weight], bias)
-
         weights: list[Tensor] = []
         for layer in layers:
             self._drop_outdated(layer)
             half = None
             if packing.is_half(layer) and self._pays(
-                layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight.half()], in_float32, "halves"
+                layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight.half()], _in_float32(skinny), "halves"
             ):
                 half = packing.half_of(layer)
             weights.append(layer.weight if half is None else half)
@@ -269,6 +264,11 @@ def _is_current(plan: _Plan) -> bool:
 
 
 _skinny = functools.partial(native_operator, "skinny_linear")
+
+
+def _in_float32(skinny: Product) -> Product:
+    """`skinny_linear` with one weight as it is."""
+    return lambda rows, weight, bias: skinny(rows, [weight], bias)
 
 
 def are_few(shape: Sequence[int]) -> bool:

@@ -2,6 +2,8 @@
 // includes, once for each set, so without a guard.
 #include "tiles_isa.h"
 
+#include <algorithm>
+
 namespace fastgen {
 namespace FASTGEN_ISA {
 
@@ -55,6 +57,14 @@ FASTGEN_TARGET inline void dot_tile(
   for (int row = 0; row < Rows; ++row) {
     const Four four = sums_of_lanes(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
     __builtin_memcpy(output + row * output_stride, &four, sizeof four);
+  }
+}
+
+// Has `four` point at rows `i` to `i + 3` of a weight `[width, size]`, the last one again where there are no more.
+template <typename Weight>
+inline void point_at(const Weight* weight, int64_t i, int64_t width, int64_t size, const Weight** four) {
+  for (int64_t j = 0; j < kDots; ++j) {
+    four[j] = weight + std::min(i + j, width - 1) * size;
   }
 }
 

@@ -18,9 +18,7 @@ FASTGEN_TARGET inline void approximate(const Screened& all, int64_t begin, int64
   for (int64_t i = begin * kDots; i < std::min(end * kDots, all.width); i += kDots) {
     const int64_t outputs = std::min(kDots, all.width - i);
     const int8_t* four[kDots];
-    for (int64_t j = 0; j < kDots; ++j) { // the last one again where there are no more
-      four[j] = all.codes + std::min(i + j, all.width - 1) * all.size;
-    }
+    point_at(all.codes, i, all.width, all.size, four);
     for_tiles<kTileRows>(all.count, [&](auto number, int64_t row) FASTGEN_TARGET {
       constexpr int tile = decltype(number)::value;
       dot_tile<tile, true>(all.rows + row * all.size, all.size, four, all.size, sums, kDots, 4 * kAhead);

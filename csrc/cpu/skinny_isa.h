@@ -17,9 +17,7 @@ FASTGEN_TARGET void multiply(const Skinny<Weight>& all, int64_t begin, int64_t e
   for (int64_t i = begin * kDots; i < std::min(end * kDots, all.width); i += kDots) {
     const int64_t outputs = std::min(kDots, all.width - i);
     const Weight* four[kDots];
-    for (int64_t j = 0; j < kDots; ++j) { // the last one again where there are no more
-      four[j] = all.weight + std::min(i + j, all.width - 1) * all.size;
-    }
+    point_at(all.weight, i, all.width, all.size, four);
     for_tiles<kTileRows>(all.count, [&](auto number, int64_t row) FASTGEN_TARGET {
       constexpr int tile = decltype(number)::value;
       const float* const rows = all.rows + row * all.size;

@@ -17,6 +17,9 @@ from torch import Tensor
 from fastgen.buffers import Buffers
 
 FIRST_STEPS = 64  # steps allocated at first
+# A sentence that has left saves its share of every step; letting one out copies all the others' keys.
+_EVICT_FROM = 1 / 16  # of the sentences still here
+_EVICT_FROM_STATIC = 1 / 2  # then the step has to be captured anew
 _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
 
 
@@ -259,6 +262,11 @@ class BeamTree:
         """Beam `(b, m)` continues row `parents[b*M + m]` (int64 `[B*M]`, rows counted over the batch)."""
         rows = self._ancestry[:, :, : self.used].flatten(0, 1).index_select(0, parents)
         self._ancestry[:, :, : self.used] = rows.unflatten(0, (self.batch, self.beams))
+
+    def lets_go(self, settled: int) -> bool:
+        """Whether so many sentences, of those still here, are worth letting out now."""
+        part = _EVICT_FROM_STATIC if self.is_static else _EVICT_FROM
+        return settled > 0 and settled >= int(self.batch * part)
 
     def keep(self, sentences: Tensor) -> None:
         """Drop all sentences but these (int64 `[B']`), from the ancestry and from every layer."""

@@ -52,8 +52,22 @@ class Hypotheses:
     scores: Tensor
 
 
+class PerSentence:
+    """Tensors that begin with a dimension of sentences, the attributes of a dataclass."""
+
+    def keep(self, sentences: Tensor) -> None:
+        """Drop all sentences but these, int64 `[B']`."""
+        for name, tensor in vars(self).items():
+            setattr(self, name, tensor.index_select(0, sentences))
+
+    def become(self, other: PerSentence) -> None:
+        """Take another's values, in place."""
+        for name, tensor in vars(self).items():
+            tensor.copy_(getattr(other, name))
+
+
 @dataclass
-class _Live:
+class _Live(PerSentence):
     """State of the sentences that still run; every tensor begins with `[B, M]` or `[B]`."""
 
     tokens: Tensor  # running hypotheses, int64 [B, M, L]
@@ -65,10 +79,6 @@ class _Live:
     is_finished: Tensor  # bool [B, M]
     improvable: Tensor  # bool [B, 1]
     sentence: Tensor  # index in the request, int64 [B]
-
-    def keep(self, sentences: Tensor) -> None:
-        for name, tensor in vars(self).items():
-            setattr(self, name, tensor.index_select(0, sentences))
 
 
 class BeamSearch:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.decoding.beam_search import PerSentence
 from fastgen.decoding.replay import Replayer
 from fastgen.decoding.static_search import Late, divided, of_rows
 
@@ -32,7 +33,7 @@ class CollectingPolicy:
 
 
 @dataclass
-class _State:
+class _State(PerSentence):
     """Of the live sentences; every tensor begins with `[B]`. In the `ended_...` place M takes what nobody wants."""
 
     tokens: Tensor  # running hypotheses, the first token included, int64 [B, M, L + 2]
@@ -46,10 +47,6 @@ class _State:
     ended_at: Tensor  # the step, int64 [B, M + 1]
     count: Tensor  # of ended hypotheses, int64 [B, 1]
     sentence: Tensor  # its number in the request, int64 [B]
-
-    def keep(self, sentences: Tensor) -> None:
-        for name, tensor in vars(self).items():
-            setattr(self, name, tensor.index_select(0, sentences))
 
 
 class CollectingSearch:
@@ -72,7 +69,7 @@ class CollectingSearch:
         self._start, self._pad, self._device = start, pad, device
         self.state = self._first(batch)
         self._at = torch.zeros(1, dtype=torch.int64, device=device)  # `step` on the device
-        self._divisors = torch.tensor([policy.divisor(step) for step in range(policy.max_length + 1)], device=device)
+        self._divisors = self._divisors_in(torch.float32)
         self._candidates = torch.arange(2 * beams, device=device)
         self._epoch = 0
         self._counts = torch.tensor([batch, 0], device=device)  # int64 [2]: sentences not done, and done
@@ -109,9 +106,7 @@ class CollectingSearch:
 
     def restart(self, replayer: Replayer) -> None:
         """Begin anew, in place, with as many sentences; of steps captured by then, `replayer` goes on."""
-        first = self._first(self.batch)
-        for name, tensor in vars(self.state).items():
-            tensor.copy_(getattr(first, name))
+        self.state.become(self._first(self.batch))
         self._begin()
         self._at.zero_()
         self._known.forget()
@@ -170,9 +165,12 @@ class CollectingSearch:
         for name, tensor in vars(state).items():
             if tensor.is_floating_point():
                 setattr(state, name, tensor.to(dtype))
-        wide = torch.float64 if dtype == torch.float64 else torch.float32  # what torch divides in
+        # What torch divides in.
+        self._divisors = self._divisors_in(torch.float64 if dtype == torch.float64 else torch.float32)
+
+    def _divisors_in(self, dtype: torch.dtype) -> Tensor:
         divisors = [self.policy.divisor(step) for step in range(self.policy.max_length + 1)]
-        self._divisors = torch.tensor(divisors, dtype=wide, device=self._device)
+        return torch.tensor(divisors, dtype=dtype, device=self._device)
 
     def _note(self, attention: Tensor) -> None:
         if self._attention is None:

@@ -11,16 +11,37 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from fastgen import config, memory
-from fastgen.decoding.replay import Captured
+from fastgen.decoding.replay import Captured, Replayer
+from fastgen.products import Products
+
+SOURCE_STEP = 16  # a source is padded to a multiple of so many positions, for like lengths to share a recording
 
 _MOST = 4  # of a model
 _SHARE = 16  # of a GPU's memory, what is kept takes one part in so many
+
+
+class State(Protocol):
+    """What a step of the host reads and writes besides the model and its inputs."""
+
+    @property
+    def products(self) -> Products: ...
+
+    def fill(self, other: Any) -> None:
+        """Begin anew, in place, with the prompt and the source of another state of the same shapes."""
+
+    def nbytes(self) -> int: ...
+
+    def close(self) -> None:
+        """Free them."""
+
+
+AnyState = TypeVar("AnyState", bound=State)
 
 
 class Snapshot(Protocol):
@@ -33,9 +54,9 @@ class Snapshot(Protocol):
 
 @dataclass
 class Recording:
-    """A captured step, and what it reads and writes besides the model and its inputs."""
+    """A captured step and its state."""
 
-    state: Any  # the host's; says its `nbytes()`, and `close()` frees them
+    state: Any  # a State of the host's own
     captured: Captured
 
 
@@ -92,6 +113,25 @@ def take(model: nn.Module, key: Hashable) -> Recording | None:
             kept.close()
             return None
         return kept.recordings.pop(key, None)
+
+
+def take_up(model: nn.Module, key: Hashable, state: AnyState, replayer: Replayer) -> AnyState | None:
+    """Go on with one in place of `state`, which is as it is before the first step and is closed then.
+
+    Returns the state kept with it, filled with what `state` held; `replayer` goes on with its step. None, and nothing
+    done, if there is none or a weight has changed that its products have a copy of.
+    """
+    recording = take(model, key)
+    if recording is None:
+        return None
+    kept: AnyState = recording.state
+    if not kept.products.are_current(state.products):
+        kept.close()
+        return None
+    kept.fill(state)
+    state.close()
+    replayer.resume(recording.captured)
+    return kept
 
 
 def keep(

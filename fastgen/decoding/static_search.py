@@ -44,9 +44,7 @@ class StaticSearch(BeamSearch):
 
     def restart(self, prompt: Tensor, replayer: Replayer) -> None:
         """Begin anew, in place, with other prompts of the same shape; of steps captured by then, `replayer` goes on."""
-        first = self._first(prompt)
-        for name, tensor in vars(self.live).items():
-            tensor.copy_(getattr(first, name))
+        self.live.become(self._first(prompt))
         self._begin(self.live)
         self._step.zero_()
         self._known.forget()

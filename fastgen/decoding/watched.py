@@ -19,11 +19,13 @@ def is_watched(modules: Iterable[nn.Module]) -> bool:
     """Whether somebody sees the calls of a module, or has replaced or compiled it for the shapes it has."""
     if nn.modules.module._has_any_global_hook() or _is_torch_patched():
         return True
+    modules = list(modules)
+    if any(is_replaced(kind, "forward") for kind in set(map(type, modules))):
+        return True
     return any(
         _foreign(module._forward_hooks.values())
         or _foreign(module._forward_pre_hooks.values())
         or "forward" in vars(module)
-        or is_replaced(type(module), "forward")
         or getattr(module, "_compiled_call_impl", None) is not None
         for module in modules
     )

@@ -26,7 +26,6 @@ from fastgen.optimizer.fairseq.views import replaced, with_products
 from fastgen.products import Products
 from fastgen.report import FallbackError
 
-_SOURCE_STEP = 16  # a source is padded to a multiple of so many positions, for like lengths to share a recording
 _PROMPT_LOGITS = 2**24  # computed at a time: all positions of long prompts would take gigabytes
 
 
@@ -115,23 +114,18 @@ class TreeEnsemble(StandIn):
         # A language model that is fused in runs over the same tree.
         may_share = self.inner.models_size == 1 and self._request.generator.lm_model is None
         self._width = len(source_of(encoder_outs[0])[0])
-        self._replayed.see(encoder_outs, _SOURCE_STEP if may_share else None)
+        self._replayed.see(encoder_outs, recordings.SOURCE_STEP if may_share else None)
         if not may_share:
             return
         state = self._state()
         self._key = self._key_of(state)
-        recording = None if self._key is None else recordings.take(self.inner.single_model, self._key)
-        if recording is None:
+        if self._key is None:
             return
-        kept: State = recording.state
-        if not kept.products.are_current(self._products):
-            kept.close()
-            return
-        kept.fill(state)
-        state.close()
-        self.session, self._replayed, self._products, self._search = vars(kept).values()
-        self._replayed.replayer = self.replayer
-        self.replayer.resume(recording.captured)
+        kept = recordings.take_up(self.inner.single_model, self._key, state, self.replayer)
+        if kept is not None:
+            self.session, self._replayed = kept.session, kept.replayed
+            self._products, self._search = kept.products, kept.search
+            self._replayed.replayer = self.replayer
 
     def search(self, policy: CollectingPolicy) -> CollectingSearch:
         """Our loop's search; where its steps are replayed, perhaps one that has been kept."""

@@ -33,11 +33,14 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         return result
     reason = unsupported_reason(request)
     part = None if reason else joining()
-    slow = reason or (_JOINED if part is not None else fast.unsupported_reason(request))
-    if settings.strict and (reason or (slow and settings.tier == "fast")):
-        raise report.FallbackError(str(slow))
     # On a CPU the host's loop is as fast, which works on the best tokens alone.
-    is_fast = not slow and (settings.tier == "fast" or (settings.tier == "auto" and _is_on_gpu(request)))
+    is_fast = not reason and (settings.tier == "fast" or (settings.tier == "auto" and _is_on_gpu(request)))
+    slow = None
+    if is_fast:
+        slow = _JOINED if part is not None else fast.unsupported_reason(request)
+        is_fast = slow is None
+    if settings.strict and (reason or (slow and settings.tier == "fast")):
+        raise report.FallbackError(str(reason or slow))
 
     view, sample = _mended(request)
     may_shorten = not reason and not is_fast and is_shortened(request.generator)

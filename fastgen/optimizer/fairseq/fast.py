@@ -13,9 +13,6 @@ from fastgen.decoding.collecting_search import CollectingPolicy
 from fastgen.optimizer.fairseq.decoder import TreeEnsemble
 from fastgen.optimizer.fairseq.requests import Request, is_own
 
-# A sentence that has left saves its share of every step; letting one out copies all the others' keys.
-_EVICT_FROM = 1 / 16  # of the sentences still running
-_EVICT_FROM_REPLAYED = 1 / 2  # then the step has to be captured anew
 # The host's own, whose rules our loop follows. A generator with others runs them, in the compat tier.
 _RULES = ("_prefix_tokens", "replicate_first_beam", "finalize_hypos", "is_finished")
 
@@ -53,7 +50,6 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
         return None
     if not ensemble.inner.has_encoder():
         encoder_outs = []
-    replayer = ensemble.replayer
     chosen = ensemble.search(policy)
     states: list[dict[str, Any]] = [{} for _ in ensemble.inner.models]
     prefix = request.prefix_tokens
@@ -72,8 +68,7 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
         rows = chosen.choose(log_probs, attention)
         if chosen.done:
             return chosen.result()
-        part = _EVICT_FROM if replayer is None else _EVICT_FROM_REPLAYED
-        if (settled := chosen.leavers()) and settled >= int(chosen.batch * part):
+        if ensemble.session.tree.lets_go(chosen.leavers()):
             rows = rows.unflatten(0, (chosen.batch, chosen.beams))
             stay = chosen.evict(chosen.settled())
             rows = rows.index_select(0, stay).flatten()

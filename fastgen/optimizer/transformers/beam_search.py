@@ -79,7 +79,7 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
         decoder.reorder(parents)
         if search.done:
             break
-        if may_evict and decoder.lets_go(search.leavers(), search.batch):
+        if may_evict and decoder.lets_go(search.leavers()):
             settled = search.settled()
             index = torch.arange(search.batch * beams, device=device)
             index = index[~settled.repeat_interleave(beams)]

@@ -22,10 +22,6 @@ from fastgen.optimizer.transformers.session import Session
 from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import snapshot
 
-# A sentence that has left saves its share of every step; letting one out copies all the others' keys.
-_EVICT_FROM = 1 / 16  # of the sentences still running
-_EVICT_FROM_REPLAYED = 1 / 2  # then the step has to be captured anew
-_SOURCE_STEP = 16  # a source is padded to a multiple of so many positions, for like lengths to share a recording
 NOT_ROWS = ("past_key_values", "cache_position")  # of the host's inputs, those that have no row per beam
 
 
@@ -110,23 +106,13 @@ class TreeDecoder:
         self._key = self._key_of(state)
         if self._key is None:
             return
-        recording = recordings.take(self.model, self._key)
-        if recording is None or not self._begins_with(recording.state):
+        kept = recordings.take_up(self.model, self._key, state, self.replayer)
+        if kept is None:
             # From now on in memory of its own: later calls will write to it.
             self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
             return
-        state.close()
-        self.replayer.resume(recording.captured)
-
-    def _begins_with(self, state: State) -> bool:
-        """Take the place of an earlier call's state, with this call's prompt and source; False if it is out of date."""
-        if not state.session.products.are_current(self.session.products):
-            state.close()
-            return False
-        state.fill(self._state())
-        for name, value in vars(state).items():
+        for name, value in vars(kept).items():
             setattr(self, name, value)
-        return True
 
     def hand_on(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
@@ -156,7 +142,7 @@ class TreeDecoder:
         length = self.source_mask.shape[1]
         if any(x.shape[-2] != length for x in (states, *(x for layer in layers for x in (layer.keys, layer.values)))):
             return
-        if not (more := -length % _SOURCE_STEP):
+        if not (more := -length % recordings.SOURCE_STEP):
             return
         self.encoder_outputs = type(outputs)(last_hidden_state=F.pad(states, (0, 0, 0, more)))
         self.source_mask = F.pad(self.source_mask, (0, more))
@@ -212,10 +198,9 @@ class TreeDecoder:
         """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
         self.cache.reorder_cache(parents)
 
-    def lets_go(self, settled: int, of: int) -> bool:
-        """Whether so many sentences, of so many still here, are worth letting out now."""
-        part = _EVICT_FROM if self.replayer is None else _EVICT_FROM_REPLAYED
-        return settled > 0 and settled >= int(of * part)
+    def lets_go(self, settled: int) -> bool:
+        """Whether so many sentences, of those still here, are worth letting out now."""
+        return self.tree.lets_go(settled)
 
     def keep(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""

@@ -190,7 +190,7 @@ class _OneOfSeveral(TreeDecoder):
         else:
             super().reorder(parents)
 
-    def lets_go(self, settled: int, of: int) -> bool:
+    def lets_go(self, settled: int) -> bool:
         self.settled = settled
         return settled > 0 and (self.is_clearing or not self.has_moved)
 

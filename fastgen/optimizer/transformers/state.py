@@ -12,6 +12,7 @@ from torch import Tensor
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.static_search import StaticSearch
 from fastgen.optimizer.transformers.session import Session
+from fastgen.products import Products
 
 
 @dataclass
@@ -25,6 +26,10 @@ class State:
     source_mask: Tensor | None  # [B, N]
     finished_mask: tuple[Tensor, Tensor] | None  # that mask, and what the model is given in its place
     search: tuple[Hashable, StaticSearch] | None  # if its steps are captured too
+
+    @property
+    def products(self) -> Products:
+        return self.session.products
 
     def fill(self, other: State) -> None:
         """Begin anew, in place, with the prompt and the source of a state of the same `shape`."""
