@@ -180,7 +180,7 @@ def configure(**options: Any) -> Config:
     """Change settings.
 
     strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off"),
-    replay ("auto", "always", "off"), compile (bool), cuda_graphs (bool).
+    cache ("auto", "kv", "x"), replay ("auto", "always", "off"), compile (bool), cuda_graphs (bool).
     """
     return config.configure(**options)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 TIERS = ("auto", "fast", "compat", "stock")
 PACKING = REPLAY = ("auto", "always", "off")
+CACHES = ("auto", "kv", "x")
 NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
 _FLAGS |= {"1": True, "true": True, "yes": True, "on": True}
@@ -27,13 +28,14 @@ class Config:
     packing: str = "auto"  # products of our own, on packed weights or not: where a timing says so, "always", or "off"
     compile: bool = False  # run decode steps through torch.compile
     replay: str = "auto"  # on the CPU, record decode steps and replay them: of one sentence, "always", or "off"
+    cache: str = "auto"  # what is stored of each position: what a plan says, keys and values ("kv"), or a slim cache
     cuda_graphs: bool = False  # on CUDA, capture decode steps and replay them
 
     def __post_init__(self) -> None:
         for name in ("strict", "compile", "cuda_graphs"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {value!r}.")
-        for name, choices in (("tier", TIERS), ("packing", PACKING), ("replay", REPLAY)):
+        for name, choices in (("tier", TIERS), ("packing", PACKING), ("replay", REPLAY), ("cache", CACHES)):
             value = getattr(self, name)
             if value not in choices:
                 error = ValueError if isinstance(value, str) else TypeError
@@ -65,7 +67,7 @@ def from_environment() -> Config:
     """The settings of FASTGEN_STRICT, FASTGEN_TIER and so on, defaults where a variable is unset."""
     native()  # not a setting that can be changed later, but a mistake in it should show at once as well
     options: dict[str, Any] = {name: flag(f"FASTGEN_{name.upper()}") for name in ("strict", "compile", "cuda_graphs")}
-    for name in ("tier", "packing", "replay"):
+    for name in ("tier", "packing", "replay", "cache"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             options[name] = text.lower()
     if history := os.environ.get("FASTGEN_HISTORY", "").strip():
@@ -77,7 +79,8 @@ def from_environment() -> Config:
         return Config(**options)
     except ValueError as error:  # the message begins with the option's name
         option, _, rest = str(error).partition(" ")
-        raise ValueError(f"FASTGEN_{option.upper()} {rest}") from None
+        hint = " (The folder for compiled libraries is FASTGEN_CACHE_DIR.)" if option == "cache" else ""
+        raise ValueError(f"FASTGEN_{option.upper()} {rest}{hint}") from None
 
 
 _lock = threading.Lock()

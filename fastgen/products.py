@@ -26,6 +26,7 @@ from fastgen.siblings import Siblings, loners
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Product = Callable[[Tensor, Any, "Tensor | None"], Tensor]  # of rows, weights, a bias
+Instead = Callable[[Tensor, Callable[[], Tensor]], Tensor]  # of rows, and what their product would be
 
 _SKINNY_ROWS = 12  # up to here weights may be read in place: with more, packed products win (bench_products.py)
 _FEW_ROWS = 32  # one timing of packed products up to here, another from here on
@@ -79,6 +80,7 @@ class Products:
         self._seen: Tensor | None = None  # the last product of the watched layer,
         self._remembers = False  # while it is to be remembered
         self._is_screened = False  # the watched layer
+        self._instead: dict[nn.Module, Instead] = {}
 
     def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
         """`stock(layer, rows)` or the same product in another way.
@@ -87,10 +89,16 @@ class Products:
             layer: has `weight`, `[out, in]` or, if `transposed`, `[in, out]`, and perhaps `bias` `[out]`.
             rows: `[..., in]`.
         """
+        if self._instead and (instead := self._instead.get(layer)) is not None:
+            return instead(rows, lambda: self._product(layer, rows, stock, transposed))
         output = self._product(layer, rows, stock, transposed)
         if self._remembers and layer is self._watched:
             self._seen = output
         return output
+
+    def put_instead(self, layer: nn.Module, instead: Instead) -> None:
+        """From now on this function's result stands for the layer's products."""
+        self._instead[layer] = instead
 
     def watch(self, layer: nn.Module | None) -> None:
         """Remember what this layer's next product is, for `screen`."""

@@ -32,6 +32,8 @@ class Call:
     steps: int | None = None
     seconds: float | None = None
     cache_bytes: int | None = None
+    cache: str | None = None  # what was stored of each position: "kv", or slim caches: see fastgen.cache.slim
+    plan: str | None = None  # what was predicted for it and for others, or why it could not be another
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _table(calls: tuple[Call, ...]) -> list[str]:
             str(call.beams),
             "-" if call.steps is None else str(call.steps),
             "-" if call.seconds is None else f"{call.seconds:.3f}",
-            "-" if call.cache_bytes is None else size(call.cache_bytes),
+            "-" if call.cache_bytes is None else " ".join(filter(None, (size(call.cache_bytes), call.cache))),
         )
         for call in calls
     ]
@@ -104,6 +106,8 @@ def _table(calls: tuple[Call, ...]) -> list[str]:
     for call, row in zip(calls, rows, strict=True):
         lines.append(_row(row, widths))
         lines += _wrapped(f"why: {call.reason}" if call.reason else "", "      ")
+        if call.plan and (call is calls[-1] or call.cache != "kv"):
+            lines += _wrapped(f"cache: {call.plan}", "      ")
     return lines
 
 

@@ -93,7 +93,8 @@ def test_configure_changes_what_it_names_only() -> None:
         (
             {"beams": 4},
             TypeError,
-            "there is no option 'beams': the options are strict, tier, history, packing, compile, replay, cuda_graphs.",
+            "there is no option 'beams': "
+            "the options are strict, tier, history, packing, compile, replay, cache, cuda_graphs.",
         ),
         (
             {"history": 5, "tier": "slow"},

@@ -77,22 +77,25 @@ class Seats:
 class JointLayer(TreeLayer):
     """A layer of a joint tree."""
 
-    def __init__(self, tree: JointTree, window: int | None, rows: int) -> None:
-        super().__init__(tree, window)
-        self._keys, self._values = Seats(rows, tree.buffers), Seats(rows, tree.buffers)
+    def __init__(self, tree: JointTree, like: TreeLayer, rows: int) -> None:
+        """`like`: a layer of the newcomers; `rows`: sentences to make room for at once."""
+        super().__init__(tree, like.window, like.slim)
+        self._seats = [Seats(rows, tree.buffers) for _ in like.stored()]
 
     def clear(self) -> None:
         super().clear()
-        self._keys.clear()
-        self._values.clear()
+        for seats in self._seats:
+            seats.clear()
 
     def regroup(self, stay: Tensor, slots: Tensor, newcomers: list[TreeLayer], used: int) -> None:
         """Of the sentences `stay` (int64 `[S]`) keep these slots, int64 `[S, W]`, and put others' prompts behind."""
-        prompts = [(layer.tree.prompt_length, *layer.stored()) for layer in newcomers]
         capacity = self.tree.capacity
-        keys, values = [k[:, :, :length] for length, k, _ in prompts], [v[:, :, :length] for length, _, v in prompts]
-        self.keys = self._keys.regroup(self.keys, stay, slots, keys, used, capacity)
-        self.values = self._values.regroup(self.values, stay, slots, values, used, capacity)
+        taken = self._stored or [None] * len(self._seats)
+        prompts = [[stored[:, :, : layer.tree.prompt_length] for stored in layer.stored()] for layer in newcomers]
+        self._stored = tuple(
+            seats.regroup(taken[i], stay, slots, [prompt[i] for prompt in prompts], used, capacity)
+            for i, seats in enumerate(self._seats)
+        )
 
 
 class JointTree(BeamTree):
@@ -136,7 +139,7 @@ class JointTree(BeamTree):
         for index in range(max([len(self.layers), *(len(tree.layers) for tree in newcomers)])):
             others = [tree.layers[index] for tree in newcomers]
             if index == len(self.layers):
-                self.layers.append(JointLayer(self, others[0].window, self._rows))
+                self.layers.append(JointLayer(self, others[0], self._rows))
             layer = self.layers[index]
             assert isinstance(layer, JointLayer)
             layer.regroup(stay, slots, others, most)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.buffers import Buffers
+from fastgen.cache.slim import Slim, keys_and_values
 
 FIRST_STEPS = 64  # steps allocated at first
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
@@ -24,70 +25,71 @@ _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
 
 
 class TreeLayer:
-    """Keys and values of one layer, `[B, H, capacity, D]`; the first `tree.used` slots are in use."""
+    """What one layer stores for each position, tensors `[B, H, capacity, D]`, of which the first `tree.used` slots are
+    in use: keys and values or, where the layer has a `slim` cache, what these follow from."""
 
-    def __init__(self, tree: BeamTree, window: int | None = None) -> None:
+    def __init__(self, tree: BeamTree, window: int | None = None, slim: Slim | None = None) -> None:
         self.tree = tree
         self.window = window  # sliding-window size in tokens, None: unlimited
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.slim = slim
+        self._stored: tuple[Tensor, ...] = ()
         self.prompt_length = 0  # of the prompt's slots, those stored so far
 
-    def prefill(self, keys: Tensor, values: Tensor) -> None:
-        """Store the prompt's keys and values, `[B, H, P, D]`, or the next part of them."""
+    def prefill(self, *tensors: Tensor) -> None:
+        """Store what the prompt has, each `[B, H, P, D]`, or the next part of it."""
         start = self.prompt_length
-        end = start + keys.shape[2]
+        end = start + tensors[0].shape[2]
         self.tree.prompt_length = self.prompt_length = end
         capacity = end + self.tree.capacity
-        if self.keys is None or self.values is None:
-            self.keys, self.values = self._grown(keys, capacity), self._grown(values, capacity)
+        if not self._stored:
+            self._stored = tuple(self._grown(tensor, capacity) for tensor in tensors)
             return
-        self.keys = self._grown(self.keys[:, :, :start], capacity)
-        self.values = self._grown(self.values[:, :, :start], capacity)
-        self.keys[:, :, start:end] = keys
-        self.values[:, :, start:end] = values
+        self._stored = tuple(self._grown(stored[:, :, :start], capacity) for stored in self._stored)
+        for stored, tensor in zip(self._stored, tensors, strict=True):
+            stored[:, :, start:end] = tensor
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this step's keys and values and return those of all slots a step spans, `[B, H, width, D]`.
+    def append(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Write what this step has and return it for all slots that a step spans, each `[B, H, width, D]`.
 
-        `keys`: one row per beam, `[B*M, H, 1, D]`, or beams as positions, `[B, H, M, D]`.
+        `tensors`: one row per beam, `[B*M, H, 1, D]`, or beams as positions, `[B, H, M, D]`.
         """
         tree = self.tree
-        stored_keys, stored_values = self.stored()
         start, used = tree.used - tree.beams, tree.used
-        if tree.width > stored_keys.shape[2]:
+        if tree.width > self.stored()[0].shape[2]:
             capacity = tree.prompt_length + tree.capacity
-            self.keys = stored_keys = self._grown(stored_keys[:, :, :start], capacity)
-            self.values = stored_values = self._grown(stored_values[:, :, :start], capacity)
-        keys, values = _beams_as_positions(keys, tree.beams), _beams_as_positions(values, tree.beams)
-        if tree.is_static:
-            stored_keys.index_copy_(2, tree.slots, keys)
-            stored_values.index_copy_(2, tree.slots, values)
-        else:
-            stored_keys[:, :, start:used] = keys
-            stored_values[:, :, start:used] = values
-        return stored_keys[:, :, : tree.width], stored_values[:, :, : tree.width]
+            self._stored = tuple(self._grown(stored[:, :, :start], capacity) for stored in self._stored)
+        for stored, tensor in zip(self._stored, tensors, strict=True):
+            new = _beams_as_positions(tensor, tree.beams)
+            if tree.is_static:
+                stored.index_copy_(2, tree.slots, new)
+            else:
+                stored[:, :, start:used] = new
+        return self.spanned()
 
-    def stored(self) -> tuple[Tensor, Tensor]:
-        """The buffers of keys and values, which the prompt has filled by now."""
-        assert self.keys is not None and self.values is not None, "the prompt comes first"
-        return self.keys, self.values
+    def stored(self) -> tuple[Tensor, ...]:
+        """The buffers, which the prompt has filled by now."""
+        assert self._stored, "the prompt comes first"
+        return self._stored
+
+    def spanned(self) -> tuple[Tensor, ...]:
+        """Of the buffers the slots that a step spans."""
+        return tuple(stored[:, :, : self.tree.width] for stored in self.stored())
+
+    def prompt(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prompt's slots so far, each `[B, H, P, D]`."""
+        stored = tuple(stored[:, :, : self.prompt_length] for stored in self.stored())
+        return keys_and_values(stored, self.slim)
 
     def keep(self, sentences: Tensor) -> None:
         """Keep only these sentences (int64 `[B']`), and of them only the slots in use."""
-        if self.keys is None or self.values is None:
-            return
-        capacity, used = self.keys.shape[2], self.tree.used
-        self.keys = self._selected(self.keys[:, :, :used], sentences, capacity)
-        self.values = self._selected(self.values[:, :, :used], sentences, capacity)
+        used = self.tree.used
+        self._stored = tuple(self._selected(stored[:, :, :used], sentences, stored.shape[2]) for stored in self._stored)
 
     def prune(self, slots: Tensor) -> None:
         """Of the generated slots keep these, int64 `[B, W]`, in this order."""
-        if self.keys is None or self.values is None:
-            return
         start, end = self.tree.prompt_length, self.tree.prompt_length + slots.shape[1]
         sentences = torch.arange(len(slots), device=slots.device)[:, None]
-        for stored in (self.keys, self.values):
+        for stored in self._stored:
             stored[:, :, start:end] = stored[sentences, :, start + slots].transpose(1, 2)  # a copy, so in place
 
     def replant(self, other: TreeLayer | None) -> None:
@@ -100,11 +102,11 @@ class TreeLayer:
 
     def clear(self) -> None:
         """Let go of the buffers."""
-        self.keys = self.values = None
+        self._stored = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.keys, self.values) if x is not None)
+        return sum(x.numel() * x.element_size() for x in self._stored)
 
     def _grown(self, tensor: Tensor, capacity: int) -> Tensor:
         """A copy with room for `capacity` slots along dimension 2."""

@@ -202,18 +202,18 @@ def _run(command: list[str]) -> tuple[int, str]:
 
 
 def cache_folder() -> Path:
-    """$FASTGEN_CACHE, $XDG_CACHE_HOME/fastgen or ~/.cache/fastgen.
+    """$FASTGEN_CACHE_DIR, $XDG_CACHE_HOME/fastgen or ~/.cache/fastgen.
 
     Raises:
         Unavailable: if that is in the home of a user who has none.
     """
     try:
-        if own := os.environ.get("FASTGEN_CACHE"):
+        if own := os.environ.get("FASTGEN_CACHE_DIR"):
             return Path(own).expanduser()
         base = os.environ.get("XDG_CACHE_HOME")
         return (Path(base) if base else Path.home() / ".cache") / "fastgen"
     except RuntimeError:
-        raise Unavailable("there is no home directory to keep libraries in (set FASTGEN_CACHE)") from None
+        raise Unavailable("there is no home directory to keep libraries in (set FASTGEN_CACHE_DIR)") from None
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ needs_compiler = pytest.mark.skipif(REAL is None, reason="there is no C++ compil
 def use(cache: Path, root: Path = ROOT, code: str = USE, **environment: str) -> subprocess.CompletedProcess[str]:
     """Use an operator in a fresh process, which must not find the libraries of others."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith("FASTGEN")}
-    settings |= {"FASTGEN_CACHE": str(cache), "PYTHONPATH": str(root), **environment}
+    settings |= {"FASTGEN_CACHE_DIR": str(cache), "PYTHONPATH": str(root), **environment}
     return subprocess.run([sys.executable, "-c", code], env=settings, cwd=cache, capture_output=True, text=True)
 
 
@@ -154,7 +154,7 @@ def test_broken_sources(copy: Path, tmp_path: Path) -> None:
 def test_a_compiler_that_was_killed_gets_another_chance(
     body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FASTGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
     monkeypatch.setenv("CXX", compiler(tmp_path, body))
     for _ in range(2):
@@ -168,7 +168,7 @@ def test_a_compiler_that_was_killed_gets_another_chance(
 
 
 def test_a_failed_build_keeps_no_other_compiler_from_trying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path))
+    monkeypatch.setenv("FASTGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
     monkeypatch.setenv("CXX", compiler(tmp_path, "echo error: an option is unknown; exit 1"))
     with pytest.raises(builder.BuildFailed, match="compiling"):
@@ -183,7 +183,7 @@ def test_a_failed_build_keeps_no_other_compiler_from_trying(tmp_path: Path, monk
 
 def test_a_cache_that_cannot_be_written(copy: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    run = use(tmp_path, copy, FASTGEN_CACHE=str(tmp_path / "file/cache"), CXX=compiler(tmp_path, TOUCH))
+    run = use(tmp_path, copy, FASTGEN_CACHE_DIR=str(tmp_path / "file/cache"), CXX=compiler(tmp_path, TOUCH))
     assert run.returncode == 0, run.stderr
     assert "RuntimeWarning: fastgen runs its cpu operators in plain torch" in run.stdout
 
@@ -211,7 +211,7 @@ def test_processes_build_once(copy: Path, tmp_path: Path) -> None:
 
 
 def test_threads_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTGEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FASTGEN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", compiler(tmp_path, TOUCH))
     monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
     found: list[Path] = []
@@ -279,22 +279,22 @@ def test_quotes_that_are_not_closed(variable: str, copy: Path, tmp_path: Path) -
 def test_a_user_without_a_home(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import pathlib\n@classmethod\ndef home(cls): raise RuntimeError('Could not determine home directory.')\n"
     code += "pathlib.Path.home = home\n" + USE
-    run = use(tmp_path, copy, code=code, FASTGEN_CACHE="", XDG_CACHE_HOME="")
+    run = use(tmp_path, copy, code=code, FASTGEN_CACHE_DIR="", XDG_CACHE_HOME="")
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("there is no home directory to keep libraries in (set FASTGEN_CACHE)") == len(SCHEMAS)
-    monkeypatch.setenv("FASTGEN_CACHE", "~no-such-user/here")
+    assert run.stdout.count("there is no home directory to keep libraries in (set FASTGEN_CACHE_DIR)") == len(SCHEMAS)
+    monkeypatch.setenv("FASTGEN_CACHE_DIR", "~no-such-user/here")
     with pytest.raises(builder.Unavailable, match="there is no home directory"):
         builder.cache_folder()
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    for name in ("FASTGEN_CACHE", "XDG_CACHE_HOME"):
+    for name in ("FASTGEN_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     assert builder.cache_folder() == Path("/home/somebody/.cache/fastgen")
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
     assert builder.cache_folder() == Path("/var/cache/fastgen")
-    monkeypatch.setenv("FASTGEN_CACHE", "~/here")
+    monkeypatch.setenv("FASTGEN_CACHE_DIR", "~/here")
     assert builder.cache_folder() == Path("/home/somebody/here")
 
 

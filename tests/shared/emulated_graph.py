@@ -25,7 +25,7 @@ class Graph(TorchDispatchMode):
         super().__init__()
         self.replays = 0
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._calls: list[tuple[Any, Any, Any, Any, bool]] = []  # the last: whether new tensors came of it
         Graph.made.append(self)
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
@@ -38,7 +38,7 @@ class Graph(TorchDispatchMode):
             for tensor, before in reversed(self._written):
                 tensor.copy_(before)
             self._written.clear()
-            made = [outputs for function, _, _, outputs in self._calls if _is_fresh(function)]
+            made = [outputs for _, _, _, outputs, is_fresh in self._calls if is_fresh]
             for tensor in pytree.tree_leaves(made):
                 if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                     tensor.fill_(float("nan"))  # nothing has been computed yet
@@ -53,16 +53,16 @@ class Graph(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._written += [(each, each.clone()) for each in pytree.tree_leaves(value)]
         outputs = function(*args, **kwargs)
-        self._calls.append((function, args, kwargs, outputs))
+        self._calls.append((function, args, kwargs, outputs, _is_fresh(function, args, outputs)))
         return outputs
 
     def replay(self) -> Any:
         self.replays += 1
-        for function, args, kwargs, outputs in self._calls:
-            if tape.is_view(function):
+        for function, args, kwargs, outputs, is_fresh in self._calls:
+            if tape.is_view(function) and not is_fresh:
                 continue
             again = function(*args, **kwargs)
-            if _is_fresh(function):
+            if is_fresh:
                 for kept, new in zip(pytree.tree_leaves(outputs), pytree.tree_leaves(again), strict=True):
                     if isinstance(kept, torch.Tensor):
                         assert kept.shape == new.shape, f"{function} made {kept.shape}, and now {new.shape}"
@@ -70,6 +70,18 @@ class Graph(TorchDispatchMode):
         return self._result
 
 
-def _is_fresh(function: Any) -> bool:
-    """Whether its outputs are new tensors."""
-    return all(output.alias_info is None for output in function._schema.returns)
+def _is_fresh(function: Any, args: Any, outputs: Any) -> bool:
+    """Whether its outputs are new tensors. In inference mode `reshape` is not taken apart, which may copy."""
+    if all(output.alias_info is None for output in function._schema.returns):
+        return True
+    return tape.is_view(function) and not {_memory(x) for x in _tensors(outputs)} <= {
+        _memory(x) for x in _tensors(args)
+    }
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

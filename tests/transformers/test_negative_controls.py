@@ -75,8 +75,8 @@ def overwrite_a_slot(patch: Patch) -> None:
     """Each step's keys land one beam further."""
     append = fastgen.cache.tree.TreeLayer.append
 
-    def rolled(self: Any, keys: torch.Tensor, values: torch.Tensor) -> Any:
-        return append(self, keys.roll(1, 0), values.roll(1, 0))
+    def rolled(self: Any, *tensors: torch.Tensor) -> Any:
+        return append(self, *(tensor.roll(1, 0) for tensor in tensors))
 
     patch.setattr(fastgen.cache.tree.TreeLayer, "append", rolled)
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.attention import beam_attention, fold_beams, unfold_beams
+from fastgen.attention import fold_beams, unfold_beams
+from fastgen.cache.slim import Slim, attend, keys_and_values
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.optimizer.fairseq.session import Session, Source
 
@@ -19,12 +20,18 @@ from fastgen.optimizer.fairseq.session import Session, Source
 class _TreeAttention:
     """Stands in for one attention module during one call: its projections, the tree's keys and values."""
 
-    def __init__(self, module: Any, session: Session) -> None:
-        self._module, self._session = module, session
+    def __init__(self, module: Any, session: Session, slim: Slim | None) -> None:
+        """`slim`: how it attends where neither keys nor values are stored."""
+        self._module, self._session, self.slim = module, session, slim
         self._heads, self._size, self._scale = module.num_heads, module.head_dim, module.scaling
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+    @property
+    def stores(self) -> int:
+        """How many tensors are stored of each position."""
+        return 2 if self.slim is None else 1
 
     def _get_input_buffer(self, incremental_state: Any) -> dict[str, Any]:
         """What the host's cache holds: nothing."""
@@ -46,30 +53,37 @@ class _TreeAttention:
 class TreeSelfAttention(_TreeAttention):
     """Self-attention: of all positions of a prompt at first, then of the tokens that the beams have chosen."""
 
-    def __init__(self, module: Any, session: Session) -> None:
-        super().__init__(module, session)
+    def __init__(self, module: Any, session: Session, slim: Slim | None = None) -> None:
+        super().__init__(module, session, slim)
         self.layer: TreeLayer | None = None
 
     def __call__(self, query: Tensor, **_: Any) -> tuple[Tensor, None]:
         """`query`: `[1, B*M, C]` in a step, `[P, B, C]` for the prompt; the output has its shape."""
-        tree, module = self._session.tree, self._module
+        tree = self._session.tree
         if not tree.steps:
             return self._prompt(query), None
-        queries = self._queries(query)
-        keys, values = (
+        queries, new = self._queries(query), self._new(query)
+        if self.layer is None:
+            self._prefill(*(each[:, :, :0] for each in new))
+        assert self.layer is not None
+        stored, mask = self.layer.append(*new), tree.mask(None, query.dtype)
+        return self._output(attend(queries, stored, self.slim, mask, self._scale)), None
+
+    def _new(self, query: Tensor) -> tuple[Tensor, ...]:
+        """What a step stores, each `[B, H, M, D]`."""
+        tree, module = self._session.tree, self._module
+        if self.slim is not None:
+            return (query.view(tree.batch, 1, tree.beams, -1),)
+        return tuple(
             projection(query).view(tree.batch, tree.beams, self._heads, self._size).transpose(1, 2)
             for projection in (module.k_proj, module.v_proj)
-        )  # [B, H, M, D]
-        if self.layer is None:
-            self._prefill(keys[:, :, :0], values[:, :, :0])
-        assert self.layer is not None
-        keys, values = self.layer.append(keys, values)
-        return self._output(beam_attention(queries, keys, values, tree.mask(None, query.dtype), self._scale)), None
+        )
 
     def begin(self, tree: BeamTree, like: Tensor) -> None:
         """Give `tree`, whose sentences have no token yet, its next layer."""
-        layer = TreeLayer(tree)
-        layer.keys = layer.values = like.new_empty(tree.batch, self._heads, 0, self._size)
+        layer, heads, size = TreeLayer(tree, slim=self.slim), self._heads, self._size
+        shape = (tree.batch, heads, 0, size) if self.slim is None else (tree.batch, 1, 0, heads * size)
+        layer.prefill(*(like.new_empty(shape) for _ in range(self.stores)))
         tree.layers.append(layer)
 
     def _prompt(self, query: Tensor) -> Tensor:
@@ -77,24 +91,27 @@ class TreeSelfAttention(_TreeAttention):
             self._by_head(projection(query))
             for projection in (self._module.q_proj, self._module.k_proj, self._module.v_proj)
         )
-        self._prefill(keys, values)
+        if self.slim is None:
+            self._prefill(keys, values)
+        else:
+            self._prefill(self.slim.stored(query.transpose(0, 1)))
         output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale)
         return self._module.out_proj(output.permute(2, 0, 1, 3).flatten(2))
 
-    def _prefill(self, keys: Tensor, values: Tensor) -> None:
-        self.layer = TreeLayer(self._session.tree)
-        self.layer.prefill(keys, values)
+    def _prefill(self, *tensors: Tensor) -> None:
+        self.layer = TreeLayer(self._session.tree, slim=self.slim)
+        self.layer.prefill(*tensors)
         self._session.tree.layers.append(self.layer)
 
 
 class TreeCrossAttention(_TreeAttention):
     """Attention to the source, one row of keys for all beams of a sentence."""
 
-    def __init__(self, module: Any, session: Session, biases: dict[int, Tensor | None]) -> None:
-        """`biases`: what padding masks become, by the mask's id; the layers of a model share them."""
-        super().__init__(module, session)
+    def __init__(self, module: Any, session: Session, shared: Shared, slim: Slim | None = None) -> None:
+        """`shared`: by the layers of a model."""
+        super().__init__(module, session, slim)
         self.source: Source | None = None
-        self._biases = biases
+        self.shared = shared
 
     def __call__(
         self,
@@ -114,14 +131,14 @@ class TreeCrossAttention(_TreeAttention):
         assert self.source is not None
         queries, source = self._queries(query), self.source
         if not need_head_weights:
-            output = beam_attention(queries, source.keys, source.values, source.bias, self._scale)
-            return self._output(output), None
+            return self._output(attend(queries, source.stored, self.slim, source.bias, self._scale)), None
+        keys, values = keys_and_values(source.stored, self.slim)
         queries = fold_beams(queries, self._session.tree.batch, self._heads)
-        scores = (queries[:, :, 0] * self._scale) @ source.keys.transpose(2, 3)  # [B, H, M, N]
+        scores = (queries[:, :, 0] * self._scale) @ keys.transpose(2, 3)  # [B, H, M, N]
         if source.bias is not None:
             scores += source.bias
         weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
-        output = unfold_beams((weights @ source.values)[:, :, None])
+        output = unfold_beams((weights @ values)[:, :, None])
         return self._output(output), weights.transpose(0, 1).flatten(1, 2)[:, :, None]
 
     def see(self, source: Tensor, padding: Tensor | None, is_masked: bool = False) -> None:
@@ -135,14 +152,37 @@ class TreeCrossAttention(_TreeAttention):
 
         `is_masked`: with a mask, even if that hides nothing.
         """
-        keys, values = (
-            self._by_head(projection(source)).contiguous() for projection in (self._module.k_proj, self._module.v_proj)
-        )
-        if padding is None:
-            return Source(keys, values, None)
-        if id(padding) not in self._biases:
+        bias = None if padding is None else self.shared.bias(padding, source.dtype, is_masked)
+        if self.slim is not None:
+            return Source((self.shared.latent(source, self.slim),), bias, self.slim)
+        projections = self._module.k_proj, self._module.v_proj
+        keys, values = (self._by_head(projection(source)).contiguous() for projection in projections)
+        return Source((keys, values), bias)
+
+
+class Shared:
+    """What the layers of a model derive from a source and its padding, once for all."""
+
+    def __init__(self) -> None:
+        self._derived: dict[int, tuple[Tensor, Tensor | None]] = {}  # by id of the tensor that comes first
+
+    def bias(self, padding: Tensor, dtype: torch.dtype, is_masked: bool) -> Tensor | None:
+        """What is added to the scores, `[B, 1, 1, N]`, from `padding` `[B, N]`; None if that hides nothing, unless it
+        `is_masked` in any case."""
+        if id(padding) not in self._derived:
             hidden = padding.bool()
             has_any = is_masked or bool(hidden.any())
-            bias = additive_mask(~hidden, keys.dtype)[:, None, None] if has_any else None
-            self._biases[id(padding)] = bias
-        return Source(keys, values, self._biases[id(padding)])
+            self._derived[id(padding)] = padding, additive_mask(~hidden, dtype)[:, None, None] if has_any else None
+        return self._derived[id(padding)][1]
+
+    def latent(self, source: Tensor, slim: Slim) -> Tensor:
+        """`source` `[N, B, C]` as a slim cache stores it, `[B, 1, N, C]`."""
+        if id(source) not in self._derived:
+            self._derived[id(source)] = source, slim.stored(source.transpose(0, 1))
+        latent = self._derived[id(source)][1]
+        assert latent is not None
+        return latent
+
+    def forget(self) -> None:
+        """Let go of all."""
+        self._derived.clear()

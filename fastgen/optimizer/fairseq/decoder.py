@@ -11,15 +11,17 @@ from torch import Tensor
 
 from fastgen import arena, config
 from fastgen.buffers import Buffers
+from fastgen.cache.slim import Choice
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings
 from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
-from fastgen.optimizer.fairseq.attention import TreeCrossAttention, TreeSelfAttention
+from fastgen.optimizer.fairseq.attention import Shared, TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.encoder import with_own_products
 from fastgen.optimizer.fairseq.replaying import ReplayedSteps, replayer_for, source_of
 from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.shortlist import Shortlist, unnormalised
+from fastgen.optimizer.fairseq.slim import plan_for, slim_of
 from fastgen.optimizer.fairseq.state import State
 from fastgen.optimizer.fairseq.unchanged import snapshot
 from fastgen.optimizer.fairseq.views import replaced, with_products
@@ -74,8 +76,9 @@ class TreeEnsemble(StandIn):
         tree = BeamTree(request.batch, request.beams, request.max_steps, buffers, is_static)
         self.session = Session(tree, request.generator.pad, source.device)
         self._products = Products(config.current().packing)
+        self.choice, self.plan = plan_for(request, source)  # which caches are slim, and what speaks for it
         models = [
-            replaced(model, decoder=over_the_tree(model.decoder, self.session, self._products))
+            replaced(model, decoder=over_the_tree(model.decoder, self.session, self.choice, self._products))
             for model in self.inner.models
         ]
         shown = models if shortlist is None else [unnormalised(models[0])]
@@ -207,7 +210,7 @@ class TreeLanguageModel:
 
     def __init__(self, inner: Any, ensemble: TreeEnsemble) -> None:
         self.inner, self._ensemble = inner, ensemble
-        self._decoder = over_the_tree(inner.decoder, ensemble.session)
+        self._decoder = over_the_tree(inner.decoder, ensemble.session, ensemble.choice)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -252,15 +255,21 @@ class Prompt:
         return torch.logsumexp(torch.stack(each), dim=0) - math.log(len(each))
 
 
-def over_the_tree(decoder: Any, session: Session, products: Products | None = None) -> Any:
-    """The decoder with attention over the session's tree and its own products; the decoder itself stays as it is."""
+def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Products | None = None) -> Any:
+    """The decoder with attention over the session's tree and its own products; the decoder itself stays as it is.
+
+    `choice`: which of its caches are slim.
+    """
     products = Products(config.current().packing) if products is None else products
-    biases: dict[int, Tensor | None] = {}
+    shared = Shared()
     layers = []
     for layer in decoder.layers:
-        attention: dict[str, Any] = {"self_attn": TreeSelfAttention(with_products(layer.self_attn, products), session)}
-        if layer.encoder_attn is not None:
-            attention["encoder_attn"] = TreeCrossAttention(with_products(layer.encoder_attn, products), session, biases)
+        module = layer.self_attn
+        own = TreeSelfAttention(with_products(module, products), session, slim_of(module, choice.own))
+        attention: dict[str, Any] = {"self_attn": own}
+        if (module := layer.encoder_attn) is not None:
+            slim = slim_of(module, choice.source)
+            attention["encoder_attn"] = TreeCrossAttention(with_products(module, products), session, shared, slim)
         layers.append(replaced(with_products(layer, products), **attention))
     return replaced(with_products(decoder, products), layers=layers)
 

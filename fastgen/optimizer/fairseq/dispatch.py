@@ -68,7 +68,8 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         return result
     session = ensemble.session
     tier, reason = ("fast", None) if is_fast else ("compat", slow if settings.tier == "fast" else None)
-    _record(request, tier, reason, start, session.tree.steps, session.cache_bytes)
+    cache = session.cache_bytes, session.cache, ensemble.plan
+    _record(request, tier, reason, start, session.tree.steps, *cache)
     return result
 
 
@@ -132,7 +133,9 @@ def _record(
     start: float,
     steps: int | None = None,
     cache_bytes: int | None = None,
+    cache: str | None = None,
+    plan: str | None = None,
 ) -> None:
-    seconds = time.perf_counter() - start
+    seconds, size = time.perf_counter() - start, (request.batch, request.beams)
     name = request.model_name
-    report.record(report.Call("fairseq", name, tier, reason, request.batch, request.beams, steps, seconds, cache_bytes))
+    report.record(report.Call("fairseq", name, tier, reason, *size, steps, seconds, cache_bytes, cache, plan))

@@ -17,6 +17,7 @@ from fastgen.optimizer.fairseq.refill import Part
 from fastgen.optimizer.fairseq.requests import Request
 from fastgen.optimizer.fairseq.session import Session, Source
 from fastgen.optimizer.fairseq.shortlist import is_shortened, unnormalised
+from fastgen.optimizer.fairseq.slim import fixed_choice
 from fastgen.optimizer.fairseq.views import replaced
 
 
@@ -33,7 +34,7 @@ class Joint:
         buffers = Buffers(inner.single_model)
         self._tree = JointTree(rows, request.beams, device, buffers)
         self._session = Session(self._tree, request.generator.pad, device)
-        decoder = over_the_tree(inner.single_model.decoder, self._session)
+        decoder = over_the_tree(inner.single_model.decoder, self._session, fixed_choice(device))
         self._positions = decoder.embed_positions
         if self._positions is not None:
             decoder = replaced(decoder, embed_positions=self._at_each_position)
@@ -98,14 +99,22 @@ class Joint:
         self._hidden = torch.cat([_with_columns(mask, length) for mask in hidden])
         bias, is_padded = None, bool(self._hidden.any())
         self._capacity = max(self._capacity, length)
-        for attention, (keys, values) in zip(self._cross_attention, self._seats, strict=True):
-            old, new = attention.source, [attention.project(source, None) for source in states]
-            args = (length, self._capacity)
-            held = keys.regroup(old and old.keys, stay, None, [source.keys for source in new], *args)
-            other = values.regroup(old and old.values, stay, None, [source.values for source in new], *args)
+        latent: tuple[Tensor, ...] | None = None  # of slim caches: one for all layers
+        for attention, seats in zip(self._cross_attention, self._seats, strict=True):
+            stored = latent if attention.slim is not None else None
+            if stored is None:
+                old, new = attention.source, [attention.project(source, None) for source in states]
+                stored = tuple(
+                    each.regroup(old and old.stored[i], stay, None, [x.stored[i] for x in new], length, self._capacity)
+                    for i, each in enumerate(seats[: attention.stores])
+                )
+                stored = tuple(held[:, :, :length] for held in stored)
+            if attention.slim is not None:
+                latent = stored
+                attention.shared.forget()
             if bias is None and is_padded:
-                bias = additive_mask(~self._hidden, held.dtype)[:, None, None]
-            attention.source = Source(held[:, :, :length], other[:, :, :length], bias)
+                bias = additive_mask(~self._hidden, stored[0].dtype)[:, None, None]
+            attention.source = Source(stored, bias, attention.slim)
         self._session.sources = [attention.source for attention in self._cross_attention]
 
     @torch.no_grad()
@@ -132,10 +141,8 @@ class Joint:
 
     def record(self, sentences: int, seconds: float) -> None:
         self._session.measure()
-        size = self._session.cache_bytes
-        report.record(
-            report.Call("fairseq", self._name, "compat", None, sentences, self._beams, self.steps, seconds, size)
-        )
+        how = self.steps, seconds, self._session.cache_bytes, self._session.cache
+        report.record(report.Call("fairseq", self._name, "compat", None, sentences, self._beams, *how))
 
     def close(self) -> None:
         """Let go of all keys and values."""

@@ -5,24 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgen.cache.slim import Slim, kind_of
 from fastgen.cache.tree import BeamTree
 
 
 class Source:
-    """Cross-attention's keys and values of one layer, one row per sentence."""
+    """What cross-attention of one layer attends to, one row per sentence."""
 
-    def __init__(self, keys: Tensor, values: Tensor, bias: Tensor | None) -> None:
-        """Keys and values `[B, H, N, D]`; `bias` `[B, 1, 1, N]` is added to the scores."""
-        self.keys, self.values, self.bias = keys, values, bias
-
-    def keep(self, sentences: Tensor) -> None:
-        """Drop all sentences but these, int64 `[B']`."""
-        self.keys = self.keys.index_select(0, sentences)
-        self.values = self.values.index_select(0, sentences)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.keys, self.values))
+    def __init__(self, stored: tuple[Tensor, ...], bias: Tensor | None, slim: Slim | None = None) -> None:
+        """`stored`: keys and values or, with a `slim` cache, the source itself, each `[B, H, N, D]`; `bias`
+        `[B, 1, 1, N]` is added to the scores."""
+        self.stored, self.bias, self.slim = stored, bias, slim
 
 
 class Session:
@@ -32,6 +25,7 @@ class Session:
         self.tree = tree
         self.sources: list[Source] = []
         self.cache_bytes = 0  # the most so far
+        self.cache = ""  # what is stored of each position
         self._pad, self._device = pad, device
 
     def plant(self) -> None:
@@ -57,16 +51,30 @@ class Session:
             self.measure()
             stay = rows[:: tree.beams] // tree.beams
             tree.keep(stay)
+            kept = {name: tensor.index_select(0, stay) for name, tensor in self._of_sources().items()}
             for source in self.sources:
-                source.keep(stay)
-            biases = {id(source.bias): source.bias for source in self.sources if source.bias is not None}
-            kept = {name: bias.index_select(0, stay) for name, bias in biases.items()}
-            for source in self.sources:
-                source.bias = kept.get(id(source.bias))
+                source.stored = tuple(kept[id(tensor)] for tensor in source.stored)
+                source.bias = None if source.bias is None else kept[id(source.bias)]
         first = torch.arange(batch, device=rows.device)[:, None] * tree.beams
         tree.reorder((rows.view(batch, tree.beams) % tree.beams + first).flatten())
         return stay
 
+    def stored(self) -> list[Tensor]:
+        """What cross-attention's caches hold, masks included."""
+        return [*self._of_sources().values()]
+
+    def _of_sources(self) -> dict[int, Tensor]:
+        """The sources' tensors by id: layers share some."""
+        tensors = [tensor for source in self.sources for tensor in (*source.stored, source.bias)]
+        return {id(tensor): tensor for tensor in tensors if tensor is not None}
+
+    @property
+    def nbytes(self) -> int:
+        return self.tree.nbytes + sum(tensor.nbytes for tensor in self.stored())
+
     def measure(self) -> None:
-        """Note how many bytes keys and values take."""
-        self.cache_bytes = max(self.cache_bytes, self.tree.nbytes + sum(source.nbytes for source in self.sources))
+        """Note how many bytes keys and values take, or what is stored in their place."""
+        self.cache_bytes = max(self.cache_bytes, self.nbytes)
+        kinds = {"kv" if layer.slim is None else "x" for layer in self.tree.layers}
+        kinds |= {"kv" if source.slim is None else "e" for source in self.sources}
+        self.cache = kind_of(kinds)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fastgen.decoding.collecting_search import CollectingSearch
 from fastgen.optimizer.fairseq.replaying import ReplayedSteps
 from fastgen.optimizer.fairseq.session import Session
@@ -28,7 +26,7 @@ class State:
         tree.replant(other.session.tree)
         tree.max_steps = other.session.tree.max_steps
         self.session.cache_bytes = 0
-        for mine, theirs in zip(self._source(), other._source(), strict=True):
+        for mine, theirs in zip(self.session.stored(), other.session.stored(), strict=True):
             mine.copy_(theirs)
 
     def shape(self) -> Hashable:
@@ -36,18 +34,14 @@ class State:
         tree = self.session.tree
         return (
             (tree.batch, tree.beams, tree.capacity, tree.prompt_length),
-            tuple(source.bias is None for source in self.session.sources),
-            tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self._source()),
+            tuple((source.slim is None, source.bias is None) for source in self.session.sources),
+            tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self.session.stored()),
         )
 
     def nbytes(self) -> int:
-        return self.session.tree.nbytes + sum(source.nbytes for source in self.session.sources)
+        return self.session.nbytes
 
     def close(self) -> None:
         """Let go of all keys and values."""
         self.session.tree.close()
         self.session.sources.clear()
-
-    def _source(self) -> list[Tensor]:
-        each = [(source.keys, source.values, source.bias) for source in self.session.sources]
-        return [x for tensors in each for x in tensors if x is not None]

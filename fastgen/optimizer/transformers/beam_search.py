@@ -50,7 +50,7 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
 
     started = host.started(model, request.input_ids, request.model_kwargs)
     shared = decoder.shared(started)
-    with decoder.reading():
+    with decoder.reading(shared):
         outputs = host.prefill(model, request.input_ids[::beams], chunks.configuration(request), shared)
     decoder.plant(shared, outputs.logits)
     outputs.past_key_values = decoder.cache
@@ -123,7 +123,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
             return model.forward(*args, **inputs)
         if not decoder.is_planted:
             shared = decoder.shared(inputs)
-            with decoder.reading():
+            with decoder.reading(shared):
                 outputs = model.forward(**shared)
             if is_chunked and decoder.tree.prompt_length < request.input_ids.shape[1]:
                 return outputs  # of which the host uses the cache alone

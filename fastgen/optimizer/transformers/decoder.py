@@ -12,11 +12,13 @@ from torch import Tensor
 
 from fastgen import arena
 from fastgen.buffers import Buffers
+from fastgen.cache.slim import Choice, kind_of
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings, replay
 from fastgen.decoding.static_search import StaticSearch
 from fastgen.optimizer.transformers import host, modules
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
+from fastgen.optimizer.transformers.planning import plan_for
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.session import Session
 from fastgen.optimizer.transformers.state import State
@@ -38,11 +40,12 @@ class TreeDecoder:
         tree: BeamTree | None = None,
         replayer: replay.Replayer | None = None,
         may_screen: bool = False,
+        choice: Choice | None = None,
     ) -> None:
         """`close` it when the call ends, however it does.
 
         `replayer`: of the steps on a tree of this call alone; `may_screen`: nobody sees more of the logits than which
-        is the largest.
+        is the largest; `choice`: which caches are slim, by default what a plan for this call alone says.
         """
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
@@ -50,7 +53,10 @@ class TreeDecoder:
         if tree is None:
             tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
-        self.session, self._arena = Session(self.tree, self.model), arena.of(self.model)
+        self.plan: str | None = None  # what speaks for the caches that the call has
+        if choice is None:
+            choice, self.plan = plan_for(request)
+        self.session, self._arena = Session(self.tree, self.model, choice), arena.of(self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.encoder_outputs: Any = None
         self.source_mask: Any = None
@@ -63,6 +69,7 @@ class TreeDecoder:
         self._shares = replayer is not None and is_free and modules.is_tested(self.model)
         self._is_handed_on = False
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
+        self._prompt_tokens = request.input_ids.shape[1]
         self._may_screen = may_screen
         self._is_screened = False
         # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
@@ -78,12 +85,20 @@ class TreeDecoder:
         return inputs
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """For the prompt's forward pass."""
+    def reading(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """For the prompt's forward pass, of these inputs."""
         if self._may_screen:
             self.session.products.watch(self.model.get_output_embeddings())
-        with self.session.multiplying(self.model):
+        self.encoder_outputs = inputs.get("encoder_outputs")
+        self._hand_source()
+        self.session.slim.prompt_tokens = self._prompt_tokens
+        with self.session.reading(self.model):
             yield
+
+    def _hand_source(self) -> None:
+        """Attention to the source itself is to the encoder's output: there is no other copy of it."""
+        if self.session.slim.choice.source and isinstance(self.encoder_outputs, dict):
+            self.session.slim.source = self.encoder_outputs["last_hidden_state"]
 
     def plant(self, inputs: dict[str, Any], logits: Tensor) -> None:
         """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`, and `logits`,
@@ -91,7 +106,6 @@ class TreeDecoder:
         # A bias or a scale behind the head could make another token the best.
         self._is_screened = self._may_screen and self.session.products.screen(logits)
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
-        self.encoder_outputs = inputs.get("encoder_outputs")
         self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
         self.tree.plant(mask)
         self.is_planted = True
@@ -110,6 +124,7 @@ class TreeDecoder:
         if kept is None:
             # From now on in memory of its own: later calls will write to it.
             self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
+            self._hand_source()
             return
         for name, value in vars(kept).items():
             setattr(self, name, value)
@@ -138,7 +153,7 @@ class TreeDecoder:
         if not self._is_finished_here() or not isinstance(outputs, dict) or [*outputs] != ["last_hidden_state"]:
             return
         states: Tensor = outputs["last_hidden_state"]
-        layers = self.cache.cross_attention_cache.layers
+        layers = self.cache.cross_attention_cache.stored_layers()
         length = self.source_mask.shape[1]
         if any(x.shape[-2] != length for x in (states, *(x for layer in layers for x in (layer.keys, layer.values)))):
             return
@@ -148,6 +163,7 @@ class TreeDecoder:
         self.source_mask = F.pad(self.source_mask, (0, more))
         for layer in layers:
             layer.keys, layer.values = (F.pad(x, (0, 0, 0, more)) for x in (layer.keys, layer.values))
+        self._hand_source()
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Open the next step and turn the host's inputs, one row per beam, into those of the tree."""
@@ -214,11 +230,19 @@ class TreeDecoder:
         batch = self.encoder_outputs[0].shape[0] if self.encoder_outputs is not None else 0
         self.encoder_outputs = selected(self.encoder_outputs, sentences, batch)
         self.source_mask = selected(self.source_mask, sentences, batch)
+        self._hand_source()
 
     def cache_bytes(self) -> int:
         """The most bytes that keys and values have taken, self- and cross-attention's."""
         self._measure()
         return self.peak_bytes
+
+    def cache_kind(self) -> str:
+        """What was stored of each position."""
+        own = {"kv" if layer.slim is None else "x" for layer in self.tree.layers}
+        if isinstance(self.cache, TreeEncoderDecoderCache):
+            own |= self.cache.cross_attention_cache.kinds()
+        return kind_of(own)
 
     def close(self) -> None:
         """Let go of all keys and values; those that the result refers to live on with it."""

@@ -61,20 +61,20 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
             tier, result = "compat", beam_search.compat(request, decoder, stock)
         else:
             tier, result = "fast", beam_search.fast(request, decoder)
-        cache_bytes = decoder.cache_bytes()
+        cache = decoder.cache_bytes(), decoder.cache_kind(), decoder.plan
         decoder.hand_on()
     seconds = time.perf_counter() - start
     if replayer is not None:
         replays.note(request.model, replayer)
     steps = decoder.tree.steps + 1  # the prompt's own forward pass chooses tokens too
-    _record(request, tier, reason, steps, seconds, cache_bytes)
+    _record(request, tier, reason, steps, seconds, *cache)
     return result
 
 
 def _stock(request: Request, stock: Callable[..., Any], reason: str) -> Any:
     start = time.perf_counter()
     result = request.run(stock)
-    _record(request, "stock", reason, None, time.perf_counter() - start, None)
+    _record(request, "stock", reason, None, time.perf_counter() - start)
     return result
 
 
@@ -84,9 +84,10 @@ def _record(
     reason: str | None,
     steps: int | None,
     seconds: float,
-    cache_bytes: int | None,
+    cache_bytes: int | None = None,
+    cache: str | None = None,
+    plan: str | None = None,
 ) -> None:
     model = type(request.model).__name__
-    report.record(
-        report.Call("transformers", model, tier, reason, request.batch, request.beams, steps, seconds, cache_bytes)
-    )
+    size = request.batch, request.beams
+    report.record(report.Call("transformers", model, tier, reason, *size, steps, seconds, cache_bytes, cache, plan))

@@ -19,10 +19,12 @@ from transformers.generation.utils import GenerationMixin
 from fastgen import config, report
 from fastgen.buffers import Buffers
 from fastgen.cache.joint import JointTree
+from fastgen.cache.slim import Choice
 from fastgen.optimizer.transformers import beam_search, dispatch, modules, proof
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, resized
 from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
+from fastgen.optimizer.transformers.planning import fixed_choice
 from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
 
 # `model_type` of those whose only absolute positions are `position_ids` or a module told `past_key_values_length`.
@@ -62,7 +64,7 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
     A call begins when there is room for its sentences among the `batch_size` that decode together; one that cannot
     be decoded with others runs alone. All calls have the same options: they differ in their inputs.
     """
-    waiting = enumerate(calls)
+    waiting, choice = enumerate(calls), fixed_choice(model)
     following = next(waiting, None)
     live: list[_Call] = []
     joint: _Joint | None = None
@@ -71,7 +73,7 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
         while following is not None or live:
             entering: list[_Call] = []
             while following is not None and _has_room([*live, *entering], following[1], batch_size):
-                call = _Call(model, *following)
+                call = _Call(model, choice, *following)
                 following = next(waiting, None)
                 if call.ended:
                     yield call.number, call.result
@@ -80,7 +82,7 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
                     sentences += call.request.batch
             if not (live or entering):
                 continue
-            joint = joint or ending.enter_context(contextlib.closing(_Joint(entering[0].request, batch_size)))
+            joint = joint or ending.enter_context(contextlib.closing(_Joint(entering[0].request, batch_size, choice)))
             joint.regroup(entering)
             joint.step_all()
             live = [call for call in joint.calls if not call.ended]
@@ -89,10 +91,8 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
                     yield call.number, call.result
         if joint is not None:
             model_name, seconds = type(model).__name__, time.perf_counter() - start
-            steps, size = joint.steps, joint.cache_bytes()
-            report.record(
-                report.Call("transformers", model_name, "fast", None, sentences, joint.beams, steps, seconds, size)
-            )
+            how = joint.steps, seconds, joint.cache_bytes(), joint.cache_kind()
+            report.record(report.Call("transformers", model_name, "fast", None, sentences, joint.beams, *how))
 
 
 def _has_room(calls: list[_Call], kwargs: Mapping[str, Any], batch_size: int) -> bool:
@@ -119,8 +119,9 @@ def _unrefillable(request: Request, stock: Callable[..., Any]) -> str | None:
 class _Call:
     """One call of `generate`, suspended at each of its steps."""
 
-    def __init__(self, model: Any, number: int, kwargs: Mapping[str, Any]) -> None:
-        self.number = number
+    def __init__(self, model: Any, choice: Choice, number: int, kwargs: Mapping[str, Any]) -> None:
+        """`choice`: which caches are slim."""
+        self.number, self._choice = number, choice
         self.result: Any = None
         self.ended = False
         try:
@@ -136,7 +137,7 @@ class _Call:
         if _unrefillable(self.request, stock):
             self.result, self.ended = dispatch.run(self.request, stock), True
             return
-        self.decoder = _OneOfSeveral(self.request)
+        self.decoder = _OneOfSeveral(self.request, choice=self._choice)
         self._steps = beam_search.steps(self.request, self.decoder)
         self.proceed(None)
 
@@ -163,8 +164,8 @@ class _OneOfSeveral(TreeDecoder):
     From then on its own tree is but a clock, and what the search wants done is noted for the joint decoder.
     """
 
-    def __init__(self, request: Request) -> None:
-        super().__init__(request)
+    def __init__(self, request: Request, choice: Choice) -> None:
+        super().__init__(request, choice=choice)
         self.has_moved = False
         self.is_clearing = False  # sentences that have finished shall leave now
         self.settled = 0  # sentences that could leave
@@ -207,10 +208,10 @@ class _Joint(TreeDecoder):
 
     tree: JointTree
 
-    def __init__(self, request: Request, rows: int) -> None:
-        """`rows`: sentences to make room for at once."""
+    def __init__(self, request: Request, rows: int, choice: Choice) -> None:
+        """`rows`: sentences to make room for at once; `choice`: which caches are slim."""
         tree = JointTree(rows, request.beams, request.input_ids.device, Buffers(request.model))
-        super().__init__(request, tree)
+        super().__init__(request, tree, choice=choice)
         self._rows = rows
         self.session.patches |= _absolute_positions(self.model)
         self.calls: list[_Call] = []  # in the order of their rows
@@ -260,6 +261,7 @@ class _Joint(TreeDecoder):
         states = [resized(output.last_hidden_state, 1, length) for output in outputs]
         self.encoder_outputs = type(outputs[0])(last_hidden_state=torch.cat(states))
         self.source_mask = torch.cat([resized(mask, 1, length) for mask in masks])
+        self._hand_source()
         cache.regroup(stay, [decoder.cache for decoder in newcomers], length, self._rows)
 
     @torch.no_grad()

@@ -18,9 +18,11 @@ from transformers.pytorch_utils import Conv1D
 from fastgen import arena, config
 from fastgen._patching import MISSING, PatchSet
 from fastgen.attention import beam_attention, fold_beams
+from fastgen.cache.slim import Choice
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.decoding.watched import is_of
 from fastgen.optimizer.transformers import host, modules
+from fastgen.optimizer.transformers.slim import SlimCaches
 from fastgen.products import Products, multiply, using
 
 _local = threading.local()
@@ -33,9 +35,12 @@ class Session:
     query has one row per beam and whose keys have one row per sentence is folded, any other passes through.
     """
 
-    def __init__(self, tree: BeamTree, model: torch.nn.Module) -> None:
+    def __init__(self, tree: BeamTree, model: torch.nn.Module, choice: Choice | None = None) -> None:
+        """`choice`: which caches are slim."""
         self.tree = tree
         self.products = Products(config.current().packing)
+        self.slim = SlimCaches(choice or Choice())
+        self.slim.install(model, self.products)
         self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
         if tree.is_static:
             self.patches |= modules.replayable_inputs(model)
@@ -79,7 +84,7 @@ class Session:
         """Fold the attention of this thread inside the block."""
         stack = _stack()
         stack.append(self)
-        self.is_active = True
+        self.is_active = self.slim.is_stepping = True
         self._derived.clear()
         self.tree.forget_masks()
         try:
@@ -88,13 +93,21 @@ class Session:
             self._check()
         finally:
             stack.pop()
-            self.is_active = False
+            self.is_active = self.slim.is_stepping = False
             self._derived.clear()
             self._appended = None
 
-    def multiplying(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """For the prompt's forward pass."""
-        return multiplying(self.products, model)
+    @contextlib.contextmanager
+    def reading(self, model: torch.nn.Module) -> Iterator[None]:
+        """For the prompt's forward pass: nothing is folded."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(multiplying(self.products, model))
+            if self.slim.source is not None:
+                _stack().append(self)
+                stack.callback(_stack().pop)
+                stack.callback(self._derived.clear)
+                stack.enter_context(_redirected(_ATTENTION))
+            yield
 
     def folds_rows(self, rows: int) -> bool:
         return rows == self.tree.batch * self.tree.beams
@@ -111,18 +124,52 @@ class Session:
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """The host's attention-function protocol; returns `[B*M, 1, H, D]` and no weights."""
+        if not self.is_active:
+            return self._read(inner, module, query, key, value, attention_mask, *args, **kwargs)
         if not self.folds_rows(query.shape[0]) or key.shape[0] != self.tree.batch:
             return inner(module, query, key, value, attention_mask, *args, **kwargs)
-        bias = self._bias(module, self.folded(), query.dtype, attention_mask, kwargs)
+        layer = self.folded()
+        bias = self._bias(module, layer, query.dtype, attention_mask, kwargs)
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if (slim := self.slim.of_source(module) if layer is None else layer.slim) is not None:
+            latent = slim.stored(self.slim.seen_source()) if layer is None else layer.spanned()[0]
+            if is_of(inner, "transformers"):
+                return slim.attend(query, latent, bias, scale), None
+            key, value = slim.keys_and_values(latent)  # a user's own function may do anything with them
         if inner is sdpa_attention_forward:
-            scale = kwargs.get("scaling")
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
             return beam_attention(query, key, value, bias, scale), None
         # The model's own function knows what else belongs to its attention: soft-capping, sinks.
         kwargs = {name: option for name, option in kwargs.items() if name not in ("position_bias", "is_causal")}
         rows = fold_beams(query, self.tree.batch, key.shape[1]).flatten(1, 2)  # [B, H, M, D]
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
         return output.flatten(0, 1)[:, None].contiguous(), None
+
+    def _read(
+        self,
+        inner: Callable[..., Any],
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """The same for the prompt, `[B, H, P, D]`: its tokens are to the source what beams are."""
+        slim, source = self.slim.of_source(module), self.slim.source
+        if slim is None or source is None or not self.slim.hides(source, slim):
+            return inner(module, query, key, value, attention_mask, *args, **kwargs)
+        if not is_of(inner, "transformers"):
+            key, value = slim.keys_and_values(slim.stored(source))
+            return inner(module, query, key, value, attention_mask, *args, **kwargs)
+        bias = self._bias(module, None, query.dtype, attention_mask, kwargs)
+        scale = kwargs.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        batch, _, tokens, _ = query.shape
+        rows = query.transpose(1, 2).flatten(0, 1)[:, :, None]  # [B*P, H, 1, D]
+        output = slim.attend(rows, slim.stored(source), bias, scale)
+        return output.view(batch, tokens, *output.shape[2:]), None
 
     def compiled_step_of(self, model: torch.nn.Module) -> Any:
         """The compiled step of this session's model, if it has one, for calls of the model that are plain steps."""

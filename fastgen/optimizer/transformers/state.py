@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.static_search import StaticSearch
+from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache
 from fastgen.optimizer.transformers.session import Session
 from fastgen.products import Products
 
@@ -57,6 +58,7 @@ class State:
     def close(self) -> None:
         """Let go of all keys and values: there are cycles, and memory is not to wait for the garbage collector."""
         self.tree.close()
+        self.session.slim.source = None
         if hasattr(self.cache, "close"):
             self.cache.close()
 
@@ -67,5 +69,4 @@ class State:
         """Of the source, all that a step may read: the encoder's output, its mask, its keys and values."""
         source = [] if self.encoder_outputs is None else [*self.encoder_outputs.values()]
         source += [] if self.source_mask is None else [self.source_mask]
-        cross = getattr(self.cache, "cross_attention_cache", None)
-        return source + [x for layer in (cross.layers if cross else ()) for x in (layer.keys, layer.values)]
+        return source + (self.cache.stored() if isinstance(self.cache, TreeEncoderDecoderCache) else [])

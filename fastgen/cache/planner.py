@@ -1,0 +1,243 @@
+"""Which cache a call takes: predicted bytes and seconds of each, and the fastest of those that fit.
+
+What is predicted is what differs between caches: attention, the projections that make keys and values, and those that
+slim caches need in their place. The rates come from timings on the device, a few milliseconds once.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastgen import arena, memory
+from fastgen.attention import beam_attention
+from fastgen.cache.slim import Choice, kind_of
+from fastgen.cache.tree import FIRST_STEPS
+from fastgen.report import size
+
+_SLACK = 1.25  # growing copies, activations: so much more than what is stored has to be free
+_ON_A_PATH = 1.7  # slots for each generated token that stay when a tree is pruned (benchmarks/bench_cache.py)
+_WARM_UP, _TRIALS = 2, 5
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What a decoder stores of each position, in one of its layers."""
+
+    own_layers: int  # that attend to the tokens before, and can have a slim cache
+    source_layers: int  # that attend to a source, and can have a slim cache
+    heads: int
+    key_heads: int
+    size: int  # of a head
+    width: int  # of the layer's input
+    source_width: int  # of the encoder's output
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of a call before it begins."""
+
+    batch: int
+    beams: int
+    prompt: int  # tokens of the decoder's prompt
+    source: int  # positions
+    steps: int  # tokens to come, at most
+    itemsize: int  # bytes of a number
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a device is at what caches differ in."""
+
+    few_rows: float  # multiplications and additions a second in attention of a few rows per head
+    many_rows: float  # of as many rows as a slim cache's one head has
+    products: float  # in the products of a projection
+    bandwidth: float  # bytes a second, of keys that one row passes over
+    overhead: float  # seconds that a slim layer's attention takes before it has done anything
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one choice, predicted."""
+
+    choice: Choice
+    kind: str
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {size(self.bytes)} and {self.seconds:.2g} s"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call takes, and what else it could have taken."""
+
+    cost: Cost
+    others: tuple[Cost, ...] = ()
+    free: int | None = None  # bytes, where they decided
+
+    @property
+    def choice(self) -> Choice:
+        return self.cost.choice
+
+    def __str__(self) -> str:
+        why = "" if self.free is None else f" (of memory, {size(self.free)} are free)"
+        return "predicted: " + "; ".join([f"{self.cost}{why}", *map(str, self.others)])
+
+
+def plan(geometry: Geometry, call: Call, rates: Rates, free: int | None, wanted: Choice | None = None) -> Plan:
+    """The fastest that fits into `free` bytes (None: nobody knows) or, if none does, the smallest.
+
+    `wanted`: take this one.
+    """
+    own = (False, True) if geometry.own_layers else (False,)
+    source = (False, True) if geometry.source_layers and call.source else (False,)
+    costs = [predict(geometry, call, rates, Choice(o, s)) for o in own for s in source]
+    for cost in costs:
+        if cost.choice == wanted:
+            return Plan(cost, tuple(other for other in costs if other is not cost))
+    fastest = min(costs, key=lambda cost: cost.seconds)
+    fitting = [cost for cost in costs if free is None or cost.bytes * _SLACK <= free]
+    best = min(fitting, key=lambda cost: cost.seconds, default=min(costs, key=lambda cost: cost.bytes))
+    return Plan(best, tuple(cost for cost in costs if cost is not best), None if best is fastest else free)
+
+
+def predict(geometry: Geometry, call: Call, rates: Rates, choice: Choice) -> Cost:
+    """What this choice takes."""
+    own, own_seconds = _of_own(geometry, call, rates, choice.own)
+    source, source_seconds = _of_source(geometry, call, rates, choice.source) if call.source else (0, 0.0)
+    kinds = {"x" if choice.own else "kv"} | ({"e" if choice.source else "kv"} if call.source else set())
+    return Cost(choice, kind_of(kinds), own + source, own_seconds + source_seconds)
+
+
+def _of_own(geometry: Geometry, call: Call, rates: Rates, is_slim: bool) -> tuple[int, float]:
+    kept = min(call.steps, FIRST_STEPS) * call.beams
+    slots = call.prompt + max(kept, int(min(call.beams, _ON_A_PATH) * call.steps))
+    stored = _stored(geometry, geometry.width, is_slim) * slots * call.batch * geometry.own_layers
+    seen = call.prompt + min(call.beams, _ON_A_PATH) * call.steps / 2  # by a step, on average
+    step = _attention(geometry, call, rates, call.beams, seen, geometry.width, is_slim)
+    step += 0.0 if is_slim else _projection(geometry, call, rates, call.batch * call.beams, geometry.width)
+    return stored * call.itemsize, call.steps * geometry.own_layers * step
+
+
+def _of_source(geometry: Geometry, call: Call, rates: Rates, is_slim: bool) -> tuple[int, float]:
+    positions = call.source * call.batch
+    layers = geometry.source_layers
+    width = geometry.source_width
+    stored = positions * (width if is_slim else layers * _stored(geometry, width, False))
+    step = _attention(geometry, call, rates, call.beams, call.source, width, is_slim)
+    if is_slim and call.prompt < geometry.size:
+        first = _attention(geometry, call, rates, call.prompt, call.source, width, is_slim)
+    else:
+        first = _projection(geometry, call, rates, positions, width)
+    return stored * call.itemsize, layers * (call.steps * step + first)
+
+
+def _stored(geometry: Geometry, width: int, is_slim: bool) -> int:
+    """Numbers of one position in one layer."""
+    return width if is_slim else 2 * geometry.key_heads * geometry.size
+
+
+def _projection(geometry: Geometry, call: Call, rates: Rates, rows: int, width: int) -> float:
+    """Seconds of the products with both projections of a layer, wherever they stand."""
+    numbers = 2 * geometry.key_heads * geometry.size * width
+    return max(2 * rows * numbers / rates.products, numbers * call.itemsize / rates.bandwidth)
+
+
+def _attention(
+    geometry: Geometry, call: Call, rates: Rates, rows: int, positions: float, width: int, is_slim: bool
+) -> float:
+    """Seconds of one layer's attention of `rows` queries of a sentence to so many positions."""
+    read = call.batch * positions * _stored(geometry, width, is_slim) * call.itemsize / rates.bandwidth
+    size = 2 * (width if is_slim else geometry.size)  # of a key and a value
+    operations = 2 * call.batch * rows * geometry.heads * positions * size
+    if not is_slim:
+        return max(operations / rates.few_rows, read)
+    group = geometry.heads // geometry.key_heads
+    moved = _projection(geometry, call, rates, call.batch * rows * group, width)  # to the query, and behind the sum
+    return max(operations / rates.many_rows, read) + moved + rates.overhead
+
+
+def plan_on(device: torch.device, dtype: torch.dtype, geometry: Geometry, call: Call, wanted: str) -> Plan:
+    """The plan for a call on this device, whose caches are `wanted` "auto" or slim ("x")."""
+    choice = None
+    if wanted == "x":
+        choice = Choice(own=bool(geometry.own_layers), source=bool(geometry.source_layers and call.source))
+    elif torch.are_deterministic_algorithms_enabled():  # a timing decides, and each cache rounds in its own way
+        choice = Choice()
+    return plan(geometry, call, _rates_of(device, dtype), _free(device), choice)
+
+
+def _free(device: torch.device) -> int | None:
+    """Bytes that a call may still take there; None where nobody says."""
+    if device.type != "cuda":
+        return memory.free()
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + idle
+
+
+_lock = threading.Lock()
+_rates: dict[tuple[str, torch.dtype, int], Rates] = {}
+
+
+def _rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Timed once for each device, dtype and number of threads."""
+    key = str(device), dtype, torch.get_num_threads()
+    with _lock:
+        if key not in _rates:
+            with arena.outside():
+                _rates[key] = _timed(device, dtype)
+        return _rates[key]
+
+
+@torch.no_grad()
+def _timed(device: torch.device, dtype: torch.dtype) -> Rates:
+    batch, heads, size, keys = 4, 8, 64, 384
+    width = heads * size
+
+    def rate(rows: int, heads: int, key_heads: int, size: int, positions: int) -> tuple[float, float]:
+        """Operations and bytes a second."""
+        query = _drawn(batch * rows, heads, 1, size, device=device, dtype=dtype)
+        keys = _drawn(batch, key_heads, positions, size, device=device, dtype=dtype)
+        values = keys.clone()
+        plain = functools.partial(beam_attention, query, keys, values, None, 0.1)
+        seconds = _seconds(plain if key_heads == heads else lambda: _as_slim(query, keys), device)
+        return 4 * batch * rows * heads * positions * size / seconds, 2 * keys.nbytes / seconds
+
+    few, many = rate(5, heads, heads, size, keys)[0], rate(5, heads, 1, width, keys)[0]
+    bandwidth = rate(1, heads, heads, size, 8 * keys)[1]
+    rows, weight = (_drawn(*shape, device=device, dtype=dtype) for shape in ((256, width), (width, 2 * width)))
+    product = _seconds(lambda: rows @ weight, device)
+    heads_of = _drawn(heads, 16, size, device=device, dtype=dtype), _drawn(heads, size, 4, device=device, dtype=dtype)
+    overhead = 3 * _seconds(lambda: torch.bmm(*heads_of).transpose(0, 1).contiguous(), device)
+    return Rates(few, many, 2 * rows.shape[0] * weight.numel() / product, bandwidth, overhead)
+
+
+def _as_slim(query: Tensor, stored: Tensor) -> Tensor:
+    stored = stored.float()
+    return beam_attention(query.float(), stored, stored, None, 0.1)
+
+
+def _drawn(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    # Not `randn`: the user's stream of random numbers stays as it is.
+    count = torch.Size(shape).numel()
+    return torch.linspace(-1, 1, count, device=device).to(dtype).view(shape)
+
+
+def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+    times = []
+    for trial in range(_WARM_UP + _TRIALS):
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if trial >= _WARM_UP:
+            times.append(time.perf_counter() - start)
+    return min(times)  # what disturbs only adds

@@ -1,0 +1,272 @@
+"""Slim caches: the output is the host's, and what is stored is what was asked for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+from both_hosts import run_together
+from test_pruning import at_every_step as at_every_step
+from test_refill import calls_of, refilled, stock_results
+from transformers.modeling_utils import AttentionInterface
+
+import fastgen
+from fastgen import report
+from fastgen.cache.slim import Slim
+from fastgen.decoding import recordings
+from fastgen.optimizer.transformers import host, refill, slim
+from fastgen.optimizer.transformers.slim import SlimCaches
+
+ENCODER_DECODERS = """bart bart_distilled bart_eager bert2gpt2 blenderbot m2m_100 marian mbart mt5 pegasus
+speech_to_text t5 umt5 whisper""".split()
+DECODERS = ["gpt2", "opt"]
+FAMILIES = ENCODER_DECODERS + DECODERS
+SEARCHES: dict[str, dict[str, Any]] = {
+    "plain": dict(num_beams=4, max_new_tokens=16, num_return_sequences=4),
+    "early": dict(num_beams=3, max_new_tokens=12, early_stopping=True, repetition_penalty=1.3),
+    "greedy": dict(max_new_tokens=12),
+    "sampled": dict(num_beams=1, do_sample=True, num_return_sequences=3, top_k=0, max_new_tokens=9),
+}
+DETAILS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
+TOKENS = dict(return_dict_in_generate=False)
+LONG = dict(num_beams=3, min_new_tokens=12, max_new_tokens=12, tier="compat", **TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def slim_caches() -> Iterator[None]:
+    with harness.configured(cache="x"):
+        yield
+
+
+def kind_of(family: str) -> str:
+    return "x" if family in DECODERS else "x+e"
+
+
+def inputs_for(family: str, seed: int = 0, **shape: Any) -> dict[str, Any]:
+    return {**zoo.inputs_for(family, seed=seed, **shape), **zoo.FAMILIES[family].generate}
+
+
+def assert_stored(kind: str) -> None:
+    assert {call.cache for call in report.calls()} == {kind}, report.calls()
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_identical(family: str, search: str) -> None:
+    if family == "bart_eager" and not host.FINDS_EAGER:
+        pytest.skip("falls back on this version of transformers")
+    model, inputs, options = zoo.load(family), inputs_for(family), SEARCHES[search]
+    for tier in ("compat",) if options.get("num_beams", 1) == 1 else harness.TIERS:
+        for details in (DETAILS, TOKENS):
+            harness.compare(model, inputs, tier=tier, **options, **details)
+            assert_stored(kind_of(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fewer_bytes(family: str) -> None:
+    """A latent of the model's width in place of keys and values, which are as wide each here."""
+    model, inputs = zoo.load(family), inputs_for(family, batch=1, length=24)
+    taken = {}
+    for cache in ("kv", "x"):
+        with harness.configured(cache=cache):
+            _, calls = harness.run_fastgen(model, inputs, num_beams=3, min_new_tokens=8, max_new_tokens=8)
+        taken[calls[-1].cache] = calls[-1].cache_bytes
+    assert taken.keys() == {"kv", kind_of(family)}
+    assert taken[kind_of(family)] <= taken["kv"] / 2
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "whisper", "bert2gpt2", "gpt2"])
+def test_pruned_at_every_step(family: str, at_every_step: list[int]) -> None:
+    harness.compare(zoo.load(family), inputs_for(family), num_beams=4, max_new_tokens=16, **TOKENS)
+    assert len(at_every_step) > 1
+    assert_stored(kind_of(family))
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) & refill._REFILLED))
+def test_refilled(family: str) -> None:
+    model, calls = zoo.load(family), calls_of(family, num_beams=3)
+    for expected, result in zip(stock_results(model, calls), refilled(model, calls), strict=True):
+        harness.assert_same(expected, result)
+    assert_stored(kind_of(family))
+
+
+@pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+@pytest.mark.usefixtures("recording")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded(family: str) -> None:
+    """A later call puts its prompt and its source where the recording looks for them."""
+    model = copy.deepcopy(zoo.load(family))
+    for seed in range(3):
+        harness.compare(model, inputs_for(family, seed), **LONG)
+        assert recordings.count(model) == 1
+    harness.compare(model, inputs_for(family, 3), **{**LONG, "tier": "auto"})
+    assert_stored(kind_of(family))
+    with harness.configured(cache="kv"):
+        harness.compare(model, inputs_for(family), **LONG)
+        assert_stored("kv")
+    assert recordings.count(model) == 2  # one of each kind
+
+
+@pytest.mark.parametrize("family", ["bart", "whisper", "t5", "bert2gpt2"])
+def test_a_long_prompt_reads_the_source_by_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From as many tokens on as a head is wide, keys and values that are dropped again take less arithmetic."""
+    model = zoo.load(family)
+    rows = []
+    attend = Slim.attend
+    monkeypatch.setattr(
+        Slim, "attend", lambda self, query, *rest: rows.append(len(query)) or attend(self, query, *rest)
+    )
+    for tokens, reads in ((3, True), (11, False)):
+        prompt = torch.randint(zoo.FIRST_WORD, 40, (3, tokens), generator=torch.Generator().manual_seed(1))
+        prompt[:, 0] = model.generation_config.decoder_start_token_id  # or the host puts it before
+        inputs = {**inputs_for(family), "decoder_input_ids": prompt}
+        rows.clear()
+        harness.compare(model, inputs, num_beams=2, max_new_tokens=5, tier="fast", **TOKENS)
+        assert_stored("x+e")
+        assert (3 * tokens in rows) == reads, rows
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_prompt_in_chunks(family: str) -> None:
+    harness.compare(
+        zoo.load(family), inputs_for(family, length=11), num_beams=3, max_new_tokens=6, prefill_chunk_size=4
+    )
+    assert_stored("x")
+
+
+@pytest.mark.parametrize("family", ["bart", "gpt2"])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_odd_batches(family: str, batch: int) -> None:
+    """One sentence; one token; a sentence that finishes at once."""
+    model = zoo.load(family)
+    for options in (dict(max_new_tokens=1), dict(max_new_tokens=7, eos_token_id=list(range(4, 50)))):
+        for beams in (2, 7):
+            harness.compare(model, inputs_for(family, batch=batch), num_beams=beams, **options)
+            assert_stored(kind_of(family))
+
+
+@pytest.mark.parametrize("family", ["bart", "whisper", "gpt2"])
+def test_the_cache_returned_is_the_hosts(family: str) -> None:
+    model, inputs = zoo.load(family), inputs_for(family)
+    options = dict(num_beams=3, max_new_tokens=9, **DETAILS)
+    stock = harness.run_stock(model, inputs, **options)
+    output, _ = harness.run_fastgen(model, inputs, **options)
+    assert_stored(kind_of(family))
+    for a, b in zip(stock.past_key_values, output.past_key_values, strict=True):
+        for mine, theirs in zip(a, b, strict=True):
+            if torch.is_tensor(mine):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_changed_weights_are_seen() -> None:
+    model = copy.deepcopy(zoo.load("bart"))
+    for _ in range(2):
+        harness.compare(model, inputs_for("bart"), num_beams=3, max_new_tokens=9)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "decoder" in name and ("k_proj" in name or "v_proj" in name):
+                    weight.mul_(-1.2)
+    assert_stored("x+e")
+
+
+def test_threads_choose_for_themselves() -> None:
+    model, inputs = zoo.load("bart"), inputs_for("bart")
+    options = dict(num_beams=3, max_new_tokens=12, **TOKENS)
+    expected = harness.run_stock(model, inputs, **options)
+
+    def job(cache: str) -> None:
+        with fastgen.configured(cache=cache), torch.no_grad():
+            assert torch.equal(model.generate(**harness.request(inputs, options)), expected)
+
+    report.reset()
+    fastgen.configure(history=64)
+    run_together([lambda: job("x"), lambda: job("kv"), lambda: job("x")], rounds=4)
+    assert sorted(call.cache for call in report.calls()) == ["kv"] * 4 + ["x+e"] * 8
+
+
+# ---------------------------------------------------------------------------------------------- where there is none
+@pytest.mark.parametrize("family", ["llama", "gemma", "qwen3", "gpt_neox", "led", "trocr", "bert2bert"])
+def test_others_store_keys_and_values(family: str) -> None:
+    if family in zoo.FALLBACK:
+        pytest.skip("falls back on this version of transformers")
+    model = zoo.load(family)
+    harness.compare(model, inputs_for(family), num_beams=3, max_new_tokens=6)
+    assert_stored("kv")
+    assert slim.unsupported_reason(model)
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_projections_of_another_kind() -> None:
+    model = copy.deepcopy(zoo.load("opt"))
+    attention = model.model.decoder.layers[1].self_attn
+    projection = attention.k_proj
+    attention.k_proj = Doubled(projection.in_features, projection.out_features)
+    attention.k_proj.load_state_dict(projection.state_dict())
+    harness.compare(model.requires_grad_(False), inputs_for("opt"), num_beams=3, max_new_tokens=6)
+    assert_stored("kv")
+
+
+@pytest.mark.parametrize("where", ["hook", "forward", "class", "autocast"])
+def test_who_looks_at_keys_sees_keys(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(zoo.load("opt"))
+    projection = model.model.decoder.layers[0].self_attn.k_proj
+    seen = []
+    if where == "hook":
+        projection.register_forward_hook(lambda module, args, output: seen.append(output))
+    elif where == "forward":
+        stock = projection.forward
+        projection.forward = lambda rows: seen.append(stock(rows)) or seen[-1]
+    elif where == "class":
+        stock = torch.nn.Linear.forward
+        monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: seen.append(stock(self, x)) or seen[-1])
+    reason = slim.unsupported_reason(model)
+    if where == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            assert "autocast" in str(slim.unsupported_reason(model))
+        return
+    assert reason is not None and "of yours" in reason
+    harness.compare(model, inputs_for("opt"), num_beams=3, max_new_tokens=6)
+    assert_stored("kv")
+    assert seen and all(bool(output.any()) for output in seen)
+
+
+@pytest.mark.parametrize("family", ["bart", "gpt2"])
+def test_an_attention_of_yours_is_given_keys_and_values(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = AttentionInterface._global_mapping["sdpa"]
+
+    def capped(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any
+    ) -> Any:
+        return stock(module, query.tanh(), key.tanh(), value * 2, *rest, **more)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", capped)
+    for _ in range(2):
+        harness.compare(zoo.load(family), inputs_for(family), num_beams=3, max_new_tokens=12, **DETAILS)
+        assert_stored(kind_of(family))
+
+
+def test_compiled_steps_store_keys_and_values() -> None:
+    with harness.configured(compile=True):
+        assert "compiled" in str(slim.unsupported_reason(zoo.load("opt")))
+
+
+# ---------------------------------------------------------------------------------------------- negative controls
+@pytest.mark.parametrize("what", ["own", "source"])
+def test_a_wrong_latent_shows(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were these tests blind to what is stored, they would pass with anything."""
+    if what == "own":
+        monkeypatch.setattr(Slim, "stored", lambda self, inputs: inputs[:, None] * 1.5)
+    else:
+        seen = SlimCaches.seen_source
+        monkeypatch.setattr(SlimCaches, "seen_source", lambda self: seen(self).flip(1))
+    with pytest.raises(AssertionError, match=r"differ|tolerance"):
+        harness.compare(zoo.load("bart"), inputs_for("bart"), num_beams=3, max_new_tokens=12, **DETAILS)
