@@ -7,7 +7,7 @@ import importlib
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = [
     "enable",
     "generate",
     "generate_samples",
+    "inspect",
     "release",
     "status",
 ]
@@ -180,7 +181,8 @@ def configure(**options: Any) -> Config:
     """Change settings.
 
     strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off"),
-    cache ("auto", "kv", "x"), replay ("auto", "always", "off"), compile (bool), cuda_graphs (bool).
+    cache ("auto", "kv", "x", "k", "v"), cache_threshold (float), replay ("auto", "always", "off"), compile (bool),
+    cuda_graphs (bool).
     """
     return config.configure(**options)
 
@@ -213,6 +215,18 @@ def status() -> Status:
         encoders=report.encoders(),
         replayed=replays.replayed() if replays else {},
     )
+
+
+def inspect(model: Any, inputs: Mapping[str, Any]) -> Any:
+    """How exact each layer's attention would be with each kind of slim cache: a table, to be printed.
+
+    Tried on what `model.generate(**inputs)` would read and write, for a few sentences and tokens; errors are against
+    float64 and relative to the largest number of the attention's output. Raises ValueError, with the reason, for
+    models that have no slim caches. For models of transformers.
+    """
+    from fastgen.optimizer.transformers import inspecting  # brings the host with it
+
+    return inspecting.inspect(model, inputs)
 
 
 def release() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 TIERS = ("auto", "fast", "compat", "stock")
 PACKING = REPLAY = ("auto", "always", "off")
-CACHES = ("auto", "kv", "x")
+CACHES = ("auto", "kv", "x", "k", "v")
 NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
 _FLAGS |= {"1": True, "true": True, "yes": True, "on": True}
@@ -29,6 +29,7 @@ class Config:
     compile: bool = False  # run decode steps through torch.compile
     replay: str = "auto"  # on the CPU, record decode steps and replay them: of one sentence, "always", or "off"
     cache: str = "auto"  # what is stored of each position: what a plan says, keys and values ("kv"), or a slim cache
+    cache_threshold: float = 0.0  # slim caches leave out of a sum what weighs less: an approximation unless it is 0
     cuda_graphs: bool = False  # on CUDA, capture decode steps and replay them
 
     def __post_init__(self) -> None:
@@ -42,6 +43,11 @@ class Config:
                 raise error(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
         if not isinstance(self.history, int) or isinstance(self.history, bool):
             raise TypeError(f"history must be a whole number, not {self.history!r}.")
+        threshold = self.cache_threshold
+        if not isinstance(threshold, (int, float)) or isinstance(threshold, bool):
+            raise TypeError(f"cache_threshold must be a number, not {threshold!r}.")
+        if not 0 <= threshold < 1:
+            raise ValueError(f"cache_threshold must be at least 0 and less than 1, not {threshold!r}.")
         if self.history < 0:
             raise ValueError(f"history must be 0 or more, not {self.history!r}.")
 
@@ -75,6 +81,11 @@ def from_environment() -> Config:
             options["history"] = int(history)
         except ValueError:
             raise ValueError(f"FASTGEN_HISTORY must be a whole number, not {history!r}.") from None
+    if threshold := os.environ.get("FASTGEN_CACHE_THRESHOLD", "").strip():
+        try:
+            options["cache_threshold"] = float(threshold)
+        except ValueError:
+            raise ValueError(f"FASTGEN_CACHE_THRESHOLD must be a number, not {threshold!r}.") from None
     try:
         return Config(**options)
     except ValueError as error:  # the message begins with the option's name

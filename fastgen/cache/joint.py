@@ -143,6 +143,11 @@ class JointTree(BeamTree):
             layer = self.layers[index]
             assert isinstance(layer, JointLayer)
             layer.regroup(stay, slots, others, most)
+        rotations = [tree.rotations for tree in newcomers if tree.rotations is not None]
+        if rotations and self.rotations is None:
+            self.rotations = JointLayer(self, rotations[0], self._rows)
+        if isinstance(self.rotations, JointLayer):
+            self.rotations.regroup(stay, slots, rotations, most)
 
         # The clock starts anew with the oldest position that somebody sees: it stays below the slots in use.
         if most:

@@ -37,6 +37,7 @@ class Geometry:
     size: int  # of a head
     width: int  # of the layer's input
     source_width: int  # of the encoder's output
+    is_rotary: bool = False  # then no layer can store its input alone
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,17 @@ class Plan:
 def plan(geometry: Geometry, call: Call, rates: Rates, free: int | None, wanted: Choice | None = None) -> Plan:
     """The fastest that fits into `free` bytes (None: nobody knows) or, if none does, the smallest.
 
-    `wanted`: take this one.
+    Of caches whose exactness needs no proof for each layer: K and V alone are taken where they are `wanted`.
     """
-    own = (False, True) if geometry.own_layers else (False,)
-    source = (False, True) if geometry.source_layers and call.source else (False,)
-    costs = [predict(geometry, call, rates, Choice(o, s)) for o in own for s in source]
-    for cost in costs:
-        if cost.choice == wanted:
-            return Plan(cost, tuple(other for other in costs if other is not cost))
+    own = ("kv", "x") if geometry.own_layers and not geometry.is_rotary else ("kv",)
+    source = ("kv", "e") if geometry.source_layers and call.source else ("kv",)
+    choices = [Choice(o, s) for o in own for s in source]
+    if wanted is not None and wanted not in choices:
+        choices.append(wanted)
+    costs = [predict(geometry, call, rates, choice) for choice in choices]
+    if wanted is not None:
+        (cost,) = (cost for cost in costs if cost.choice == wanted)
+        return Plan(cost, tuple(other for other in costs if other is not cost))
     fastest = min(costs, key=lambda cost: cost.seconds)
     fitting = [cost for cost in costs if free is None or cost.bytes * _SLACK <= free]
     best = min(fitting, key=lambda cost: cost.seconds, default=min(costs, key=lambda cost: cost.bytes))
@@ -113,36 +117,38 @@ def predict(geometry: Geometry, call: Call, rates: Rates, choice: Choice) -> Cos
     """What this choice takes."""
     own, own_seconds = _of_own(geometry, call, rates, choice.own)
     source, source_seconds = _of_source(geometry, call, rates, choice.source) if call.source else (0, 0.0)
-    kinds = {"x" if choice.own else "kv"} | ({"e" if choice.source else "kv"} if call.source else set())
+    kinds = {choice.own} | ({choice.source} if call.source else set())
     return Cost(choice, kind_of(kinds), own + source, own_seconds + source_seconds)
 
 
-def _of_own(geometry: Geometry, call: Call, rates: Rates, is_slim: bool) -> tuple[int, float]:
+def _of_own(geometry: Geometry, call: Call, rates: Rates, kind: str) -> tuple[int, float]:
     kept = min(call.steps, FIRST_STEPS) * call.beams
     slots = call.prompt + max(kept, int(min(call.beams, _ON_A_PATH) * call.steps))
-    stored = _stored(geometry, geometry.width, is_slim) * slots * call.batch * geometry.own_layers
+    stored = _stored(geometry, geometry.width, kind) * slots * call.batch * geometry.own_layers
     seen = call.prompt + min(call.beams, _ON_A_PATH) * call.steps / 2  # by a step, on average
-    step = _attention(geometry, call, rates, call.beams, seen, geometry.width, is_slim)
-    step += 0.0 if is_slim else _projection(geometry, call, rates, call.batch * call.beams, geometry.width)
+    step = _attention(geometry, call, rates, call.beams, seen, geometry.width, kind)
+    projected = _projection(geometry, call, rates, call.batch * call.beams, geometry.width)
+    step += {"kv": 1, "x": 0}.get(kind, 0.5) * projected
     return stored * call.itemsize, call.steps * geometry.own_layers * step
 
 
-def _of_source(geometry: Geometry, call: Call, rates: Rates, is_slim: bool) -> tuple[int, float]:
+def _of_source(geometry: Geometry, call: Call, rates: Rates, kind: str) -> tuple[int, float]:
     positions = call.source * call.batch
     layers = geometry.source_layers
     width = geometry.source_width
-    stored = positions * (width if is_slim else layers * _stored(geometry, width, False))
-    step = _attention(geometry, call, rates, call.beams, call.source, width, is_slim)
-    if is_slim and call.prompt < geometry.size:
-        first = _attention(geometry, call, rates, call.prompt, call.source, width, is_slim)
+    stored = positions * (width if kind == "e" else layers * _stored(geometry, width, kind))
+    step = _attention(geometry, call, rates, call.beams, call.source, width, kind)
+    if kind == "e" and call.prompt < geometry.size:
+        first = _attention(geometry, call, rates, call.prompt, call.source, width, kind)
     else:
         first = _projection(geometry, call, rates, positions, width)
     return stored * call.itemsize, layers * (call.steps * step + first)
 
 
-def _stored(geometry: Geometry, width: int, is_slim: bool) -> int:
+def _stored(geometry: Geometry, width: int, kind: str) -> int:
     """Numbers of one position in one layer."""
-    return width if is_slim else 2 * geometry.key_heads * geometry.size
+    projected = geometry.key_heads * geometry.size
+    return {"kv": 2 * projected, "k": projected, "v": projected}.get(kind, width)
 
 
 def _projection(geometry: Geometry, call: Call, rates: Rates, rows: int, width: int) -> float:
@@ -152,13 +158,14 @@ def _projection(geometry: Geometry, call: Call, rates: Rates, rows: int, width: 
 
 
 def _attention(
-    geometry: Geometry, call: Call, rates: Rates, rows: int, positions: float, width: int, is_slim: bool
+    geometry: Geometry, call: Call, rates: Rates, rows: int, positions: float, width: int, kind: str
 ) -> float:
     """Seconds of one layer's attention of `rows` queries of a sentence to so many positions."""
-    read = call.batch * positions * _stored(geometry, width, is_slim) * call.itemsize / rates.bandwidth
-    size = 2 * (width if is_slim else geometry.size)  # of a key and a value
+    read = call.batch * positions * _stored(geometry, width, kind) * call.itemsize / rates.bandwidth
+    absorbed = {"kv": 0, "k": 1, "v": 1}.get(kind, 2)  # how many of keys and values are as wide as what is stored
+    size = absorbed * _stored(geometry, width, kind) + (2 - absorbed) * geometry.size
     operations = 2 * call.batch * rows * geometry.heads * positions * size
-    if not is_slim:
+    if kind == "kv":
         return max(operations / rates.few_rows, read)
     group = geometry.heads // geometry.key_heads
     moved = _projection(geometry, call, rates, call.batch * rows * group, width)  # to the query, and behind the sum
@@ -167,12 +174,17 @@ def _attention(
 
 def plan_on(device: torch.device, dtype: torch.dtype, geometry: Geometry, call: Call, wanted: str) -> Plan:
     """The plan for a call on this device, whose caches are `wanted` "auto" or slim ("x")."""
-    choice = None
-    if wanted == "x":
-        choice = Choice(own=bool(geometry.own_layers), source=bool(geometry.source_layers and call.source))
+    choice = None if wanted == "auto" else asked_for(wanted)
+    if choice is not None:
+        choice = Choice(choice.own, choice.source if geometry.source_layers and call.source else "kv")
     elif torch.are_deterministic_algorithms_enabled():  # a timing decides, and each cache rounds in its own way
         choice = Choice()
     return plan(geometry, call, _rates_of(device, dtype), _free(device), choice)
+
+
+def asked_for(wanted: str) -> Choice:
+    """What a user means by a `wanted` cache: "kv", "x", "k" or "v"."""
+    return Choice(wanted, "e" if wanted == "x" else wanted)
 
 
 def _free(device: torch.device) -> int | None:

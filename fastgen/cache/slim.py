@@ -1,9 +1,9 @@
 """Slim caches: of each position one vector is stored, from which keys and values of all heads follow.
 
 Graef and Wasielewski, "Slim attention: cut your context memory in half without loss" (2025), over the beam tree. The
-vector is the layer's input X (their section 6, option 2), which for cross-attention is the encoder's output, one for
-all layers (section 7, option 2), or the keys K, or the values V. What is missing is never computed for each position:
-its projection moves to the query, or behind the weighted sum.
+vector is the layer's input X (their section 6, option 2), which for cross-attention is the encoder's output E, one for
+all layers (section 7, option 2), or the keys K (sections 2 to 4, and 7, option 1), or the values V (its mirror). What
+is missing is never computed for each position: its projection moves to the query, or behind the weighted sum.
 
 `B` sentences, `M` beams, `H` query heads, `Hkv` key heads, `D` head size, `C` size of what is stored, `K` positions.
 """
@@ -16,7 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.attention import beam_attention
+from fastgen.attention import beam_attention, fold_beams
+
+Stored = tuple[Tensor, ...]
+KINDS = ("x", "e", "k", "v", "kv")  # in the order in which they are named
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the layers of a call store of each position, as far as they can."""
+
+    own: str = "kv"  # self-attention: keys and values, or "x", "k", "v"
+    source: str = "kv"  # cross-attention: keys and values, or "e", "k", "v"
 
 
 @dataclass(frozen=True)
@@ -33,73 +44,185 @@ class Projections:
         return _projected(inputs, self.key, self.key_bias), _projected(inputs, self.value, self.value_bias)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Whose keys and values are not stored."""
-
-    own: bool = False  # self-attention's: the input is, X
-    source: bool = False  # cross-attention's: the encoder's output is, E
-
-
 class Slim:
     """How one layer attends to what it stores, `[B, 1, K, C]`."""
 
-    def __init__(self, projections: Projections) -> None:
-        self.projections = projections
+    kind: str
+    rotates = False
 
-    def stored(self, inputs: Tensor) -> Tensor:
-        """`inputs` of the layer, `[rows, P, C]`, as they are stored, `[rows, 1, P, C]`."""
-        return inputs[:, None]
+    def __init__(self, projections: Projections, threshold: float = 0.0) -> None:
+        """`threshold`: what weighs less is left out of the sum (section 3). More than 0 is an approximation."""
+        self.projections, self.threshold = projections, threshold
 
-    def attend(self, query: Tensor, stored: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-        """`fastgen.attention.beam_attention` of keys and values that nobody computes.
-
-        Head i's scores are `(q W_K,i) X^T`: of `q (X W_K,i^T + b_K,i)^T` the key's bias adds the same to all scores
-        of a row, which the softmax does not see. Its output is `(P X) W_V,i^T + b_V,i`, as a row of P sums to 1. What
-        is between is float32.
+    def attend(self, query: Tensor, stored: Stored, bias: Tensor | None, scale: float) -> Tensor:
+        """`fastgen.attention.beam_attention` of keys and values not all of which are there.
 
         Args:
             query: `[B*M, H, 1, D]`; bias and scale: see there.
+            stored: `[B, 1, K, C]` and, if it `rotates`, cosine and sine of each position, `[B, 1, K, R]`.
 
         Returns: `[B*M, 1, H, Dv]`, of the query's dtype, contiguous.
         """
-        rows = _by_key_head(query[:, :, 0], len(self.projections.key))  # [Hkv, B*M*G, D]
-        absorbed = torch.bmm(rows.float(), self.projections.key.float())  # [Hkv, B*M*G, C]
-        absorbed = _by_row(absorbed, len(query))[:, :, None]  # [B*M, H, 1, C]
-        stored, bias = stored.float(), None if bias is None else bias.float()
-        sums = beam_attention(absorbed, stored, stored, bias, scale)  # [B*M, 1, H, C]
-        rows = _by_key_head(sums[:, 0], len(self.projections.value))  # [Hkv, B*M*G, C]
-        values = torch.bmm(rows, self.projections.value.float().transpose(1, 2))  # [Hkv, B*M*G, Dv]
-        if (value_bias := self.projections.value_bias) is not None:
-            values += value_bias.float()[:, None]
-        return _by_row(values, len(query))[:, None].to(query.dtype).contiguous()
+        raise NotImplementedError
 
-    def keys_and_values(self, stored: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, stored: Stored) -> tuple[Tensor, Tensor]:
         """Of all positions, for those who need them: `[B, Hkv, K, D]` and `[B, Hkv, K, Dv]`."""
-        return self.projections.keys_and_values(stored[:, 0])
+        raise NotImplementedError
 
 
-def attend(query: Tensor, stored: tuple[Tensor, ...], slim: Slim | None, bias: Tensor | None, scale: float) -> Tensor:
+class InputCache(Slim):
+    """X, or E: the layer's input.
+
+    Head i's scores are `(q W_K,i) X^T`: of `q (X W_K,i^T + b_K,i)^T` the key's bias adds the same to all scores of a
+    row, which the softmax does not see. Its output is `(P X) W_V,i^T + b_V,i`, as a row of P sums to 1. What is between
+    is float32.
+    """
+
+    kind = "x"
+
+    def attend(self, query: Tensor, stored: Stored, bias: Tensor | None, scale: float) -> Tensor:
+        absorbed = _by_heads(query[:, :, 0].float(), self.projections.key.float())[:, :, None]  # [B*M, H, 1, C]
+        inputs, bias = stored[0].float(), None if bias is None else bias.float()
+        if self.threshold:
+            sums = _sums(*_sparse(_weights(absorbed, inputs, bias, scale), self.threshold, inputs))
+        else:
+            sums = beam_attention(absorbed, inputs, inputs, bias, scale)[:, 0]  # [B*M, H, C]
+        value, value_bias = self.projections.value, self.projections.value_bias
+        return _behind(sums, value.float().transpose(1, 2), None if value_bias is None else value_bias.float(), query)
+
+    def keys_and_values(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        return self.projections.keys_and_values(stored[0][:, 0])
+
+
+class KeyCache(Slim):
+    """K alone: `V = (K - b_K) W_KV + b_V`, where `W_KV` is a right inverse of W_K times W_V (equation 2.1, section 6,
+    option 1). Rounding is amplified by the condition of W_K: see `fastgen.cache.admission`.
+
+    With rotary positions (section 4) what is stored is not rotated yet, and is when it is read; with a threshold it is
+    stored as the host rotates it, and of it only what the softmax keeps is rotated back.
+    """
+
+    kind = "k"
+
+    def __init__(self, projections: Projections, threshold: float = 0.0, rotates: bool = False) -> None:
+        """Raises ValueError if a key has fewer numbers than the input: then values do not follow from keys."""
+        super().__init__(projections, threshold)
+        self.rotates = rotates
+        self._map, self._offset = _from_one_to_the_other(
+            projections.key, projections.value, projections.key_bias, projections.value_bias
+        )
+
+    @property
+    def is_stored_rotated(self) -> bool:
+        return self.rotates and self.threshold > 0
+
+    def attend(self, query: Tensor, stored: Stored, bias: Tensor | None, scale: float) -> Tensor:
+        latent = stored[0]
+        keys = self._keys(stored)
+        if self._recomputes(len(query) // len(latent), latent.shape[2]):
+            return beam_attention(query, keys, self._values(stored), bias, scale)
+        weights = _weights(query, keys, bias, scale)
+        if self.threshold:
+            weights, latent, *rotation = _sparse(weights, self.threshold, *stored)
+            latent = _rotated_back(keys.shape[1], latent, *rotation) if self.rotates else latent
+        return _behind(_sums(weights, latent), self._map.transpose(1, 2), self._offset, query)
+
+    def _recomputes(self, beams: int, positions: int) -> bool:
+        """Whether all values are less work than a sum of keys for each head: equation 2.1's two orders."""
+        heads, size, width = self._map.shape
+        summed = beams * heads * width * (positions + size)
+        return not self.threshold and positions * width * heads * size < summed
+
+    def keys_and_values(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        return self._keys(stored), self._values(stored)
+
+    def _keys(self, stored: Stored) -> Tensor:
+        keys = _heads_of(stored[0], len(self.projections.key))
+        return rotated(keys, *stored[1:]) if self.rotates and not self.is_stored_rotated else keys
+
+    def _values(self, stored: Stored) -> Tensor:
+        latent, *rotation = stored
+        if self.is_stored_rotated:
+            latent = _rotated_back(len(self.projections.key), latent, *rotation)
+        return _projected(latent[:, 0], self._map, self._offset)
+
+
+class ValueCache(Slim):
+    """V alone: `K = (V - b_V) W_VK + b_K`, the mirror of `KeyCache`: what is the same for all keys drops out."""
+
+    kind = "v"
+
+    def __init__(self, projections: Projections, threshold: float = 0.0) -> None:
+        """Raises ValueError if a value has fewer numbers than the input: then keys do not follow from values."""
+        super().__init__(projections, threshold)
+        self._map, self._offset = _from_one_to_the_other(
+            projections.value, projections.key, projections.value_bias, projections.key_bias
+        )
+
+    def attend(self, query: Tensor, stored: Stored, bias: Tensor | None, scale: float) -> Tensor:
+        absorbed = _by_heads(query[:, :, 0], self._map)[:, :, None]  # [B*M, H, 1, C]
+        latent = stored[0]
+        weights = _weights(absorbed, latent, bias, scale)
+        if self.threshold:
+            weights, latent = _sparse(weights, self.threshold, latent)
+        output = weights @ _heads_of(latent, len(self.projections.value))  # [B, H, M, Dv]
+        return output.transpose(1, 2).flatten(0, 1)[:, None].contiguous()
+
+    def keys_and_values(self, stored: Stored) -> tuple[Tensor, Tensor]:
+        return _projected(stored[0][:, 0], self._map, self._offset), _heads_of(stored[0], len(self.projections.value))
+
+
+def slim_cache(kind: str, projections: Projections, threshold: float = 0.0, rotates: bool = False) -> Slim:
+    """The cache of one of `KINDS`; `rotates`: keys are rotated by their position after they are projected."""
+    if kind == "k":
+        return KeyCache(projections, threshold, rotates)
+    if rotates:
+        raise ValueError("keys that are rotated follow from what is stored only if that is the keys")
+    return ValueCache(projections, threshold) if kind == "v" else InputCache(projections, threshold)
+
+
+def attend(query: Tensor, stored: Stored, slim: Slim | None, bias: Tensor | None, scale: float) -> Tensor:
     """`beam_attention` to keys and values or, with a `slim` cache, to what is stored in their place."""
-    if slim is None:
-        keys, values = stored
-        return beam_attention(query, keys, values, bias, scale)
-    (latent,) = stored
-    return slim.attend(query, latent, bias, scale)
+    if slim is not None:
+        return slim.attend(query, stored, bias, scale)
+    keys, values = stored
+    return beam_attention(query, keys, values, bias, scale)
 
 
-def keys_and_values(stored: tuple[Tensor, ...], slim: Slim | None) -> tuple[Tensor, Tensor]:
+def keys_and_values(stored: Stored, slim: Slim | None) -> tuple[Tensor, Tensor]:
     """Those that are stored, or that follow from what is."""
-    if slim is None:
-        keys, values = stored
-        return keys, values
-    (latent,) = stored
-    return slim.keys_and_values(latent)
+    if slim is not None:
+        return slim.keys_and_values(stored)
+    keys, values = stored
+    return keys, values
 
 
 def kind_of(kinds: set[str]) -> str:
-    """What a call's layers store, "x", "e" or "kv", in one word."""
-    return "+".join(sorted(kinds, key=["x", "e", "kv"].index))
+    """What a call's layers store, each one of `KINDS`, in one word."""
+    return "+".join(sorted(kinds, key=KINDS.index))
+
+
+def _from_one_to_the_other(
+    one: Tensor, other: Tensor, one_bias: Tensor | None, other_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The projection that makes of what `one` makes of an input what `other` would: `[H, D, C]` and `[H, D]`, float32,
+    where C is H * D of `one`."""
+    heads, size, _ = other.shape
+    if one.shape[0] * one.shape[1] < one.shape[2]:
+        raise ValueError(f"{one.shape[0] * one.shape[1]} numbers do not hold an input of {one.shape[2]}")
+    inverse = torch.linalg.pinv(one.flatten(0, 1).double())  # [C', C]: of `one` transposed, so a right inverse of it
+    weight = other.flatten(0, 1).double() @ inverse  # [H * D, C]
+    offset = weight.new_zeros(heads * size)
+    if other_bias is not None:
+        offset += other_bias.flatten()
+    if one_bias is not None:
+        offset -= weight @ one_bias.flatten().double()
+    return weight.float().unflatten(0, (heads, size)), offset.float().view(heads, size)
+
+
+def condition(weight: Tensor) -> float:
+    """Of a projection `[H, D, C]`: its largest singular value over its smallest."""
+    return float(torch.linalg.cond(weight.flatten(0, 1).double()))
 
 
 def _projected(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -109,11 +232,61 @@ def _projected(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(inputs, weight.reshape(-1, width), bias).unflatten(2, (heads, size)).transpose(1, 2)
 
 
-def _by_key_head(rows: Tensor, key_heads: int) -> Tensor:
-    """`[R, H, D]` -> `[Hkv, R*G, D]`, the query heads of a key head in a row."""
-    return rows.unflatten(1, (key_heads, -1)).transpose(0, 1).flatten(1, 2)
+def _heads_of(stored: Tensor, heads: int) -> Tensor:
+    """`[B, 1, K, H * D]` -> `[B, H, K, D]`, a view."""
+    return stored[:, 0].unflatten(2, (heads, -1)).transpose(1, 2)
 
 
-def _by_row(heads: Tensor, rows: int) -> Tensor:
-    """`[Hkv, R*G, D]` -> `[R, H, D]`."""
-    return heads.unflatten(1, (rows, -1)).transpose(0, 1).flatten(1, 2)
+def _by_heads(rows: Tensor, weight: Tensor) -> Tensor:
+    """Each head's `rows` `[R, H, I]` times its own `weight`, `[Hkv, I, O]`: `[R, H, O]`."""
+    count, key_heads = len(rows), len(weight)
+    by_key_head = rows.unflatten(1, (key_heads, -1)).transpose(0, 1).flatten(1, 2)  # [Hkv, R*G, I]
+    return torch.bmm(by_key_head, weight).unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _behind(sums: Tensor, weight: Tensor, bias: Tensor | None, query: Tensor) -> Tensor:
+    """Heads' sums `[B*M, H, C]` times `weight` `[Hkv, C, D]`, plus `bias` `[Hkv, D]`: `[B*M, 1, H, D]` as the query."""
+    output = _by_heads(sums, weight)
+    if bias is not None:
+        output = output.unflatten(1, (len(bias), -1)).add_(bias[:, None]).flatten(1, 2)
+    return output[:, None].to(query.dtype).contiguous()
+
+
+def _weights(query: Tensor, keys: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """The softmax of attention from `[B*M, H, 1, D]` to `[B, Hkv, K, D]`: `[B, H, M, K]`."""
+    folded = fold_beams(query, *keys.shape[:2])  # [B, Hkv, G, M, D]
+    scores = (folded.flatten(2, 3) * scale @ keys.transpose(2, 3)).unflatten(2, folded.shape[2:4]).flatten(1, 2)
+    return (scores if bias is None else scores + bias).softmax(-1)
+
+
+def _sums(weights: Tensor, stored: Tensor) -> Tensor:
+    """Of `stored` `[B, 1, K, C]` by `weights` `[B, H, M, K]`: `[B*M, H, C]`."""
+    sums = weights.flatten(1, 2) @ stored[:, 0]  # [B, H*M, C]
+    return sums.unflatten(1, weights.shape[1:3]).transpose(1, 2).flatten(0, 1)
+
+
+def _sparse(weights: Tensor, threshold: float, *stored: Tensor) -> list[Tensor]:
+    """Weights `[B, H, M, K]` and what is stored, `[B, 1, K, C]`, at the positions of a sentence where some weight
+    reaches the threshold; those of its weights that do not are zero."""
+    weights = weights.masked_fill(weights < threshold, 0)
+    matters = weights.flatten(1, 2).any(1)  # [B, K]
+    most = max(int(matters.sum(1).max()), 1)
+    places = matters.sort(dim=1, descending=True, stable=True)[1][:, None, :most]  # [B, 1, W]
+    kept = [torch.take_along_dim(each, places[..., None], 2) for each in stored]
+    return [torch.take_along_dim(weights, places[:, :, None], 3), *kept]
+
+
+def rotated(keys: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """`keys` `[B, H, K, D]`, of which the first R numbers are rotated as Llama does it: number i with R/2 + i.
+
+    `cosine` and `sine`: `[B, 1, K, R]` (Su et al., "RoFormer", 2021, equation 34).
+    """
+    size = cosine.shape[-1]
+    first, rest = keys[..., :size], keys[..., size:]
+    halves = torch.cat((-first[..., size // 2 :], first[..., : size // 2]), dim=-1)
+    return torch.cat((first * cosine + halves * sine, rest), dim=-1)
+
+
+def _rotated_back(heads: int, latent: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Keys as they were before, all `[B, 1, K, H * D]`."""
+    return rotated(_heads_of(latent, heads), cosine, -sine).transpose(1, 2).flatten(2)[:, None]

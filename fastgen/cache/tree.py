@@ -72,12 +72,20 @@ class TreeLayer:
         return self._stored
 
     def spanned(self) -> tuple[Tensor, ...]:
-        """Of the buffers the slots that a step spans."""
-        return tuple(stored[:, :, : self.tree.width] for stored in self.stored())
+        """What attention needs of the slots that a step spans."""
+        return tuple(stored[:, :, : self.tree.width] for stored in self.needed())
+
+    def needed(self) -> tuple[Tensor, ...]:
+        """The buffers, with what the tree stores for all layers if this one needs it."""
+        rotations = self.tree.rotations
+        if self.slim is None or not self.slim.rotates:
+            return self.stored()
+        assert rotations is not None
+        return self.stored() + rotations.stored()
 
     def prompt(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the prompt's slots so far, each `[B, H, P, D]`."""
-        stored = tuple(stored[:, :, : self.prompt_length] for stored in self.stored())
+        stored = tuple(stored[:, :, : self.prompt_length] for stored in self.needed())
         return keys_and_values(stored, self.slim)
 
     def keep(self, sentences: Tensor) -> None:
@@ -153,6 +161,7 @@ class BeamTree:
         self.generated = 0  # slots in use beyond the prompt's
         self._was_pruned = False
         self.layers: list[TreeLayer] = []
+        self.rotations: TreeLayer | None = None  # cosines and sines of the slots' positions, where a layer needs them
         self._masks: dict[tuple[object, ...], Tensor] = {}  # of this step
 
     def plant(self, prompt_mask: Tensor | None = None, device: torch.device | None = None) -> None:
@@ -178,8 +187,8 @@ class BeamTree:
         self.steps = self.generated = 0
         self._was_pruned = False
         self._masks.clear()
-        theirs: Sequence[TreeLayer | None] = other.layers or [None] * len(self.layers)
-        for layer, its in zip(self.layers, theirs, strict=True):
+        theirs: Sequence[TreeLayer | None] = other._all() or [None] * len(self._all())
+        for layer, its in zip(self._all(), theirs, strict=True):
             layer.replant(its)
 
     @property
@@ -253,7 +262,7 @@ class BeamTree:
             self._positions = self._positions.repeat(self.batch, 1)  # from now on each its own
         self._positions[:, start:end] = self._positions[:, start:].gather(1, slots)
         self.generated, self._was_pruned = slots.shape[1], True
-        for layer in self.layers:
+        for layer in self._all():
             layer.prune(slots)
 
     def forget_masks(self) -> None:
@@ -277,7 +286,7 @@ class BeamTree:
             self._positions = self._positions.index_select(0, sentences)
         self.batch = len(sentences)
         self.epoch += 1
-        for layer in self.layers:
+        for layer in self._all():
             layer.keep(sentences)
         self._masks.clear()
 
@@ -311,12 +320,15 @@ class BeamTree:
 
     def close(self) -> None:
         """End the call: the layers' buffers are free, now and not when the garbage collector finds the tree."""
-        for layer in self.layers:
+        for layer in self._all():
             layer.clear()
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self._all())
+
+    def _all(self) -> list[TreeLayer]:
+        return self.layers if self.rotations is None else [*self.layers, self.rotations]
 
 
 def additive_mask(attend: Tensor, dtype: torch.dtype) -> Tensor:

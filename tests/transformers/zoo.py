@@ -248,6 +248,7 @@ def _families() -> list[Family]:
         ),
         Family("gpt_neox", _model("GPTNeoXForCausalLM", "GPTNeoXConfig", CAUSAL), text),
         Family("llama", _model("LlamaForCausalLM", "LlamaConfig", GROUPED), text),
+        Family("olmo", _model("OlmoForCausalLM", "OlmoConfig", CAUSAL), text),
         Family("qwen3", _model("Qwen3ForCausalLM", "Qwen3Config", GROUPED), text),
         Family("phi3", _model("Phi3ForCausalLM", "Phi3Config", CAUSAL, num_key_value_heads=2), text),
         Family("gemma", _model("GemmaForCausalLM", "GemmaConfig", GROUPED), text),
@@ -321,6 +322,23 @@ def _families() -> list[Family]:
 
 
 FAMILIES: dict[str, Family] = {family.name: family for family in _families()}
+# Of families above, with a key head for each query head: what slim caches of keys alone need.
+MULTI_HEAD = dict(CAUSAL, num_key_value_heads=4)
+VARIANTS: dict[str, Family] = {
+    "llama_multi_head": Family("llama_multi_head", _model("LlamaForCausalLM", "LlamaConfig", MULTI_HEAD), text),
+    "llama_biased": Family(
+        "llama_biased", _model("LlamaForCausalLM", "LlamaConfig", MULTI_HEAD, attention_bias=True), text
+    ),
+    "phi3_multi_head": Family("phi3_multi_head", _model("Phi3ForCausalLM", "Phi3Config", MULTI_HEAD), text),
+    "phi3_partly_rotary": Family(
+        "phi3_partly_rotary",
+        _model("Phi3ForCausalLM", "Phi3Config", MULTI_HEAD, partial_rotary_factor=0.5),
+        text,
+    ),
+    # Keys hold more numbers than the layer's input, as CodeGemma's do.
+    "gemma_wide": Family("gemma_wide", _model("GemmaForCausalLM", "GemmaConfig", MULTI_HEAD, head_dim=16), text),
+    "t5_wide": Family("t5_wide", _model("T5ForConditionalGeneration", "T5Config", T5, d_kv=16), text),
+}
 # transformers 4.57 asks nobody for eager attention, and T5's and Bert's are written out in their modules.
 if MAJOR < 5:
     for name in """bart_eager bert2bert bert2gpt2 bert_generation gemma2 gpt_oss led mt5 speech_to_text t5 trocr umt5
@@ -381,7 +399,7 @@ def load(name: str) -> Any:
     """The family's model: built once, shared by all tests, which must leave it as it was."""
     import fastgen
 
-    family = FAMILIES[name]
+    family = FAMILIES.get(name) or VARIANTS[name]
     with torch.random.fork_rng(devices=[]), fastgen.disabled():
         for seed in range(8):
             torch.manual_seed(seed)
@@ -393,4 +411,4 @@ def load(name: str) -> Any:
 
 
 def inputs_for(name: str, seed: int = 0, **shape: Any) -> Inputs:
-    return FAMILIES[name].inputs(load(name), seed=seed, **shape)
+    return (FAMILIES.get(name) or VARIANTS[name]).inputs(load(name), seed=seed, **shape)

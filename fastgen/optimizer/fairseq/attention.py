@@ -94,7 +94,7 @@ class TreeSelfAttention(_TreeAttention):
         if self.slim is None:
             self._prefill(keys, values)
         else:
-            self._prefill(self.slim.stored(query.transpose(0, 1)))
+            self._prefill(query.transpose(0, 1)[:, None])
         output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale)
         return self._module.out_proj(output.permute(2, 0, 1, 3).flatten(2))
 
@@ -154,7 +154,7 @@ class TreeCrossAttention(_TreeAttention):
         """
         bias = None if padding is None else self.shared.bias(padding, source.dtype, is_masked)
         if self.slim is not None:
-            return Source((self.shared.latent(source, self.slim),), bias, self.slim)
+            return Source((self.shared.latent(source),), bias, self.slim)
         projections = self._module.k_proj, self._module.v_proj
         keys, values = (self._by_head(projection(source)).contiguous() for projection in projections)
         return Source((keys, values), bias)
@@ -175,10 +175,10 @@ class Shared:
             self._derived[id(padding)] = padding, additive_mask(~hidden, dtype)[:, None, None] if has_any else None
         return self._derived[id(padding)][1]
 
-    def latent(self, source: Tensor, slim: Slim) -> Tensor:
+    def latent(self, source: Tensor) -> Tensor:
         """`source` `[N, B, C]` as a slim cache stores it, `[B, 1, N, C]`."""
         if id(source) not in self._derived:
-            self._derived[id(source)] = source, slim.stored(source.transpose(0, 1))
+            self._derived[id(source)] = source, source.transpose(0, 1)[:, None]
         latent = self._derived[id(source)][1]
         assert latent is not None
         return latent

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.cache import planner
-from fastgen.cache.slim import Choice, Projections, Slim
+from fastgen.cache.slim import Choice, Projections, Slim, slim_cache
 from fastgen.optimizer.fairseq.requests import Request
 from fastgen.optimizer.fairseq.views import is_plain
 
@@ -38,6 +38,8 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
     dtype, length = own.out_proj.weight.dtype, int(source.shape[1])
     positions = length if across else 0
     call = planner.Call(request.batch, request.beams, 1, positions, request.max_steps, dtype.itemsize)
+    if wanted in ("k", "v"):
+        return Choice(), f"cache={wanted!r} is for transformers' models"
     plan = planner.plan_on(source.device, dtype, geometry, call, wanted)
     return plan.choice, str(plan)
 
@@ -45,15 +47,15 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
 def fixed_choice(device: torch.device) -> Choice:
     """The same where the sentences of many calls share a cache: slim ones where they are asked for."""
     is_slim = config.current().cache == "x" and not torch.is_autocast_enabled(device.type)
-    return Choice(own=is_slim, source=is_slim)
+    return planner.asked_for("x") if is_slim else Choice()
 
 
-def slim_of(module: Any, is_wanted: bool) -> Slim | None:
-    """How this attention module attends without keys and values, if that `is_wanted` and can be."""
+def slim_of(module: Any, kind: str) -> Slim | None:
+    """How this attention module attends to a cache of this kind; None if it stores keys and values."""
     layers = module.k_proj, module.v_proj
-    if not is_wanted or not all(map(is_plain, layers)):
+    if kind == "kv" or not all(map(is_plain, layers)):
         return None
     heads = module.num_heads
     weights = (layer.weight.unflatten(0, (heads, -1)) for layer in layers)
     biases = (None if layer.bias is None else layer.bias.unflatten(0, (heads, -1)) for layer in layers)
-    return Slim(Projections(*weights, *biases))
+    return slim_cache(kind, Projections(*weights, *biases), config.current().cache_threshold)

@@ -21,7 +21,7 @@ from fastgen.cache.joint import Seats
 from fastgen.cache.slim import Slim, keys_and_values
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.optimizer.transformers.session import Session, traced
-from fastgen.optimizer.transformers.slim import Noted, SlimCaches
+from fastgen.optimizer.transformers.slim import SlimCaches
 
 
 def unsupported_cache(cache: Any) -> str | None:
@@ -52,17 +52,21 @@ class _Layer(CacheLayerMixin):
         pass
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        tree, is_slim = self.session.tree, self.layer.slim is not None
+        tree, slim = self.session.tree, self.layer.slim
         states = key_states, value_states
-        stored: tuple[Tensor, ...] = (_stored(self.session.slim.take()),) if is_slim else states
+        stored: tuple[Tensor, ...] = states
+        if slim is not None:
+            stored = (self.session.slim.take(states),)
+            if slim.rotates:
+                self.session.slim.rotate(tree)
         if not tree.steps:
             is_first = not self.layer.prompt_length
             self.layer.prefill(*stored)
             # The prompt may be read in chunks, and later ones see those before.
             return states if is_first else self.layer.prompt()
         self.session.appended(self.layer)
-        stored = self.layer.append(*stored)
-        keys, values = (_of_width(each, tree) for each in states) if is_slim else stored
+        spanned = self.layer.append(*stored)
+        keys, values = spanned if slim is None else (_of_width(each, tree) for each in states)
         return keys, values
 
     def get_seq_length(self, *args: Any) -> int:
@@ -85,11 +89,6 @@ class _Layer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         pass  # the tree is reordered as a whole
-
-
-def _stored(noted: Noted) -> Tensor:
-    """As the tree stores it, `[rows, 1, P, C]`."""
-    return noted.slim.stored(noted.rows)
 
 
 def _of_width(states: Tensor, tree: BeamTree) -> Tensor:
@@ -143,93 +142,120 @@ class TreeCache(Cache):
 
 
 class SourceLayer:
-    """Keys and values of the source that nobody computes: they have a shape, and take no memory."""
+    """What a layer stores of the source; where that is not keys and values, those have a shape and take no memory."""
 
-    def __init__(self, caches: SlimCaches, noted: Noted, keys: Tensor, values: Tensor) -> None:
-        self.caches, self.module, self.slim = caches, noted.module, noted.slim
-        self._sizes = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
+    def __init__(self, keys: Tensor, values: Tensor, *stored: Tensor) -> None:
+        """`stored`: what there is in place of `keys` and `values`."""
+        self.tensors = [x.contiguous() for x in stored or (keys, values)]
+        self._sizes = [(x.shape[1], x.shape[3]) for x in (keys, values)]
+        self.slim: Slim | None = None
+        self.module: Any = None  # the attention, if it has a slim cache
 
     @property
     def keys(self) -> Tensor:
-        return self._of_size(*self._sizes[0])
+        return self._shown(0)
 
     @property
     def values(self) -> Tensor:
-        return self._of_size(*self._sizes[1])
+        return self._shown(1)
 
-    def _of_size(self, heads: int, size: int) -> Tensor:
-        source = self.caches.seen_source()
-        return source.new_zeros(1).expand(source.shape[0], heads, source.shape[1], size)
+    def _shown(self, which: int) -> Tensor:
+        if self.slim is None:
+            return self.tensors[which]
+        (heads, size), (latent,) = self._sizes[which], self.spanned()
+        return latent.new_zeros(1).expand(latent.shape[0], heads, latent.shape[2], size)
+
+    def spanned(self) -> tuple[Tensor, ...]:
+        """What attention needs, each `[B, H, N, D]`."""
+        return tuple(self.tensors)
 
 
-class SourceCache(DynamicCache):
-    """Cross-attention's cache: keys and values, or nothing where attention reads the source itself."""
+class EncodedLayer(SourceLayer):
+    """A layer that attends to the encoder's output, which is stored elsewhere, once for all layers."""
+
+    def __init__(self, keys: Tensor, values: Tensor, caches: SlimCaches) -> None:
+        super().__init__(keys, values, keys[:0])
+        self.caches, self.tensors = caches, []
+
+    def spanned(self) -> tuple[Tensor, ...]:
+        return (self.caches.seen_source()[:, None],)
+
+
+class SourceCache(Cache):
+    """Cross-attention's cache."""
+
+    layers: list[Any]
 
     def __init__(self, caches: SlimCaches) -> None:
-        super().__init__()
+        super().__init__(layers=[])
         self._caches = caches
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        noted, self._caches.noted = self._caches.noted, None
+        caches, noted = self._caches, self._caches.noted
         # A model may put something between the encoder's output and its decoder.
-        if noted is None or noted.rows is not self._caches.source:
-            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            return keys, values
+        if noted is not None and noted.slim.kind == "x" and noted.rows is not caches.source:
+            noted = caches.noted = None
+        if noted is None:
+            layer = SourceLayer(key_states, value_states)
+        elif noted.slim.kind == "x":
+            layer = EncodedLayer(key_states, value_states, caches)
+        else:
+            layer = SourceLayer(key_states, value_states, noted.rows[:, None])
+        if noted is not None:
+            caches.noted, layer.slim, layer.module = None, noted.slim, noted.module
+            caches.attend_by(layer)
         assert layer_idx == len(self.layers)
-        self._caches.attend_to_source(noted.module, noted.slim)
-        self.layers.append(SourceLayer(self._caches, noted, key_states, value_states))
+        self.layers.append(layer)
         return key_states, value_states
 
     def taken_over(self, layer: Any) -> Any:
         """A layer of another such cache, for this one's source."""
         layer = copy.copy(layer)
-        if isinstance(layer, SourceLayer):
+        layer.tensors = []
+        if isinstance(layer, EncodedLayer):
             layer.caches = self._caches
-            self._caches.attend_to_source(layer.module, layer.slim)
+        if layer.slim is not None:
+            self._caches.attend_by(layer)
         return layer
 
     def kinds(self) -> set[str]:
-        """What is stored: keys and values ("kv"), or the encoder's output alone ("e")."""
-        return {"e" if isinstance(layer, SourceLayer) else "kv" for layer in self.layers}
-
-    def stored_layers(self) -> list[Any]:
-        """The layers that hold keys and values."""
-        return [layer for layer in self.layers if not isinstance(layer, SourceLayer)]
+        """What is stored: see `fastgen.cache.slim.KINDS`."""
+        named = {"x": "e"}
+        return {"kv" if layer.slim is None else named.get(layer.slim.kind, layer.slim.kind) for layer in self.layers}
 
 
 class TreeEncoderDecoderCache(EncoderDecoderCache):
     """Both caches of a decoder; the source's keys are the sentence's, whatever the beams."""
 
     cross_attention_cache: SourceCache
-    _seats: list[tuple[Seats, Seats]]  # keys' and values' of each layer, once sentences come and go
+    _seats: list[list[Seats]]  # of what each layer stores, once sentences come and go
     _capacity = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.self_attention_cache.reorder_cache(beam_idx)
 
     def keep(self, sentences: Tensor) -> None:
-        for layer in self.cross_attention_cache.stored_layers():
-            layer.batch_select_indices(sentences)
+        for layer in self.cross_attention_cache.layers:
+            layer.tensors = [tensor.index_select(0, sentences) for tensor in layer.tensors]
 
     def regroup(self, stay: Tensor, newcomers: list[Any], length: int, rows: int) -> None:
         """Drop all sentences but `stay` (int64 `[S]`), put those of other caches behind, all with `length` slots."""
-        others = [cache.cross_attention_cache for cache in newcomers]
+        others = [cache.cross_attention_cache.layers for cache in newcomers]
         mine = self.cross_attention_cache
-        is_new = not mine.layers
-        if is_new:
-            mine.layers = [mine.taken_over(layer) for layer in others[0].layers]
+        if not mine.layers:
+            mine.layers = [mine.taken_over(layer) for layer in others[0]]
             self.is_updated = dict.fromkeys(range(len(mine.layers)), True)
             buffers = self.self_attention_cache.session.tree.buffers
-            self._seats = [(Seats(rows, buffers), Seats(rows, buffers)) for _ in mine.stored_layers()]
+            self._seats = [[Seats(rows, buffers) for _ in layer.tensors] for layer in others[0]]
         self._capacity = max(self._capacity, length)
-        for index, layer in enumerate(mine.stored_layers()):
-            for name, seats in zip(("keys", "values"), self._seats[index], strict=True):
-                taken = None if is_new else getattr(layer, name)
-                new = [getattr(cache.stored_layers()[index], name) for cache in others]
+        for index, layer in enumerate(mine.layers):
+            for place, seats in enumerate(self._seats[index]):
+                taken = layer.tensors[place] if place < len(layer.tensors) else None
+                new = [layers[index].tensors[place] for layers in others]
                 held = seats.regroup(taken, stay, None, new, length, self._capacity)
-                setattr(layer, name, held[:, :, :length])
+                layer.tensors[place : place + 1] = [held[:, :, :length]]
 
     def close(self) -> None:
         """Let go of the source's keys."""
@@ -238,7 +264,7 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
 
     def stored(self) -> list[Tensor]:
         """The source's keys and values, as far as there are any."""
-        return [x for layer in self.cross_attention_cache.stored_layers() for x in (layer.keys, layer.values)]
+        return [tensor for layer in self.cross_attention_cache.layers for tensor in layer.tensors]
 
     @property
     def cross_bytes(self) -> int:
@@ -291,15 +317,11 @@ def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
     """What the host would have returned as `past_key_values`: one row per beam, gathered on demand."""
     paths = tree.paths()
     own = DynamicCache()
-    own.layers = [_Rows(layer.stored(), layer.slim, paths) for layer in tree.layers]
+    own.layers = [_Rows(layer.needed(), layer.slim, paths) for layer in tree.layers]
     if not isinstance(cache, EncoderDecoderCache):
         return own
     cross = DynamicCache()
     for layer in cache.cross_attention_cache.layers:
         everything = torch.arange(layer.keys.shape[2], device=paths.device).expand(paths.shape[0], -1)
-        if isinstance(layer, SourceLayer):
-            stored: tuple[Tensor, ...] = (layer.slim.stored(layer.caches.seen_source()),)
-            cross.layers.append(_Rows(stored, layer.slim, everything))
-        else:
-            cross.layers.append(_Rows((layer.keys, layer.values), None, everything))
+        cross.layers.append(_Rows(layer.spanned(), layer.slim, everything))
     return EncoderDecoderCache(own, cross)

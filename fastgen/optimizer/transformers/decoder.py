@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from fastgen import arena
 from fastgen.buffers import Buffers
-from fastgen.cache.slim import Choice, kind_of
+from fastgen.cache.slim import kind_of
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings, replay
 from fastgen.decoding.static_search import StaticSearch
 from fastgen.optimizer.transformers import host, modules
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
-from fastgen.optimizer.transformers.planning import plan_for
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.session import Session
+from fastgen.optimizer.transformers.slim import Kept
 from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import snapshot
 
@@ -40,12 +40,12 @@ class TreeDecoder:
         tree: BeamTree | None = None,
         replayer: replay.Replayer | None = None,
         may_screen: bool = False,
-        choice: Choice | None = None,
+        kept: Mapping[torch.nn.Module, Kept] | None = None,
     ) -> None:
         """`close` it when the call ends, however it does.
 
         `replayer`: of the steps on a tree of this call alone; `may_screen`: nobody sees more of the logits than which
-        is the largest; `choice`: which caches are slim, by default what a plan for this call alone says.
+        is the largest; `kept`: the attention modules whose caches are slim.
         """
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
@@ -53,10 +53,7 @@ class TreeDecoder:
         if tree is None:
             tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
-        self.plan: str | None = None  # what speaks for the caches that the call has
-        if choice is None:
-            choice, self.plan = plan_for(request)
-        self.session, self._arena = Session(self.tree, self.model, choice), arena.of(self.model)
+        self.session, self._arena = Session(self.tree, self.model, kept), arena.of(self.model)
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.encoder_outputs: Any = None
         self.source_mask: Any = None
@@ -97,7 +94,7 @@ class TreeDecoder:
 
     def _hand_source(self) -> None:
         """Attention to the source itself is to the encoder's output: there is no other copy of it."""
-        if self.session.slim.choice.source and isinstance(self.encoder_outputs, dict):
+        if self.session.slim.is_needed and isinstance(self.encoder_outputs, dict):
             self.session.slim.source = self.encoder_outputs["last_hidden_state"]
 
     def plant(self, inputs: dict[str, Any], logits: Tensor) -> None:
@@ -153,16 +150,16 @@ class TreeDecoder:
         if not self._is_finished_here() or not isinstance(outputs, dict) or [*outputs] != ["last_hidden_state"]:
             return
         states: Tensor = outputs["last_hidden_state"]
-        layers = self.cache.cross_attention_cache.stored_layers()
+        layers = self.cache.cross_attention_cache.layers
         length = self.source_mask.shape[1]
-        if any(x.shape[-2] != length for x in (states, *(x for layer in layers for x in (layer.keys, layer.values)))):
+        if any(x.shape[-2] != length for x in (states, *self.cache.stored())):
             return
         if not (more := -length % recordings.SOURCE_STEP):
             return
         self.encoder_outputs = type(outputs)(last_hidden_state=F.pad(states, (0, 0, 0, more)))
         self.source_mask = F.pad(self.source_mask, (0, more))
         for layer in layers:
-            layer.keys, layer.values = (F.pad(x, (0, 0, 0, more)) for x in (layer.keys, layer.values))
+            layer.tensors = [F.pad(tensor, (0, 0, 0, more)) for tensor in layer.tensors]
         self._hand_source()
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +236,7 @@ class TreeDecoder:
 
     def cache_kind(self) -> str:
         """What was stored of each position."""
-        own = {"kv" if layer.slim is None else "x" for layer in self.tree.layers}
+        own = {"kv" if layer.slim is None else layer.slim.kind for layer in self.tree.layers}
         if isinstance(self.cache, TreeEncoderDecoderCache):
             own |= self.cache.cross_attention_cache.kinds()
         return kind_of(own)

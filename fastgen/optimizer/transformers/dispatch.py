@@ -10,7 +10,7 @@ from typing import Any
 
 from fastgen import config, memory, report
 from fastgen.decoding import replays
-from fastgen.optimizer.transformers import beam_search, graphs
+from fastgen.optimizer.transformers import beam_search, graphs, planning
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import disproof
 from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
@@ -54,14 +54,14 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         raise report.FallbackError(reason)
     replayer = graphs.replayer_for(request, stock)
     start = time.perf_counter()
-    screens = may_screen(request, stock)
-    with contextlib.closing(TreeDecoder(request, replayer=replayer, may_screen=screens)) as decoder:
+    screens, caches = may_screen(request, stock), planning.plan_for(request, stock)
+    with contextlib.closing(TreeDecoder(request, None, replayer, screens, caches.kept)) as decoder:
         # What greedy search and sampling do between two steps is cheap: the host's own loop keeps all of its rules.
         if reason or settings.tier == "compat" or not request.is_search:
             tier, result = "compat", beam_search.compat(request, decoder, stock)
         else:
             tier, result = "fast", beam_search.fast(request, decoder)
-        cache = decoder.cache_bytes(), decoder.cache_kind(), decoder.plan
+        cache = decoder.cache_bytes(), decoder.cache_kind(), caches.plan
         decoder.hand_on()
     seconds = time.perf_counter() - start
     if replayer is not None:

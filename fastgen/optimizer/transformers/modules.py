@@ -40,7 +40,7 @@ _MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder'
 # `model_type` of the configurations that the test suite compares with stock, in both tiers.
 _TESTED = frozenset(
     """bart bert bert-generation blenderbot gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
-    mistral mt5 opt pegasus phi3 qwen3 speech_to_text t5 trocr umt5 whisper""".split()
+    mistral mt5 olmo opt pegasus phi3 qwen3 speech_to_text t5 trocr umt5 whisper""".split()
 )
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]

@@ -3,31 +3,100 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 from fastgen import config
 from fastgen.cache import planner
-from fastgen.cache.slim import Choice
+from fastgen.cache.slim import Choice, slim_cache
 from fastgen.optimizer.transformers import modules, slim
 from fastgen.optimizer.transformers.requests import Request
+from fastgen.optimizer.transformers.slim import Kept
 
 
-def plan_for(request: Request) -> tuple[Choice, str | None]:
-    """Which caches of a call are slim, and what speaks for it."""
+@dataclass(frozen=True)
+class Caches:
+    """What a call's attention modules store."""
+
+    kept: dict[nn.Module, Kept]  # those whose caches are slim
+    plan: str | None = None  # what speaks for it, or against others
+
+
+def plan_for(request: Request, stock: Callable[..., Any]) -> Caches:
+    """For one call; `stock` is the host's `_beam_search` or `_sample`."""
     model, wanted = request.model, config.current().cache
+    if wanted == "kv":
+        return Caches({})
     geometry = _geometry_of(model) if modules.is_tested(model) else None
-    if geometry is None or wanted == "kv":
-        return Choice(), slim.unsupported_reason(model) if wanted == "x" else None
+    if geometry is None:
+        return Caches({}, None if wanted == "auto" else slim.unsupported_reason(model))
     plan = planner.plan_on(request.input_ids.device, model.dtype, geometry, _call_of(request), wanted)
-    if plan.choice != Choice() and (reason := slim.unsupported_reason(model)):
-        return Choice(), reason
-    return plan.choice, str(plan)
+    if plan.choice == Choice():
+        return Caches({}, str(plan))
+    return _admitted(request, stock, plan.choice, str(plan))
 
 
-def fixed_choice(model: Any) -> Choice:
-    """The same where many calls share a cache, and none is known before: slim ones where they are asked for."""
-    is_slim = config.current().cache == "x" and slim.unsupported_reason(model) is None
-    return Choice(own=is_slim, source=is_slim)
+def fixed_for(request: Request, stock: Callable[..., Any]) -> Caches:
+    """For many calls that share a cache, of which this is the first: slim where that is asked for."""
+    wanted = config.current().cache
+    return Caches({}) if wanted in ("auto", "kv") else _admitted(request, stock, planner.asked_for(wanted), None)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    weights: Hashable  # as they were
+    caches: Caches
+
+
+_judged: weakref.WeakKeyDictionary[Any, dict[Hashable, _Judged]] = weakref.WeakKeyDictionary()
+
+
+def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan: str | None) -> Caches:
+    """As far as each layer's attention is exact enough: tried on a few sentences, once for a model's weights."""
+    model, threshold = request.model, config.current().cache_threshold
+    if reason := slim.unsupported_reason(model):
+        return Caches({}, reason)
+    # Another implementation of attention may compute something else.
+    key = (choice, threshold, model.dtype, getattr(model.config, "_attn_implementation", None))
+    weights = _state_of(model)
+    judged = _judged.setdefault(model, {})
+    if key not in judged or judged[key].weights != weights:
+        judged[key] = _Judged(weights, _judge(request, stock, choice, threshold))
+    caches = judged[key].caches
+    return Caches(caches.kept, "; ".join(filter(None, (plan, caches.plan))) or None)
+
+
+def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshold: float) -> Caches:
+    from fastgen.optimizer.transformers.inspecting import inspect_request
+
+    kinds = {"x" if kind == "e" else kind for kind in (choice.own, choice.source)} - {"kv"}
+    kept: dict[nn.Module, Kept] = {}
+    refused = []
+    for layer in inspect_request(request, stock, sorted(kinds)):
+        wanted = choice.source if layer.is_across else choice.own
+        if wanted == "kv":
+            continue
+        if (reason := layer.verdicts["x" if wanted == "e" else wanted].reason) is not None:
+            refused.append(f"{layer.name} stores keys and values: {reason}")
+        else:
+            rotates = slim.is_rotary(layer.module)
+            cache = slim_cache(wanted, slim.projections_of(layer.module), threshold, rotates)
+            kept[layer.module] = Kept(source=cache) if layer.is_across else Kept(own=cache)
+    more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+    return Caches(kept, refused[0] + more if refused else None)
+
+
+def _state_of(model: Any) -> Hashable:
+    """Changes with the weights that keys and values are projected by."""
+    parameters = [p for module in slim.attention_modules(model) for p in _parameters(module)]
+    return tuple((id(p), p.data_ptr(), None if p.is_inference() else p._version) for p in parameters)
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for layer in slim.projecting_layers(module) for parameter in layer.parameters(recurse=False)]
 
 
 _geometries: weakref.WeakKeyDictionary[Any, planner.Geometry | None] = weakref.WeakKeyDictionary()
@@ -46,10 +115,11 @@ def _geometry(model: Any) -> planner.Geometry | None:
         return None
     layers = len(attentions) // 2 if model.config.is_encoder_decoder else 0
     module = attentions[-1]
-    projections, width = slim.projections_of(module), slim.projections_of(attentions[0]).key.shape[2]
-    key_heads, size, source_width = projections.key.shape
-    heads = next(getattr(module, name) for name in ("num_heads", "n_heads") if hasattr(module, name))
-    return planner.Geometry(len(attentions) - layers, layers, heads, key_heads, size, width, source_width)
+    width = slim.projections_of(attentions[0]).key.shape[2]
+    key_heads, size, source_width = slim.projections_of(module).key.shape
+    heads, is_rotary = slim.heads_of(module), slim.is_rotary(module)
+    own = len(attentions) - layers
+    return planner.Geometry(own, layers, heads, key_heads, size, width, source_width, is_rotary)
 
 
 def _call_of(request: Request) -> planner.Call:

@@ -62,7 +62,7 @@ def _try(
     expected: Any,
     is_replayed: bool,
 ) -> str | None:
-    ours = _sample(request, LogitsProcessorList([_Recorded(expected.scores)]))
+    ours = sample_of(request, LogitsProcessorList([_Recorded(expected.scores)]))
     replayer = replay.Replayer(request.input_ids.device) if is_replayed else None
     try:
         with contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
@@ -90,7 +90,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _sampled(request: Request, stock: Callable[..., Any]) -> Any:
-    return _sample(request, LogitsProcessorList()).run(stock)
+    return sample_of(request, LogitsProcessorList()).run(stock)
 
 
 def _difference(expected: Tensor, logits: Tensor) -> float:
@@ -115,8 +115,8 @@ class _Recorded(LogitsProcessor):
         return next(self._scores, scores).clone()
 
 
-def _sample(request: Request, processors: LogitsProcessorList) -> Request:
-    """A few sentences, beams and steps of the request, with plain search and nothing shared with it."""
+def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _STEPS) -> Request:
+    """A few sentences, beams and `steps` of the request, with plain search and nothing shared with it."""
     beams = min(request.beams, _BEAMS)
     sentences = min(request.batch, _SENTENCES)
     rows = request.input_ids.shape[0]
@@ -127,7 +127,7 @@ def _sample(request: Request, processors: LogitsProcessorList) -> Request:
     config.num_beams, config.num_return_sequences = (beams, 1) if request.is_search else (1, beams)
     config.do_sample = False
     config.length_penalty, config.early_stopping = 1.0, False
-    config.max_length = min(config.max_length, request.input_ids.shape[1] + _STEPS)
+    config.max_length = min(config.max_length, request.input_ids.shape[1] + steps)
     config.return_dict_in_generate = config.output_scores = config.output_logits = True
     config._fastgen_sequence_scores_only = False
     kwargs = {

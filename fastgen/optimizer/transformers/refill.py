@@ -19,12 +19,10 @@ from transformers.generation.utils import GenerationMixin
 from fastgen import config, report
 from fastgen.buffers import Buffers
 from fastgen.cache.joint import JointTree
-from fastgen.cache.slim import Choice
-from fastgen.optimizer.transformers import beam_search, dispatch, modules, proof
+from fastgen.optimizer.transformers import beam_search, dispatch, modules, planning, proof, slim
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, resized
 from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
-from fastgen.optimizer.transformers.planning import fixed_choice
 from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
 
 # `model_type` of those whose only absolute positions are `position_ids` or a module told `past_key_values_length`.
@@ -32,6 +30,7 @@ _REFILLED = frozenset(
     """bart blenderbot gemma gemma2 gpt2 gpt_neox llama m2m_100 marian mbart mistral mt5 opt pegasus phi3 qwen3 t5
     umt5""".split()
 )
+Kept = Mapping[torch.nn.Module, slim.Kept] | None
 _MOST_CALLS = 8  # at once: each adds its own few small operations to a step
 _CLEAR_FROM = 1 / 8  # of the sentences have finished: then it pays to copy the others' keys
 
@@ -64,7 +63,7 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
     A call begins when there is room for its sentences among the `batch_size` that decode together; one that cannot
     be decoded with others runs alone. All calls have the same options: they differ in their inputs.
     """
-    waiting, choice = enumerate(calls), fixed_choice(model)
+    waiting, planned = enumerate(calls), _Planned()
     following = next(waiting, None)
     live: list[_Call] = []
     joint: _Joint | None = None
@@ -73,7 +72,7 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
         while following is not None or live:
             entering: list[_Call] = []
             while following is not None and _has_room([*live, *entering], following[1], batch_size):
-                call = _Call(model, choice, *following)
+                call = _Call(model, planned, *following)
                 following = next(waiting, None)
                 if call.ended:
                     yield call.number, call.result
@@ -82,7 +81,9 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
                     sentences += call.request.batch
             if not (live or entering):
                 continue
-            joint = joint or ending.enter_context(contextlib.closing(_Joint(entering[0].request, batch_size, choice)))
+            joint = joint or ending.enter_context(
+                contextlib.closing(_Joint(entering[0].request, batch_size, planned.kept))
+            )
             joint.regroup(entering)
             joint.step_all()
             live = [call for call in joint.calls if not call.ended]
@@ -116,12 +117,22 @@ def _unrefillable(request: Request, stock: Callable[..., Any]) -> str | None:
     )
 
 
+class _Planned:
+    """Which caches all calls have, which are to be together: what the first one says."""
+
+    kept: Kept = None
+
+    def of(self, request: Request, stock: Callable[..., Any]) -> Kept:
+        if self.kept is None:
+            self.kept = planning.fixed_for(request, stock).kept
+        return self.kept
+
+
 class _Call:
     """One call of `generate`, suspended at each of its steps."""
 
-    def __init__(self, model: Any, choice: Choice, number: int, kwargs: Mapping[str, Any]) -> None:
-        """`choice`: which caches are slim."""
-        self.number, self._choice = number, choice
+    def __init__(self, model: Any, planned: _Planned, number: int, kwargs: Mapping[str, Any]) -> None:
+        self.number, self._planned = number, planned
         self.result: Any = None
         self.ended = False
         try:
@@ -137,7 +148,7 @@ class _Call:
         if _unrefillable(self.request, stock):
             self.result, self.ended = dispatch.run(self.request, stock), True
             return
-        self.decoder = _OneOfSeveral(self.request, choice=self._choice)
+        self.decoder = _OneOfSeveral(self.request, self._planned.of(self.request, stock))
         self._steps = beam_search.steps(self.request, self.decoder)
         self.proceed(None)
 
@@ -164,8 +175,8 @@ class _OneOfSeveral(TreeDecoder):
     From then on its own tree is but a clock, and what the search wants done is noted for the joint decoder.
     """
 
-    def __init__(self, request: Request, choice: Choice) -> None:
-        super().__init__(request, choice=choice)
+    def __init__(self, request: Request, kept: Kept) -> None:
+        super().__init__(request, kept=kept)
         self.has_moved = False
         self.is_clearing = False  # sentences that have finished shall leave now
         self.settled = 0  # sentences that could leave
@@ -208,10 +219,10 @@ class _Joint(TreeDecoder):
 
     tree: JointTree
 
-    def __init__(self, request: Request, rows: int, choice: Choice) -> None:
-        """`rows`: sentences to make room for at once; `choice`: which caches are slim."""
+    def __init__(self, request: Request, rows: int, kept: Kept) -> None:
+        """`rows`: sentences to make room for at once; `kept`: the attention modules whose caches are slim."""
         tree = JointTree(rows, request.beams, request.input_ids.device, Buffers(request.model))
-        super().__init__(request, tree, choice=choice)
+        super().__init__(request, tree, kept=kept)
         self._rows = rows
         self.session.patches |= _absolute_positions(self.model)
         self.calls: list[_Call] = []  # in the order of their rows

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from transformers.pytorch_utils import Conv1D
 from fastgen import arena, config
 from fastgen._patching import MISSING, PatchSet
 from fastgen.attention import beam_attention, fold_beams
-from fastgen.cache.slim import Choice
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.decoding.watched import is_of
-from fastgen.optimizer.transformers import host, modules
-from fastgen.optimizer.transformers.slim import SlimCaches
+from fastgen.optimizer.transformers import host, modules, slim
+from fastgen.optimizer.transformers.slim import Kept, SlimCaches
 from fastgen.products import Products, multiply, using
 
 _local = threading.local()
@@ -35,13 +34,19 @@ class Session:
     query has one row per beam and whose keys have one row per sentence is folded, any other passes through.
     """
 
-    def __init__(self, tree: BeamTree, model: torch.nn.Module, choice: Choice | None = None) -> None:
-        """`choice`: which caches are slim."""
+    def __init__(
+        self, tree: BeamTree, model: torch.nn.Module, kept: Mapping[torch.nn.Module, Kept] | None = None
+    ) -> None:
+        """`kept`: the attention modules whose caches are slim, and how."""
         self.tree = tree
         self.products = Products(config.current().packing)
-        self.slim = SlimCaches(choice or Choice())
-        self.slim.install(model, self.products)
+        self.slim = SlimCaches()
+        if kept:
+            self.slim.install(kept, self.products)
         self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
+        rotating = slim.rotary_seams(kept) if kept else {}
+        self._reading = {**_ATTENTION, **rotating}
+        self.patches |= rotating
         if tree.is_static:
             self.patches |= modules.replayable_inputs(model)
         # Not the model itself: what is recorded in a session may be kept as long as the model lives, not longer.
@@ -102,11 +107,11 @@ class Session:
         """For the prompt's forward pass: nothing is folded."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(multiplying(self.products, model))
-            if self.slim.source is not None:
+            if self.slim.is_needed:
                 _stack().append(self)
                 stack.callback(_stack().pop)
                 stack.callback(self._derived.clear)
-                stack.enter_context(_redirected(_ATTENTION))
+                stack.enter_context(_redirected(self._reading))
             yield
 
     def folds_rows(self, rows: int) -> bool:
@@ -132,11 +137,10 @@ class Session:
         bias = self._bias(module, layer, query.dtype, attention_mask, kwargs)
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        if (slim := self.slim.of_source(module) if layer is None else layer.slim) is not None:
-            latent = slim.stored(self.slim.seen_source()) if layer is None else layer.spanned()[0]
+        if (attended := self.slim.source_layer(module) if layer is None else layer) and attended.slim is not None:
             if is_of(inner, "transformers"):
-                return slim.attend(query, latent, bias, scale), None
-            key, value = slim.keys_and_values(latent)  # a user's own function may do anything with them
+                return attended.slim.attend(query, attended.spanned(), bias, scale), None
+            key, value = attended.slim.keys_and_values(attended.spanned())  # a user's own may do anything with them
         if inner is sdpa_attention_forward:
             return beam_attention(query, key, value, bias, scale), None
         # The model's own function knows what else belongs to its attention: soft-capping, sinks.
@@ -157,18 +161,18 @@ class Session:
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
         """The same for the prompt, `[B, H, P, D]`: its tokens are to the source what beams are."""
-        slim, source = self.slim.of_source(module), self.slim.source
-        if slim is None or source is None or not self.slim.hides(source, slim):
+        layer = self.slim.source_layer(module)
+        if layer is None or not self.slim.reads_encoded(layer.slim):
             return inner(module, query, key, value, attention_mask, *args, **kwargs)
         if not is_of(inner, "transformers"):
-            key, value = slim.keys_and_values(slim.stored(source))
+            key, value = layer.slim.keys_and_values(layer.spanned())
             return inner(module, query, key, value, attention_mask, *args, **kwargs)
         bias = self._bias(module, None, query.dtype, attention_mask, kwargs)
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         batch, _, tokens, _ = query.shape
         rows = query.transpose(1, 2).flatten(0, 1)[:, :, None]  # [B*P, H, 1, D]
-        output = slim.attend(rows, slim.stored(source), bias, scale)
+        output = layer.slim.attend(rows, layer.spanned(), bias, scale)
         return output.view(batch, tokens, *output.shape[2:]), None
 
     def compiled_step_of(self, model: torch.nn.Module) -> Any:
@@ -182,7 +186,7 @@ class Session:
         self._derived.clear()  # compiled code uses a tensor again for something else
         self._source_biases.clear()
         if (layer := self._appended) is not None:
-            key, value = (stored[:, :, : self.tree.used] for stored in layer.stored())
+            key, value = (stored[:, :, : self.tree.used] for stored in layer.spanned())
         kwargs = {name: option for name, option in kwargs.items() if option is not None}
         return self.attend(sdpa_attention_forward, module, query, key, value, *args, **kwargs)[0]
 
