@@ -81,6 +81,7 @@ class Products:
         self._remembers = False  # while it is to be remembered
         self._is_screened = False  # the watched layer
         self._instead: dict[nn.Module, Instead] = {}
+        self._apart: set[nn.Module] = set()  # share no product: it would be for nothing
 
     def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
         """`stock(layer, rows)` or the same product in another way.
@@ -99,6 +100,11 @@ class Products:
     def put_instead(self, layer: nn.Module, instead: Instead) -> None:
         """From now on this function's result stands for the layer's products."""
         self._instead[layer] = instead
+        self.set_apart(layer)
+
+    def set_apart(self, layer: nn.Module) -> None:
+        """From now on the layer may not be multiplied by whenever its siblings are."""
+        self._apart.add(layer)
 
     def watch(self, layer: nn.Module | None) -> None:
         """Remember what this layer's next product is, for `screen`."""
@@ -136,7 +142,7 @@ class Products:
         output = plan.product(rows, plan.weights, plan.bias)
         if plan.is_joint:
             return self._siblings.split(plan.layers, output)
-        if not transposed and not self._screens(layer):
+        if not transposed and not self._screens(layer) and layer not in self._apart:
             self._siblings.note(layer)
         return output
 
@@ -219,7 +225,8 @@ class Products:
         limit = _FEW_ROWS if number <= _FEW_ROWS else None
         if not self._pays(layer, rows, transposed, limit, packing.multiply, packing.pack):
             return None
-        if not rows.is_inference() and (joint := packing.joint(layer)) is not None:
+        joint = None if rows.is_inference() else packing.joint(layer)
+        if joint is not None and self._apart.isdisjoint(joint.layers):
             return _Plan(packing.multiply, joint.copy, _bias(joint.layers), joint.layers)
         copy = packing.copy_of(layer, transposed)
         return None if copy is None else _Plan(packing.multiply, copy, _bias((layer,)), (layer,))

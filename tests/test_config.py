@@ -60,6 +60,18 @@ def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, 
         ("FASTGEN_NATIVE", "1", "FASTGEN_NATIVE must be 0, build or required, or not be set, not '1'."),
         ("FASTGEN_TIER", "faster", "FASTGEN_TIER must be one of auto, fast, compat, stock, not 'faster'."),
         ("FASTGEN_PACKING", "no", "FASTGEN_PACKING must be one of auto, always, off, not 'no'."),
+        (
+            "FASTGEN_CACHE",
+            "/tmp/here",
+            "FASTGEN_CACHE must be one of auto, kv, x, k, v, not '/tmp/here'. "
+            "(The folder for compiled libraries is FASTGEN_CACHE_DIR.)",
+        ),
+        ("FASTGEN_CACHE_THRESHOLD", "some", "FASTGEN_CACHE_THRESHOLD must be a number, not 'some'."),
+        (
+            "FASTGEN_CACHE_THRESHOLD",
+            "-1",
+            "FASTGEN_CACHE_THRESHOLD must be at least 0 and less than 1, not -1.0.",
+        ),
         ("FASTGEN_HISTORY", "many", "FASTGEN_HISTORY must be a whole number, not 'many'."),
         ("FASTGEN_HISTORY", "-1", "FASTGEN_HISTORY must be 0 or more, not -1."),
     ],
@@ -86,6 +98,9 @@ def test_configure_changes_what_it_names_only() -> None:
         ({"tier": "slow"}, ValueError, "tier must be one of auto, fast, compat, stock, not 'slow'."),
         ({"tier": None}, TypeError, "tier must be one of auto, fast, compat, stock, not None."),
         ({"packing": True}, TypeError, "packing must be one of auto, always, off, not True."),
+        ({"cache": "e"}, ValueError, "cache must be one of auto, kv, x, k, v, not 'e'."),
+        ({"cache_threshold": "0"}, TypeError, "cache_threshold must be a number, not '0'."),
+        ({"cache_threshold": 1}, ValueError, "cache_threshold must be at least 0 and less than 1, not 1."),
         ({"compile": "yes"}, TypeError, "compile must be True or False, not 'yes'."),
         ({"history": "3"}, TypeError, "history must be a whole number, not '3'."),
         ({"history": True}, TypeError, "history must be a whole number, not True."),
@@ -94,7 +109,7 @@ def test_configure_changes_what_it_names_only() -> None:
             {"beams": 4},
             TypeError,
             "there is no option 'beams': "
-            "the options are strict, tier, history, packing, compile, replay, cache, cuda_graphs.",
+            "the options are strict, tier, history, packing, compile, replay, cache, cache_threshold, cuda_graphs.",
         ),
         (
             {"history": 5, "tier": "slow"},

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import judge
 import models
 import pytest
+import torch
 from test_refill import assert_same, each, refilled, samples
 
 from fastgen import report
-from fastgen.cache.slim import Slim
 from fastgen.decoding import recordings
+from fastgen.optimizer.fairseq.attention import Shared
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +74,69 @@ def test_recorded(name: str) -> None:
     assert_stored("x+e")
 
 
+# ---------------------------------------------------------------------------------------------- keys or values alone
+def well_conditioned(name: str, seed: int, smallest: float = 1.0) -> Any:
+    """A model whose keys and values are projected by weights with singular values down to `smallest`."""
+    model = models.load(name, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.decoder.layers:
+        for module in filter(None, (layer.self_attn, layer.encoder_attn)):
+            for projection in (module.k_proj, module.v_proj):
+                weight = projection.weight
+                sides = [torch.linalg.qr(torch.randn(32, 32, generator=generator).double())[0] for _ in range(2)]
+                new = sides[0] * torch.logspace(0, math.log10(smallest), 32).double() @ sides[1]
+                with torch.no_grad():
+                    weight.copy_(new * weight.std() / new.std())
+    return model
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("name", ["post-norm", "pre-norm", "bart", "align", "lm"])
+def test_one_alone(name: str, kind: str) -> None:
+    """From the second call on: the first one's output is what layers are judged on."""
+    model = well_conditioned(name, 11)
+    with judge.configured(cache=kind):
+        for number in range(3):
+            if name == "lm":
+                judge.compare(lambda: models.prompted([model], beam_size=3, max_len_b=20))
+            else:
+                judge.compare(lambda n=number: models.generate([model], models.batch(seed=n), beam_size=4))
+            if number:
+                assert_stored(kind)
+
+
+def test_one_alone_of_an_ensemble() -> None:
+    two = [well_conditioned("post-norm", 11), well_conditioned("post-norm", 12)]
+    with judge.configured(cache="k"):
+        for _ in range(2):
+            judge.compare(lambda: models.generate(two, models.batch()))
+    assert_stored("k")
+
+
+def test_one_alone_as_sentences_leave() -> None:
+    model = well_conditioned("post-norm", 13)
+    sample, prefix = models.staggered(17)
+    with judge.configured(cache="k"):
+        for _ in range(2):
+            judge.compare(lambda: models.generate([model], sample, prefix=prefix, beam_size=3, max_len_b=25))
+    assert_stored("k")
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+def test_never_a_wrong_hypothesis(kind: str) -> None:
+    """From no condition at all to a hopeless one: what is not exact enough is refused."""
+    stored = []
+    for exponent in range(10):
+        model = well_conditioned("post-norm", 20 + exponent, 10.0**-exponent)
+        with judge.configured(cache=kind):
+            for _ in range(2):
+                judge.compare(lambda model=model: models.generate([model], models.batch(), beam_size=4))
+        stored.append({call.cache for call in report.calls()})
+        if stored[-1] != {kind}:
+            assert "its attention errs by" in report.calls()[-1].plan
+    assert stored[0] == {kind} and stored[-1] == {"kv"}
+
+
 def test_fewer_bytes() -> None:
     """Three layers share one source, and a layer's input is half of its keys and values."""
     taken = {}
@@ -98,7 +164,7 @@ def test_a_watched_projection_keeps_its_layers_cache(projection: str) -> None:
 
 def test_a_wrong_latent_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were these tests blind to what is stored, they would pass with anything."""
-    stored = Slim.stored
-    monkeypatch.setattr(Slim, "stored", lambda self, inputs: stored(self, inputs).flip(2))
+    latent = Shared.latent
+    monkeypatch.setattr(Shared, "latent", lambda self, source: latent(self, source).flip(2))
     with pytest.raises(AssertionError):
         judge.compare(lambda: models.generate("post-norm", models.batch(), beam_size=3))

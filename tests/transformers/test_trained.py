@@ -137,13 +137,28 @@ def test_24_translations_with_scores(translator: Any, sentences: list[list[int]]
 
 
 @pytest.mark.slow
-def test_all_translations(translator: Any, sentences: list[list[int]]) -> None:
+@pytest.mark.parametrize("cache", ["auto", "x"])
+def test_all_translations(translator: Any, sentences: list[list[int]], cache: str) -> None:
     batches = _batches(sentences, translator.generation_config.pad_token_id)
-    total, wrong = _differing(translator, batches, num_beams=BEAMS, max_new_tokens=120)
-    assert total == 1000 and not wrong, wrong
+    with harness.configured(cache=cache):
+        total, wrong = _differing(translator, batches, num_beams=BEAMS, max_new_tokens=120)
+        assert total == 1000 and not wrong, wrong
+    assert cache == "auto" or fastgen.status().calls[-1].cache == "x+e"
 
 
-def test_pronunciations(shared: Path) -> None:
+@pytest.mark.parametrize("cache", ["k", "v"])
+def test_trained_weights_are_refused_layer_by_layer(translator: Any, sentences: list[list[int]], cache: str) -> None:
+    """Some are not exact enough to do without keys or values, and others are; the tokens are stock's."""
+    batches = _batches(sentences[:128], translator.generation_config.pad_token_id)
+    with harness.configured(cache=cache):
+        total, wrong = _differing(translator, batches, num_beams=BEAMS, max_new_tokens=120)
+        assert total == 128 and not wrong, wrong
+    call = fastgen.status().calls[-1]
+    assert call.cache == f"{cache}+kv" and "its attention errs by" in call.plan
+
+
+@pytest.mark.parametrize("cache", ["kv", "x", "k", "v"])
+def test_pronunciations(shared: Path, cache: str) -> None:
     """Words to phonemes: another trained model, with a forced end of sentence."""
     folder = shared / "models" / "g2p-bart-us"
     model = _load(folder)
@@ -152,7 +167,8 @@ def test_pronunciations(shared: Path) -> None:
     table = (shared / "data" / "words_phonemes.tsv").read_text(encoding="utf-8").splitlines()
     words = [line.split("\t")[0] for line in table[:256]]
     rows = [[1, *(known.get(character, 3) for character in word), 2] for word in words]
-    total, wrong = _differing(model, _batches(rows, pad=0), num_beams=4, max_new_tokens=40)
+    with harness.configured(cache=cache):
+        total, wrong = _differing(model, _batches(rows, pad=0), num_beams=4, max_new_tokens=40)
     assert total == 256 and not wrong, wrong
 
 

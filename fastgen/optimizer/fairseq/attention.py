@@ -45,6 +45,11 @@ class _TreeAttention:
         """`[B*M, 1, H, D]` -> `[1, B*M, C]`."""
         return self._module.out_proj(rows.flatten(2).transpose(0, 1))
 
+    def _latent(self, inputs: Tensor) -> Tensor:
+        """What a slim cache stores of the layer's `inputs`, `[length, rows, C]`."""
+        projection = {"k": "k_proj", "v": "v_proj"}.get(self.slim.kind) if self.slim is not None else None
+        return inputs if projection is None else getattr(self._module, projection)(inputs)
+
     def _by_head(self, x: Tensor) -> Tensor:
         """`[length, B, C]` -> `[B, H, length, D]`."""
         return x.unflatten(2, (self._heads, self._size)).permute(1, 2, 0, 3)
@@ -73,7 +78,7 @@ class TreeSelfAttention(_TreeAttention):
         """What a step stores, each `[B, H, M, D]`."""
         tree, module = self._session.tree, self._module
         if self.slim is not None:
-            return (query.view(tree.batch, 1, tree.beams, -1),)
+            return (self._latent(query).view(tree.batch, 1, tree.beams, -1),)
         return tuple(
             projection(query).view(tree.batch, tree.beams, self._heads, self._size).transpose(1, 2)
             for projection in (module.k_proj, module.v_proj)
@@ -94,7 +99,7 @@ class TreeSelfAttention(_TreeAttention):
         if self.slim is None:
             self._prefill(keys, values)
         else:
-            self._prefill(query.transpose(0, 1)[:, None])
+            self._prefill(self._latent(query).transpose(0, 1)[:, None])
         output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale)
         return self._module.out_proj(output.permute(2, 0, 1, 3).flatten(2))
 
@@ -154,7 +159,9 @@ class TreeCrossAttention(_TreeAttention):
         """
         bias = None if padding is None else self.shared.bias(padding, source.dtype, is_masked)
         if self.slim is not None:
-            return Source((self.shared.latent(source),), bias, self.slim)
+            is_shared = self.slim.kind == "x"
+            latent = self.shared.latent(source) if is_shared else self._latent(source).transpose(0, 1)[:, None]
+            return Source((latent,), bias, self.slim)
         projections = self._module.k_proj, self._module.v_proj
         keys, values = (self._by_head(projection(source)).contiguous() for projection in projections)
         return Source((keys, values), bias)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgen import arena, config
 from fastgen.buffers import Buffers
-from fastgen.cache.slim import Choice
+from fastgen.cache.slim import Choice, Slim
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings
 from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
@@ -263,12 +263,19 @@ def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Prod
     products = Products(config.current().packing) if products is None else products
     shared = Shared()
     layers = []
+
+    def slim_for(module: Any, kind: str) -> Slim | None:
+        if (slim := slim_of(module, kind)) is not None:
+            products.set_apart(module.k_proj)
+            products.set_apart(module.v_proj)
+        return slim
+
     for layer in decoder.layers:
         module = layer.self_attn
-        own = TreeSelfAttention(with_products(module, products), session, slim_of(module, choice.own))
+        own = TreeSelfAttention(with_products(module, products), session, slim_for(module, choice.own))
         attention: dict[str, Any] = {"self_attn": own}
         if (module := layer.encoder_attn) is not None:
-            slim = slim_of(module, choice.source)
+            slim = slim_for(module, choice.source)
             attention["encoder_attn"] = TreeCrossAttention(with_products(module, products), session, shared, slim)
         layers.append(replaced(with_products(layer, products), **attention))
     return replaced(with_products(decoder, products), layers=layers)

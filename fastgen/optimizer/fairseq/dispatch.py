@@ -18,6 +18,7 @@ from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
 from fastgen.optimizer.fairseq.requests import Request, is_diverse, unsupported_reason
 from fastgen.optimizer.fairseq.shortlist import Shortlist, is_shortened
+from fastgen.optimizer.fairseq.slim import look_at
 
 _JOINED = "the sentences of several searches share a tree"
 
@@ -60,6 +61,8 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         if ensemble is not None:
             ensemble.session.measure()
             ensemble.hand_on()
+            if not ensemble.reason:
+                look_at(request, result)
             arena.settle()
             if ensemble.replayer is not None:
                 replays.note(request.generator.model.single_model, ensemble.replayer)

@@ -101,7 +101,8 @@ class Joint:
         self._capacity = max(self._capacity, length)
         latent: tuple[Tensor, ...] | None = None  # of slim caches: one for all layers
         for attention, seats in zip(self._cross_attention, self._seats, strict=True):
-            stored = latent if attention.slim is not None else None
+            reads_source = attention.slim is not None and attention.slim.kind == "x"
+            stored = latent if reads_source else None
             if stored is None:
                 old, new = attention.source, [attention.project(source, None) for source in states]
                 stored = tuple(
@@ -109,7 +110,7 @@ class Joint:
                     for i, each in enumerate(seats[: attention.stores])
                 )
                 stored = tuple(held[:, :, :length] for held in stored)
-            if attention.slim is not None:
+            if reads_source:
                 latent = stored
                 attention.shared.forget()
             if bias is None and is_padded:

@@ -75,6 +75,8 @@ class Session:
     def measure(self) -> None:
         """Note how many bytes keys and values take, or what is stored in their place."""
         self.cache_bytes = max(self.cache_bytes, self.nbytes)
-        kinds = {"kv" if layer.slim is None else "x" for layer in self.tree.layers}
-        kinds |= {"kv" if source.slim is None else "e" for source in self.sources}
+        kinds = {"kv" if layer.slim is None else layer.slim.kind for layer in self.tree.layers}
+        for source in self.sources:
+            kind = "kv" if source.slim is None else source.slim.kind
+            kinds.add("e" if kind == "x" else kind)
         self.cache = kind_of(kinds)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastgen import config
 from fastgen.cache import planner
+from fastgen.cache.admission import Sample, judge
 from fastgen.cache.slim import Choice, Projections, Slim, slim_cache
+from fastgen.cache.tree import additive_mask
 from fastgen.optimizer.fairseq.requests import Request
-from fastgen.optimizer.fairseq.views import is_plain
+from fastgen.optimizer.fairseq.views import is_plain, replaced
+
+_SENTENCES = 2  # are looked at, of the call that keys and values alone are judged on
+_AUTOCAST = "what autocast rounds are keys and values"
 
 
 def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
@@ -20,42 +28,134 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
     if wanted == "kv":
         return Choice(), None
     if torch.is_autocast_enabled(source.device.type):
-        return Choice(), "what autocast rounds are keys and values" if wanted == "x" else None
+        return Choice(), None if wanted == "auto" else _AUTOCAST
     decoder = request.generator.model.single_model.decoder
     own = decoder.layers[0].self_attn
     across = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
-    count = len(request.generator.model.models)
+    models, heads = len(request.generator.model.models), own.num_heads
     width = across[0].kdim if across else 0
-    geometry = planner.Geometry(
-        count * len(decoder.layers),
-        count * len(across),
-        own.num_heads,
-        own.num_heads,
-        own.head_dim,
-        own.embed_dim,
-        width,
-    )
-    dtype, length = own.out_proj.weight.dtype, int(source.shape[1])
-    positions = length if across else 0
+    counts = models * len(decoder.layers), models * len(across)
+    geometry = planner.Geometry(*counts, heads, heads, own.head_dim, own.embed_dim, width)
+    dtype, positions = own.out_proj.weight.dtype, int(source.shape[1]) if across else 0
     call = planner.Call(request.batch, request.beams, 1, positions, request.max_steps, dtype.itemsize)
-    if wanted in ("k", "v"):
-        return Choice(), f"cache={wanted!r} is for transformers' models"
     plan = planner.plan_on(source.device, dtype, geometry, call, wanted)
-    return plan.choice, str(plan)
+    reasons = [_refused(model.decoder, wanted) for model in request.generator.model.models]
+    return plan.choice, "; ".join(filter(None, (str(plan), *reasons)))
 
 
 def fixed_choice(device: torch.device) -> Choice:
     """The same where the sentences of many calls share a cache: slim ones where they are asked for."""
-    is_slim = config.current().cache == "x" and not torch.is_autocast_enabled(device.type)
-    return planner.asked_for("x") if is_slim else Choice()
+    wanted = config.current().cache
+    is_slim = wanted != "auto" and not torch.is_autocast_enabled(device.type)
+    return planner.asked_for(wanted) if is_slim else Choice()
 
 
 def slim_of(module: Any, kind: str) -> Slim | None:
     """How this attention module attends to a cache of this kind; None if it stores keys and values."""
-    layers = module.k_proj, module.v_proj
-    if kind == "kv" or not all(map(is_plain, layers)):
+    if kind == "kv" or not all(map(is_plain, _layers(module))):
         return None
-    heads = module.num_heads
+    if kind in ("k", "v") and (_reason(module, kind) is not None):
+        return None
+    return slim_cache(kind, _projections(module), config.current().cache_threshold)
+
+
+@dataclass(frozen=True)
+class _Judged:
+    weights: Hashable  # as they were
+    reasons: dict[str, str | None]  # why a cache of a kind is refused, None if it is not
+
+
+_judged: weakref.WeakKeyDictionary[nn.Module, _Judged] = weakref.WeakKeyDictionary()
+_UNTRIED = "none of its outputs has been looked at yet: that of this call will be"
+
+
+def _reason(module: nn.Module, kind: str) -> str | None:
+    judged = _judged.get(module)
+    return _UNTRIED if judged is None or judged.weights != _state_of(module) else judged.reasons[kind]
+
+
+def _refused(decoder: Any, kind: str) -> str | None:
+    """Why the decoder's layers, or some of them, do not have a cache of this kind."""
+    modules = [module for layer in decoder.layers for module in (layer.self_attn, layer.encoder_attn) if module]
+    reasons = [reason for module in modules if kind in ("k", "v") and (reason := _reason(module, kind))]
+    return f"{len(reasons)} of {len(modules)} attentions store keys and values: {reasons[0]}" if reasons else None
+
+
+@torch.no_grad()
+def look_at(request: Request, hypotheses: list[Any]) -> None:
+    """Where keys or values alone are wanted, judge them on what this call has found, once for a model's weights."""
+    kind, generator = config.current().cache, request.generator
+    models = [model for model in generator.model.models if _UNTRIED in str(_refused(model.decoder, kind))]
+    if not models:
+        return
+    for sentence in range(min(_SENTENCES, len(hypotheses))):
+        inputs = request.sample["net_input"]
+        one = {
+            name: value[sentence : sentence + 1] if torch.is_tensor(value) and len(value) == request.batch else value
+            for name, value in inputs.items()
+        }
+        encoded = generator.model.forward_encoder(one) if generator.model.has_encoder() else []
+        tokens = hypotheses[sentence][0]["tokens"]
+        read = torch.cat([tokens.new_tensor([request.start]), tokens[:-1]])[None]
+        for number, model in enumerate(generator.model.models):
+            if model in models:
+                source = encoded[number] if encoded else None
+                _judging(model.decoder, is_first=not sentence).extract_features(read, source)
+
+
+def _judging(decoder: Any, is_first: bool) -> Any:
+    """The decoder with attention that is judged on what it is given."""
+    layers = []
+    for layer in decoder.layers:
+        attention = {"self_attn": _Judging(layer.self_attn, is_first)}
+        if layer.encoder_attn is not None:
+            attention["encoder_attn"] = _Judging(layer.encoder_attn, is_first)
+        layers.append(replaced(layer, **attention))
+    return replaced(decoder, layers=layers)
+
+
+class _Judging:
+    def __init__(self, module: Any, is_first: bool) -> None:
+        self._module, self._is_first = module, is_first
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any = None, **more: Any
+    ) -> tuple[Tensor, Any]:
+        module = self._module
+        reasons = {} if self._is_first else dict(_judged[module].reasons)
+        if all(map(is_plain, _layers(module))):
+            queries = module.q_proj(query).unflatten(2, (module.num_heads, -1)).permute(1, 2, 0, 3)  # [1, H, P, D]
+            bias = more.get("attn_mask")
+            bias = None if bias is None else bias[None, None]
+            if key_padding_mask is not None:
+                hidden = additive_mask(~key_padding_mask.bool(), query.dtype)[:, None, None]
+                bias = hidden if bias is None else bias + hidden
+            sample = Sample(_projections(module), key.transpose(0, 1), queries, bias, module.scaling)
+            for kind in ("k", "v"):
+                reasons[kind] = reasons.get(kind) or judge(sample, kind).reason
+        else:
+            reasons = dict.fromkeys(("k", "v"), "something of yours looks at its projections")
+        _judged[module] = _Judged(_state_of(module), reasons)
+        output: tuple[Tensor, Any] = module(query, key, value, key_padding_mask=key_padding_mask, **more)
+        return output
+
+
+def _state_of(module: nn.Module) -> Hashable:
+    """Changes with the weights that keys and values are projected by."""
+    parameters = [parameter for layer in _layers(module) for parameter in layer.parameters()]
+    return tuple((id(p), p.data_ptr(), None if p.is_inference() else p._version) for p in parameters)
+
+
+def _layers(module: Any) -> tuple[Any, Any]:
+    return module.k_proj, module.v_proj
+
+
+def _projections(module: Any) -> Projections:
+    """Views of the weights, of which a later change is seen."""
+    layers, heads = _layers(module), module.num_heads
     weights = (layer.weight.unflatten(0, (heads, -1)) for layer in layers)
     biases = (None if layer.bias is None else layer.bias.unflatten(0, (heads, -1)) for layer in layers)
-    return slim_cache(kind, Projections(*weights, *biases), config.current().cache_threshold)
+    return Projections(*weights, *biases)

@@ -253,6 +253,8 @@ class TreeDecoder:
         size = self.tree.nbytes
         if isinstance(self.cache, TreeEncoderDecoderCache):
             size += self.cache.cross_bytes
+            if "e" in self.cache.cross_attention_cache.kinds():
+                size += self.session.slim.seen_source().nbytes
         self.peak_bytes = max(self.peak_bytes, size)
 
 

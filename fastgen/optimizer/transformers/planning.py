@@ -64,7 +64,10 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
     weights = _state_of(model)
     judged = _judged.setdefault(model, {})
     if key not in judged or judged[key].weights != weights:
-        judged[key] = _Judged(weights, _judge(request, stock, choice, threshold))
+        try:
+            judged[key] = _Judged(weights, _judge(request, stock, choice, threshold))
+        except Exception as error:  # the call itself may succeed, and if not, will say so
+            return Caches({}, f"a trial failed ({type(error).__name__}: {error})")
     caches = judged[key].caches
     return Caches(caches.kept, "; ".join(filter(None, (plan, caches.plan))) or None)
 
@@ -73,6 +76,11 @@ def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshol
     from fastgen.optimizer.transformers.inspecting import inspect_request
 
     kinds = {"x" if kind == "e" else kind for kind in (choice.own, choice.source)} - {"kv"}
+    reasons = [
+        slim.unsupported_kind(module, kind) for module in slim.attention_modules(request.model) for kind in kinds
+    ]
+    if all(reasons):  # nothing need be tried
+        return Caches({}, reasons[0])
     kept: dict[nn.Module, Kept] = {}
     refused = []
     for layer in inspect_request(request, stock, sorted(kinds)):
