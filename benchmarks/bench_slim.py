@@ -104,6 +104,7 @@ def measure_bytes(model: Model) -> dict[str, Any]:
         found[key] = {
             "stock": stock_bytes(model, beams),
             "kv": kv + across,
+            "kv of its own": kv,
             "slim without e": slim,
             "slim": slim + encoded,
         }

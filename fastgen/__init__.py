@@ -181,7 +181,7 @@ def configure(**options: Any) -> Config:
     """Change settings.
 
     strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off"),
-    cache ("auto", "kv", "x", "k", "v"), cache_threshold (float), replay ("auto", "always", "off"), compile (bool),
+    cache ("auto", "kv", "x", "h", "k", "v"), cache_threshold (float), replay ("auto", "always", "off"), compile (bool),
     cuda_graphs (bool).
     """
     return config.configure(**options)

@@ -12,7 +12,7 @@ from typing import Any
 
 TIERS = ("auto", "fast", "compat", "stock")
 PACKING = REPLAY = ("auto", "always", "off")
-CACHES = ("auto", "kv", "x", "k", "v")
+CACHES = ("auto", "kv", "x", "h", "k", "v")
 NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
 _FLAGS |= {"1": True, "true": True, "yes": True, "on": True}

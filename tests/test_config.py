@@ -63,7 +63,7 @@ def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, 
         (
             "FASTGEN_CACHE",
             "/tmp/here",
-            "FASTGEN_CACHE must be one of auto, kv, x, k, v, not '/tmp/here'. "
+            "FASTGEN_CACHE must be one of auto, kv, x, h, k, v, not '/tmp/here'. "
             "(The folder for compiled libraries is FASTGEN_CACHE_DIR.)",
         ),
         ("FASTGEN_CACHE_THRESHOLD", "some", "FASTGEN_CACHE_THRESHOLD must be a number, not 'some'."),
@@ -98,7 +98,7 @@ def test_configure_changes_what_it_names_only() -> None:
         ({"tier": "slow"}, ValueError, "tier must be one of auto, fast, compat, stock, not 'slow'."),
         ({"tier": None}, TypeError, "tier must be one of auto, fast, compat, stock, not None."),
         ({"packing": True}, TypeError, "packing must be one of auto, always, off, not True."),
-        ({"cache": "e"}, ValueError, "cache must be one of auto, kv, x, k, v, not 'e'."),
+        ({"cache": "e"}, ValueError, "cache must be one of auto, kv, x, h, k, v, not 'e'."),
         ({"cache_threshold": "0"}, TypeError, "cache_threshold must be a number, not '0'."),
         ({"cache_threshold": 1}, ValueError, "cache_threshold must be at least 0 and less than 1, not 1."),
         ({"compile": "yes"}, TypeError, "compile must be True or False, not 'yes'."),

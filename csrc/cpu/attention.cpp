@@ -15,15 +15,23 @@ namespace fastgen {
 namespace {
 
 constexpr int64_t kProductsPerTask = 1 << 16; // below that another thread costs more than it saves
+constexpr int64_t kRowsToShare = 8; // fewer are bound by the keys that they read, and would read them twice
 
 void run(const Attention& all) {
   const auto attend = FASTGEN_CHOOSE(attend);
-  const int64_t products = all.rows() * all.keys * (all.size + all.value_size);
+  // A key head's rows read its keys together, unless threads would be left without any.
+  const int64_t threads = at::get_num_threads(), pairs = std::max<int64_t>(1, all.pairs());
+  const int64_t wanted = std::min((threads + pairs - 1) / pairs, all.rows() / kRowsToShare);
+  const int64_t parts = std::max<int64_t>(1, wanted), of_part = (all.rows() + parts - 1) / parts;
+  const int64_t products = of_part * all.keys * (all.size + all.value_size);
   const int64_t grain = std::max<int64_t>(1, kProductsPerTask / std::max<int64_t>(1, products));
-  at::parallel_for(0, all.pairs(), grain, [&](int64_t begin, int64_t end) {
-    Rows rows(all.rows(), all.size, all.value_size);
-    for (int64_t pair = begin; pair < end; ++pair) {
-      attend(all, pair, rows);
+  at::parallel_for(0, all.pairs() * parts, grain, [&](int64_t begin, int64_t end) {
+    Rows rows(of_part, all.size, all.value_size);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task % parts * of_part;
+      if (first < all.rows()) {
+        attend(all, task / parts, first, std::min(of_part, all.rows() - first), rows);
+      }
     }
   });
 }

@@ -74,15 +74,15 @@ FASTGEN_TARGET inline void prefetch(const float* from, int64_t size) {
   }
 }
 
-// All rows of one pair of a sentence and a key head.
-FASTGEN_TARGET void attend(const Attention& all, int64_t pair, Rows& rows) {
-  const int64_t sentence = pair / all.key_heads, head = pair % all.key_heads, count = all.rows();
+// `count` rows, from `begin` on, of one pair of a sentence and a key head.
+FASTGEN_TARGET void attend(const Attention& all, int64_t pair, int64_t begin, int64_t count, Rows& rows) {
+  const int64_t sentence = pair / all.key_heads, head = pair % all.key_heads;
   const int64_t query_stride = rows.query_stride(), output_stride = rows.output_stride();
   const float* const keys = all.key + sentence * all.key_batch + head * all.key_head;
   const float* const values = all.value + sentence * all.value_batch + head * all.value_head;
   rows.reset();
   for (int64_t row = 0; row < count; ++row) {
-    const int64_t beam = row % all.beams, query_head = head * all.group + row / all.beams;
+    const int64_t beam = (begin + row) % all.beams, query_head = head * all.group + (begin + row) / all.beams;
     const float* const from = all.query + (sentence * all.beams + beam) * all.query_row + query_head * all.query_head;
     std::copy(from, from + all.size, rows.queries + row * query_stride);
   }
@@ -103,9 +103,9 @@ FASTGEN_TARGET void attend(const Attention& all, int64_t pair, Rows& rows) {
     for (int64_t row = 0; row < count; ++row) {
       const float* bias = nullptr;
       if (all.bias != nullptr) {
-        const int64_t query_head = head * all.group + row / all.beams;
+        const int64_t query_head = head * all.group + (begin + row) / all.beams;
         bias = all.bias + sentence * all.bias_batch + query_head * all.bias_head +
-            row % all.beams * all.bias_beam + first;
+            (begin + row) % all.beams * all.bias_beam + first;
       }
       weigh(
           rows.scores + row * kSlots, bias, all.scale, slots, &rows.maxima[row], &rows.sums[row],
@@ -129,7 +129,8 @@ FASTGEN_TARGET void attend(const Attention& all, int64_t pair, Rows& rows) {
     }
   }
   for (int64_t row = 0; row < count; ++row) {
-    const int64_t beam = sentence * all.beams + row % all.beams, query_head = head * all.group + row / all.beams;
+    const int64_t beam = sentence * all.beams + (begin + row) % all.beams;
+    const int64_t query_head = head * all.group + (begin + row) / all.beams;
     float* const from = rows.outputs + row * output_stride;
     const Floats sum = splat(rows.sums[row]);
     for (int64_t i = 0; i < all.value_size; i += kLanes) {

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fastgen.attention import beam_attention
-from fastgen.cache.slim import Projections, condition, rotated, slim_cache
+from fastgen.cache.slim import HybridCache, Projections, Slim, condition, rotated, slim_cache
 
-LIMIT = 1e-5  # of K and V: the error relative to the largest number of the output
+LIMIT = 1e-5  # of what inverts a weight: the error relative to the largest number of the output
 _TIMES_PLAIN, _FLOOR = 2, 1e-6  # of X and E: so many times plain attention's error, or what tells nothing
 
 
@@ -28,6 +28,7 @@ class Sample:
     bias: Tensor | None  # broadcastable to [B, H, P, K]
     scale: float
     rotation: tuple[Tensor, Tensor] | None = None  # cosine and sine of the keys' positions, [B, 1, K, R]
+    first: Projections | None = None  # of the first layer that attends to the source, if this one does
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,23 @@ class Verdict:
 
 @torch.no_grad()
 def judge(sample: Sample, kind: str) -> Verdict:
-    """Of a cache of this kind, one of "x", "e", "k" and "v"."""
+    """Of a cache of this kind, one of "x", "e", "h", "k" and "v"."""
     exact, projections = _exact(sample), sample.projections
     keys, values = projections.keys_and_values(sample.inputs)
     plain = beam_attention(_rows(sample.query), _turned(keys, sample), values.contiguous(), sample.bias, sample.scale)
     plain_error = _error(plain, exact)
-    if kind in ("k", "v") and sample.query.dtype != torch.float32:
+    if kind in ("h", "k", "v") and sample.query.dtype != torch.float32:
         return Verdict(None, plain_error, reason=f"in {sample.query.dtype} nothing can be inverted")
-    inverted = {"k": projections.key, "v": projections.value}.get(kind)
+    first = sample.first or projections
+    inverted = {"h": first.key, "k": projections.key, "v": projections.value}.get(kind)
     try:
-        slim = slim_cache(kind, projections, rotates=sample.rotation is not None)
+        if kind == "h":
+            slim: Slim = HybridCache(projections, first)
+        else:
+            slim = slim_cache(kind, projections, rotates=sample.rotation is not None)
     except (ValueError, torch.linalg.LinAlgError) as failure:
         return Verdict(None, plain_error, reason=str(failure))
-    latent = {"k": keys, "v": values}.get(kind)
+    latent = {"h": first.keys_and_values(sample.inputs)[0], "k": keys, "v": values}.get(kind)
     stored = (sample.inputs if latent is None else latent.transpose(1, 2).flatten(2))[:, None]
     rotation = () if sample.rotation is None else sample.rotation
     error = _error(slim.attend(_rows(sample.query), (stored, *rotation), sample.bias, sample.scale), exact)

@@ -13,17 +13,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import arena, memory
+from fastgen import arena, memory, packing
 from fastgen.attention import beam_attention
-from fastgen.cache.slim import Choice, kind_of
+from fastgen.cache.slim import Choice, InputCache, Projections, Slim, kind_of
 from fastgen.cache.tree import FIRST_STEPS
 from fastgen.report import size
 
 _SLACK = 1.25  # growing copies, activations: so much more than what is stored has to be free
 _ON_A_PATH = 1.7  # slots for each generated token that stay when a tree is pruned (benchmarks/bench_cache.py)
-_WARM_UP, _TRIALS = 2, 5
+_WARM_UP, _TRIALS = 1, 3
+_PASSING_BYTES = 2**24  # of weights that pass by in a timing
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,10 @@ class Rates:
 
     few_rows: float  # multiplications and additions a second in attention of a few rows per head
     many_rows: float  # of as many rows as a slim cache's one head has
-    products: float  # in the products of a projection
+    products: float  # in the projections of many rows
+    moved: float  # in those that a slim cache moves to the query, and behind the sum
     bandwidth: float  # bytes a second, of keys that one row passes over
+    moved_bandwidth: float  # of the weights of the moved projections, with few rows
     overhead: float  # seconds that a slim layer's attention takes before it has done anything
 
 
@@ -136,7 +140,7 @@ def _of_source(geometry: Geometry, call: Call, rates: Rates, kind: str) -> tuple
     positions = call.source * call.batch
     layers = geometry.source_layers
     width = geometry.source_width
-    stored = positions * (width if kind == "e" else layers * _stored(geometry, width, kind))
+    stored = positions * _stored(geometry, width, kind) * (1 if kind in ("e", "h") else layers)
     step = _attention(geometry, call, rates, call.beams, call.source, width, kind)
     if kind == "e" and call.prompt < geometry.size:
         first = _attention(geometry, call, rates, call.prompt, call.source, width, kind)
@@ -148,7 +152,7 @@ def _of_source(geometry: Geometry, call: Call, rates: Rates, kind: str) -> tuple
 def _stored(geometry: Geometry, width: int, kind: str) -> int:
     """Numbers of one position in one layer."""
     projected = geometry.key_heads * geometry.size
-    return {"kv": 2 * projected, "k": projected, "v": projected}.get(kind, width)
+    return {"kv": 2 * projected, "h": projected, "k": projected, "v": projected}.get(kind, width)
 
 
 def _projection(geometry: Geometry, call: Call, rates: Rates, rows: int, width: int) -> float:
@@ -167,8 +171,11 @@ def _attention(
     operations = 2 * call.batch * rows * geometry.heads * positions * size
     if kind == "kv":
         return max(operations / rates.few_rows, read)
-    group = geometry.heads // geometry.key_heads
-    moved = _projection(geometry, call, rates, call.batch * rows * group, width)  # to the query, and behind the sum
+    numbers = (absorbed * geometry.key_heads) * geometry.size * width
+    moved = max(
+        2 * call.batch * rows * geometry.heads // geometry.key_heads * numbers / rates.moved,
+        numbers * call.itemsize / rates.moved_bandwidth,
+    )
     return max(operations / rates.many_rows, read) + moved + rates.overhead
 
 
@@ -183,8 +190,8 @@ def plan_on(device: torch.device, dtype: torch.dtype, geometry: Geometry, call: 
 
 
 def asked_for(wanted: str) -> Choice:
-    """What a user means by a `wanted` cache: "kv", "x", "k" or "v"."""
-    return Choice(wanted, "e" if wanted == "x" else wanted)
+    """What a user means by a `wanted` cache: "kv", "x", "h", "k" or "v"."""
+    return Choice("k" if wanted == "h" else wanted, "e" if wanted == "x" else wanted)
 
 
 def _free(device: torch.device) -> int | None:
@@ -224,12 +231,42 @@ def _timed(device: torch.device, dtype: torch.dtype) -> Rates:
         return 4 * batch * rows * heads * positions * size / seconds, 2 * keys.nbytes / seconds
 
     few, many = rate(5, heads, heads, size, keys)[0], rate(5, heads, 1, width, keys)[0]
-    bandwidth = rate(1, heads, heads, size, 8 * keys)[1]
-    rows, weight = (_drawn(*shape, device=device, dtype=dtype) for shape in ((256, width), (width, 2 * width)))
-    product = _seconds(lambda: rows @ weight, device)
-    heads_of = _drawn(heads, 16, size, device=device, dtype=dtype), _drawn(heads, size, 4, device=device, dtype=dtype)
-    overhead = 3 * _seconds(lambda: torch.bmm(*heads_of).transpose(0, 1).contiguous(), device)
-    return Rates(few, many, 2 * rows.shape[0] * weight.numel() / product, bandwidth, overhead)
+    bandwidth = rate(1, heads, heads, size, 4 * keys)[1]
+    rows, weight = (_drawn(*shape, device=device, dtype=dtype) for shape in ((1024, width), (2 * width, width)))
+    products = [functools.partial(F.linear, rows, weight)]
+    if dtype == torch.float32 and device.type == "cpu" and packing.unavailable() is None:
+        products.append(functools.partial(packing.multiply, rows, packing.pack(weight), None))
+    product = min(_seconds(each, device) for each in products)
+    # Layer after layer, as their weights pass by: more than stay in a cache.
+    numbers = 2 * heads * size * width
+    slim = [_slim_layer(heads, size, width, device, dtype) for _ in range(_PASSING_BYTES // (numbers * dtype.itemsize))]
+    overhead = _moving([_slim_layer(2, 2, 4, device, dtype)] * len(slim), 1, device, dtype)
+    few_moved, many_moved = (max(_moving(slim, rows, device, dtype) - overhead, 1e-9) for rows in (4, 256))
+    return Rates(
+        few_rows=few,
+        many_rows=many,
+        products=2 * len(rows) * weight.numel() / product,
+        moved=2 * 256 * numbers / many_moved,
+        bandwidth=bandwidth,
+        moved_bandwidth=numbers * dtype.itemsize / few_moved,
+        overhead=overhead,
+    )
+
+
+def _slim_layer(heads: int, size: int, width: int, device: torch.device, dtype: torch.dtype) -> Slim:
+    return InputCache(Projections(*(_drawn(heads, size, width, device=device, dtype=dtype) for _ in range(2))))
+
+
+def _moving(layers: list[Slim], rows: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of one layer's attention to a single position, by so many rows: its projections are what takes time."""
+    heads, size, width = layers[0].projections.key.shape
+    query = _drawn(rows, heads, 1, size, device=device, dtype=dtype)
+    stored = (_drawn(1, 1, 1, width, device=device, dtype=dtype),)
+
+    def all_layers() -> Tensor:
+        return [layer.attend(query, stored, None, 0.1) for layer in layers][-1]
+
+    return _seconds(all_layers, device) / len(layers)
 
 
 def _as_slim(query: Tensor, stored: Tensor) -> Tensor:
@@ -238,9 +275,8 @@ def _as_slim(query: Tensor, stored: Tensor) -> Tensor:
 
 
 def _drawn(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    # Not `randn`: the user's stream of random numbers stays as it is.
-    count = torch.Size(shape).numel()
-    return torch.linspace(-1, 1, count, device=device).to(dtype).view(shape)
+    # Not `randn`: the user's stream of random numbers stays as it is; nor zeros, which may lie nowhere.
+    return torch.full(shape, 0.5, device=device, dtype=dtype)
 
 
 def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:

@@ -2,8 +2,9 @@
 
 Graef and Wasielewski, "Slim attention: cut your context memory in half without loss" (2025), over the beam tree. The
 vector is the layer's input X (their section 6, option 2), which for cross-attention is the encoder's output E, one for
-all layers (section 7, option 2), or the keys K (sections 2 to 4, and 7, option 1), or the values V (its mirror). What
-is missing is never computed for each position: its projection moves to the query, or behind the weighted sum.
+all layers (section 7, option 2), or the keys K (sections 2 to 4; of the source section 7, option 1, or the first
+layer's for all, its hybrid), or the values V, the mirror of K. What is missing is never computed for each position: its
+projection moves to the query, or behind the weighted sum.
 
 `B` sentences, `M` beams, `H` query heads, `Hkv` key heads, `D` head size, `C` size of what is stored, `K` positions.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from fastgen.attention import beam_attention, fold_beams
 
 Stored = tuple[Tensor, ...]
-KINDS = ("x", "e", "k", "v", "kv")  # in the order in which they are named
+KINDS = ("x", "e", "h", "k", "v", "kv")  # in the order in which they are named
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Choice:
     """What the layers of a call store of each position, as far as they can."""
 
     own: str = "kv"  # self-attention: keys and values, or "x", "k", "v"
-    source: str = "kv"  # cross-attention: keys and values, or "e", "k", "v"
+    source: str = "kv"  # cross-attention: keys and values, or "e", "h", "k", "v"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,24 @@ class InputCache(Slim):
 
     def keys_and_values(self, stored: Stored) -> tuple[Tensor, Tensor]:
         return self.projections.keys_and_values(stored[0][:, 0])
+
+
+class HybridCache(InputCache):
+    """The first layer's keys of the source, in place of E, for another layer (section 7's hybrid)."""
+
+    kind = "h"
+
+    def __init__(self, projections: Projections, first: Projections, threshold: float = 0.0) -> None:
+        """`projections` and those of the `first` layer: of the source. Raises ValueError as `KeyCache` does."""
+        through = [
+            _from_one_to_the_other(first.key, weight, first.key_bias, bias)
+            for weight, bias in (
+                (projections.key, projections.key_bias),
+                (projections.value, projections.value_bias),
+            )
+        ]
+        (keys, key_bias), (values, value_bias) = through
+        super().__init__(Projections(keys, values, key_bias, value_bias), threshold)
 
 
 class KeyCache(Slim):

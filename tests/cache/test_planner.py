@@ -15,7 +15,9 @@ from fastgen.cache.planner import Call, Geometry, Rates
 from fastgen.cache.slim import Choice
 
 WHISPER_LARGE = Geometry(32, 32, 20, 20, 64, 1280, 1280)
-RATES = Rates(few_rows=1e11, many_rows=2e11, products=1e11, bandwidth=3e10, overhead=3e-5)
+RATES = Rates(
+    few_rows=1e11, many_rows=2e11, products=1e11, moved=1e11, bandwidth=3e10, moved_bandwidth=3e10, overhead=3e-5
+)
 
 
 def call(**changes: int) -> Call:

@@ -261,3 +261,17 @@ def test_what_takes_the_native_operator(native: Any, monkeypatch: pytest.MonkeyP
     attention.beam_attention(query, key, value, bias, scale).sum().backward()
     assert query.grad is not None and float(query.grad.abs().max()) > 0
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("count", [2, 3, 12])
+@pytest.mark.parametrize(("group", "beams"), [(8, 1), (5, 5), (19, 5), (97, 1), (3, 8)])
+def test_rows_of_one_key_head_are_shared_among_threads(
+    group: int, beams: int, count: int, native: Any, threads: Any
+) -> None:
+    """A sentence with one key head, as slim caches have it, would keep one thread busy and leave the others idle."""
+    query, key = torch.randn(beams, group, 1, 40), torch.randn(1, 1, 600, 40)
+    bias = torch.randn(1, group, beams, 600)
+    threads(1)
+    alone = native.beam_attention(query, key, key, bias, 0.2)
+    threads(count)
+    assert torch.equal(native.beam_attention(query, key, key, bias, 0.2), alone)

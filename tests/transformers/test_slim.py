@@ -227,6 +227,47 @@ def test_one_alone(family: str, kind: str) -> None:
         assert_stored(kind)
 
 
+@pytest.mark.parametrize("family", ["bart", "bart_distilled", "m2m_100", "whisper", "t5", "t5_wide", "bert2gpt2"])
+def test_the_first_layers_keys_for_all(family: str) -> None:
+    model, inputs = well_conditioned(family), inputs_for(family)
+    with harness.configured(cache="h"):
+        for search in ("plain", "greedy"):
+            for details in (DETAILS, TOKENS):
+                harness.compare(model, inputs, tier="compat", **SEARCHES[search], **details)
+                assert_stored("h+k")
+        harness.compare(model, inputs, tier="fast", **SEARCHES["plain"], **TOKENS)
+        taken = report.calls()[-1].cache_bytes
+    with harness.configured(cache="k"):
+        harness.compare(model, inputs, tier="fast", **SEARCHES["plain"], **TOKENS)
+        assert taken < report.calls()[-1].cache_bytes
+
+
+def test_the_first_layers_keys_refilled_recorded_and_returned() -> None:
+    model, calls = copy.deepcopy(well_conditioned("bart")), calls_of("bart", num_beams=3)
+    with harness.configured(cache="h"):
+        for expected, result in zip(stock_results(model, calls), refilled(model, calls), strict=True):
+            harness.assert_same(expected, result)
+        assert_stored("h+k")
+        for seed in range(3):
+            harness.compare(model, inputs_for("bart", seed), **LONG)
+        options = dict(num_beams=3, max_new_tokens=9, **DETAILS)
+        stock = harness.run_stock(model, inputs_for("bart"), **options)
+        output, _ = harness.run_fastgen(model, inputs_for("bart"), **options)
+    for a, b in zip(stock.past_key_values, output.past_key_values, strict=True):
+        for mine, theirs in zip(a, b, strict=True):
+            if torch.is_tensor(mine):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_without_the_first_layers_keys_the_others_have_their_own() -> None:
+    model = copy.deepcopy(well_conditioned("bart"))
+    with torch.no_grad():
+        model.model.decoder.layers[0].encoder_attn.k_proj.weight[-1] = 0
+    with harness.configured(cache="h"):
+        harness.compare(model, inputs_for("bart"), num_beams=3, max_new_tokens=9)
+    assert_stored("k+kv")
+
+
 @pytest.mark.parametrize("family", ["bart", "llama_multi_head"])
 def test_one_alone_pruned_at_every_step(family: str, at_every_step: list[int]) -> None:
     with harness.configured(cache="k"):
@@ -278,19 +319,19 @@ def test_one_alone_returns_the_hosts_cache(family: str) -> None:
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("kind", ["h", "k", "v"])
 def test_never_wrong_tokens(kind: str) -> None:
     """From no condition at all to a hopeless one: what is not exact enough is refused."""
-    stored = []
+    stored, everything = [], {"h+k" if kind == "h" else kind}
     for exponent in range(10):
         with harness.configured(cache=kind):
             harness.compare(
                 well_conditioned("bart", 10.0**-exponent), inputs_for("bart"), num_beams=3, max_new_tokens=12
             )
         stored.append({call.cache for call in report.calls()})
-        if stored[-1] != {kind}:
+        if stored[-1] != everything:
             assert "its attention errs by" in report.calls()[-1].plan
-    assert stored[0] == {kind} and stored[-1] == {"kv"}
+    assert stored[0] == everything and stored[-1] == {"kv"}
 
 
 def test_weights_that_change_are_judged_again() -> None:

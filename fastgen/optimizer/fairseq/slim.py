@@ -38,6 +38,7 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
     geometry = planner.Geometry(*counts, heads, heads, own.head_dim, own.embed_dim, width)
     dtype, positions = own.out_proj.weight.dtype, int(source.shape[1]) if across else 0
     call = planner.Call(request.batch, request.beams, 1, positions, request.max_steps, dtype.itemsize)
+    wanted = "k" if wanted == "h" else wanted  # the first layer's keys for all are for transformers' models
     plan = planner.plan_on(source.device, dtype, geometry, call, wanted)
     reasons = [_refused(model.decoder, wanted) for model in request.generator.model.models]
     return plan.choice, "; ".join(filter(None, (str(plan), *reasons)))
@@ -46,6 +47,7 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
 def fixed_choice(device: torch.device) -> Choice:
     """The same where the sentences of many calls share a cache: slim ones where they are asked for."""
     wanted = config.current().cache
+    wanted = "k" if wanted == "h" else wanted
     is_slim = wanted != "auto" and not torch.is_autocast_enabled(device.type)
     return planner.asked_for(wanted) if is_slim else Choice()
 
@@ -85,6 +87,7 @@ def _refused(decoder: Any, kind: str) -> str | None:
 def look_at(request: Request, hypotheses: list[Any]) -> None:
     """Where keys or values alone are wanted, judge them on what this call has found, once for a model's weights."""
     kind, generator = config.current().cache, request.generator
+    kind = "k" if kind == "h" else kind
     models = [model for model in generator.model.models if _UNTRIED in str(_refused(model.decoder, kind))]
     if not models:
         return

@@ -181,6 +181,17 @@ class EncodedLayer(SourceLayer):
         return (self.caches.seen_source()[:, None],)
 
 
+class FollowingLayer(SourceLayer):
+    """A layer that attends to what the first one has stored."""
+
+    def __init__(self, keys: Tensor, values: Tensor, first: SourceLayer) -> None:
+        super().__init__(keys, values, keys[:0])
+        self.first, self.tensors = first, []
+
+    def spanned(self) -> tuple[Tensor, ...]:
+        return self.first.spanned()
+
+
 class SourceCache(Cache):
     """Cross-attention's cache."""
 
@@ -201,6 +212,8 @@ class SourceCache(Cache):
             layer = SourceLayer(key_states, value_states)
         elif noted.slim.kind == "x":
             layer = EncodedLayer(key_states, value_states, caches)
+        elif noted.slim.kind == "h":
+            layer = FollowingLayer(key_states, value_states, self.layers[0])
         else:
             layer = SourceLayer(key_states, value_states, noted.rows[:, None])
         if noted is not None:
@@ -216,6 +229,8 @@ class SourceCache(Cache):
         layer.tensors = []
         if isinstance(layer, EncodedLayer):
             layer.caches = self._caches
+        if isinstance(layer, FollowingLayer):
+            layer.first = self.layers[0]
         if layer.slim is not None:
             self._caches.attend_by(layer)
         return layer
@@ -245,7 +260,8 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
         others = [cache.cross_attention_cache.layers for cache in newcomers]
         mine = self.cross_attention_cache
         if not mine.layers:
-            mine.layers = [mine.taken_over(layer) for layer in others[0]]
+            for layer in others[0]:
+                mine.layers.append(mine.taken_over(layer))
             self.is_updated = dict.fromkeys(range(len(mine.layers)), True)
             buffers = self.self_attention_cache.session.tree.buffers
             self._seats = [[Seats(rows, buffers) for _ in layer.tensors] for layer in others[0]]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastgen.cache.admission import Sample, Verdict, judge
+from fastgen.cache.slim import Projections
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.optimizer.transformers import beam_search, slim
 from fastgen.optimizer.transformers.decoder import TreeDecoder
@@ -120,6 +121,7 @@ class _Capturing(Session):
         self._names = {module: name for name, module in model.named_modules()}
         self._inputs: dict[nn.Module, Tensor] = {}
         self._kinds, self.layers = list(kinds), list[Layer]()
+        self._first_across: Projections | None = None
         attentions = list(slim.attention_modules(model))
         super().__init__(BeamTree(1, 1, 1), model, dict.fromkeys(attentions, slim.Kept()))
         for module in attentions:
@@ -157,17 +159,22 @@ class _Capturing(Session):
         if (position_bias := kwargs.get("position_bias")) is not None:
             bias = position_bias if bias is None else bias + position_bias
         rotation = self.slim.rotation if is_rotary else None
-        scale = kwargs.get("scaling")
+        scale, projections = kwargs.get("scaling"), slim.projections_of(module)
+        if is_across and self._first_across is None:
+            self._first_across = projections
         sample = Sample(
-            slim.projections_of(module),
+            projections,
             inputs,
             query,
             bias,
             query.shape[-1] ** -0.5 if scale is None else scale,
             None if rotation is None else (rotation[0][:, None], rotation[1][:, None]),
+            self._first_across if is_across else None,
         )
         verdicts = {}
         for kind in self._kinds:
+            if kind == "h" and not is_across:
+                continue
             reason = slim.unsupported_kind(module, kind)
             verdicts[kind] = judge(sample, kind) if reason is None else Verdict(None, None, reason=reason)
         return Layer(module, self._names[module], is_across, verdicts)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fastgen import config
 from fastgen.cache import planner
-from fastgen.cache.slim import Choice, slim_cache
+from fastgen.cache.slim import Choice, HybridCache, Slim, slim_cache
 from fastgen.optimizer.transformers import modules, slim
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.slim import Kept
+
+if TYPE_CHECKING:
+    from fastgen.optimizer.transformers.inspecting import Layer
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ def plan_for(request: Request, stock: Callable[..., Any]) -> Caches:
     geometry = _geometry_of(model) if modules.is_tested(model) else None
     if geometry is None:
         return Caches({}, None if wanted == "auto" else slim.unsupported_reason(model))
+    if wanted == "auto" and geometry.is_rotary:  # there is nothing to choose
+        return Caches({})
     plan = planner.plan_on(request.input_ids.device, model.dtype, geometry, _call_of(request), wanted)
     if plan.choice == Choice():
         return Caches({}, str(plan))
@@ -83,18 +88,32 @@ def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshol
         return Caches({}, reasons[0])
     kept: dict[nn.Module, Kept] = {}
     refused = []
+    first: Layer | None = None  # that attends to the source
     for layer in inspect_request(request, stock, sorted(kinds)):
         wanted = choice.source if layer.is_across else choice.own
+        if wanted == "h" and first is None:
+            first = layer
         if wanted == "kv":
             continue
         if (reason := layer.verdicts["x" if wanted == "e" else wanted].reason) is not None:
             refused.append(f"{layer.name} stores keys and values: {reason}")
+        elif wanted == "h" and first is not None and first is not layer and first.module not in kept:
+            refused.append(f"{layer.name} stores keys and values: the first layer's keys are not stored alone")
         else:
-            rotates = slim.is_rotary(layer.module)
-            cache = slim_cache(wanted, slim.projections_of(layer.module), threshold, rotates)
+            cache = _cache_of(layer, wanted, first, threshold)
             kept[layer.module] = Kept(source=cache) if layer.is_across else Kept(own=cache)
     more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
     return Caches(kept, refused[0] + more if refused else None)
+
+
+def _cache_of(layer: Layer, kind: str, first: Layer | None, threshold: float) -> Slim:
+    projections = slim.projections_of(layer.module)
+    if kind != "h":
+        return slim_cache(kind, projections, threshold, slim.is_rotary(layer.module))
+    assert first is not None
+    if layer is first:
+        return slim_cache("k", projections, threshold)
+    return HybridCache(projections, slim.projections_of(first.module), threshold)
 
 
 def _state_of(model: Any) -> Hashable:

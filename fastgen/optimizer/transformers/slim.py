@@ -139,7 +139,7 @@ class _Attention:
             return product()
         keys = product() if self._shows(slim, rows, "k") else _of_shape(rows, slim.projections.key)
         if slim.kind != "v":
-            self._note(slim, keys if slim.kind == "k" else rows)
+            self._note(slim, keys if slim.kind == "k" else rows)  # of "h" somebody else stores them
         return keys
 
     def values(self, rows: Tensor, product: Callable[[], Tensor]) -> Tensor:
@@ -169,7 +169,7 @@ class _Attention:
                 for part, bias, is_shown, of in zip(weight.split(sizes, dim=1), biases, shown, weights, strict=True)
             ]
             output = torch.cat(parts, dim=-1)
-        self._note(slim, {"x": rows, "k": parts[1], "v": parts[2]}[slim.kind])
+        self._note(slim, {"k": parts[1], "v": parts[2]}.get(slim.kind, rows))
         return output
 
     def _slim(self, rows: Tensor) -> Slim | None:
