@@ -23,6 +23,7 @@ from fastgen.cache.tree import FIRST_STEPS
 from fastgen.report import size
 
 _SLACK = 1.25  # growing copies, activations: so much more than what is stored has to be free
+_ALWAYS_FITS = 2**25  # bytes: asking takes longer than it is worth
 _ON_A_PATH = 1.7  # slots for each generated token that stay when a tree is pruned (benchmarks/bench_cache.py)
 _WARM_UP, _TRIALS = 1, 3
 _PASSING_BYTES = 2**24  # of weights that pass by in a timing
@@ -186,7 +187,9 @@ def plan_on(device: torch.device, dtype: torch.dtype, geometry: Geometry, call: 
         choice = Choice(choice.own, choice.source if geometry.source_layers and call.source else "kv")
     elif torch.are_deterministic_algorithms_enabled():  # a timing decides, and each cache rounds in its own way
         choice = Choice()
-    return plan(geometry, call, _rates_of(device, dtype), _free(device), choice)
+    rates = _rates_of(device, dtype)
+    is_small = predict(geometry, call, rates, Choice()).bytes < _ALWAYS_FITS
+    return plan(geometry, call, rates, None if is_small else _free(device), choice)
 
 
 def asked_for(wanted: str) -> Choice:
