@@ -40,6 +40,7 @@ __all__ = [
 
 _COMPILED = "fastgen.optimizer.transformers.compiled"
 _RECORDINGS = "fastgen.decoding.recordings"
+_JUDGED = [f"fastgen.optimizer.{host}" for host in ("transformers.planning", "fairseq.slim")]
 
 # Guards the switch and every host's patches. Never held while a module is imported: another thread
 # may hold that module's import lock and wait for this one.
@@ -231,7 +232,7 @@ def inspect(model: Any, inputs: Mapping[str, Any]) -> Any:
 
 def release() -> None:
     """Free what fastgen keeps between calls: packed weights, buffers, memory of steps, recordings, compiled code."""
-    for name in ("fastgen.packing", "fastgen.buffers", "fastgen.arena", _COMPILED, _RECORDINGS):
+    for name in ("fastgen.packing", "fastgen.buffers", "fastgen.arena", _COMPILED, _RECORDINGS, *_JUDGED):
         if module := sys.modules.get(name):
             module.release()
 

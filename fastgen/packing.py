@@ -30,7 +30,7 @@ class _Source:
     def __init__(self, layer: nn.Module) -> None:
         weight: Tensor = layer.weight  # type: ignore[assignment]
         self.layer, self.weight = weakref.ref(layer), weakref.ref(weight)
-        self.address, self.version, self.checksum = weight.data_ptr(), weight._version, _checksum(weight)
+        self.address, self.version, self.checksum = weight.data_ptr(), weight._version, checksum(weight)
         self.nbytes = weight.numel() * weight.element_size()
 
     def is_current(self) -> bool:
@@ -42,7 +42,7 @@ class _Source:
             and self.address == weight.data_ptr()
             and self.version == weight._version
             # Edits through `weight.data`, as adapters merge themselves, leave no other trace.
-            and self.checksum == _checksum(weight)
+            and self.checksum == checksum(weight)
         )
 
 
@@ -247,9 +247,9 @@ def multiply(rows: Tensor, packed: Copy, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
 
 
-def _checksum(weight: Tensor) -> int:
+def checksum(weight: Tensor) -> int:
     """A sum of the bits of each row, weighted by the row's place: all but edits that cancel out change it."""
     bits = weight.detach().flatten(1)
     wide = bits.shape[1] % 2 == 0 and bits.data_ptr() % 8 == 0  # two numbers at a time where they are aligned
     sums = bits.view(torch.int64 if wide else torch.int32).sum(1)
-    return int((sums * torch.arange(1, 2 * len(sums), 2)).sum())
+    return int((sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum())

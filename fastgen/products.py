@@ -99,6 +99,8 @@ class Products:
 
     def put_instead(self, layer: nn.Module, instead: Instead) -> None:
         """From now on this function's result stands for the layer's products."""
+        if layer in self._instead:
+            raise ValueError("a layer's products are put to two uses")
         self._instead[layer] = instead
         self.set_apart(layer)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from fastgen.attention import beam_attention
 from fastgen.cache.slim import HybridCache, Projections, Slim, condition, rotated, slim_cache
 
+_TINY = 1e-30  # as a threshold it leaves out nothing, and takes the way of those that do
 LIMIT = 1e-5  # of what inverts a weight: the error relative to the largest number of the output
-_TIMES_PLAIN, _FLOOR = 2, 1e-6  # of X and E: so many times plain attention's error, or what tells nothing
+_TIMES_PLAIN, _ULPS = 2, 8  # of X and E: so many times plain attention's error, or what tells nothing
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,9 @@ class Verdict:
 
 
 @torch.no_grad()
-def judge(sample: Sample, kind: str) -> Verdict:
-    """Of a cache of this kind, one of "x", "e", "h", "k" and "v"."""
+def judge(sample: Sample, kind: str, is_sparse: bool = False) -> Verdict:
+    """Of a cache of this kind, one of "x", "e", "h", "k" and "v"; `is_sparse`: that has a threshold."""
+    threshold = _TINY if is_sparse else 0.0
     exact, projections = _exact(sample), sample.projections
     keys, values = projections.keys_and_values(sample.inputs)
     plain = beam_attention(_rows(sample.query), _turned(keys, sample), values.contiguous(), sample.bias, sample.scale)
@@ -57,17 +59,20 @@ def judge(sample: Sample, kind: str) -> Verdict:
     inverted = {"h": first.key, "k": projections.key, "v": projections.value}.get(kind)
     try:
         if kind == "h":
-            slim: Slim = HybridCache(projections, first)
+            slim: Slim = HybridCache(projections, first, threshold)
         else:
-            slim = slim_cache(kind, projections, rotates=sample.rotation is not None)
+            slim = slim_cache(kind, projections, threshold, rotates=sample.rotation is not None)
     except (ValueError, torch.linalg.LinAlgError) as failure:
         return Verdict(None, plain_error, reason=str(failure))
     latent = {"h": first.keys_and_values(sample.inputs)[0], "k": keys, "v": values}.get(kind)
+    if latent is not None and getattr(slim, "is_stored_rotated", False):
+        latent = _turned(latent, sample)
     stored = (sample.inputs if latent is None else latent.transpose(1, 2).flatten(2))[:, None]
     rotation = () if sample.rotation is None else sample.rotation
     error = _error(slim.attend(_rows(sample.query), (stored, *rotation), sample.bias, sample.scale), exact)
     if inverted is None:
-        allowed = max(_TIMES_PLAIN * plain_error, _FLOOR)
+        precision = torch.finfo(torch.promote_types(sample.query.dtype, torch.float32)).eps
+        allowed = max(_TIMES_PLAIN * plain_error, _ULPS * precision)
         reason = None if error <= allowed else f"its attention errs by {error:.1e}, and with keys by {plain_error:.1e}"
         return Verdict(error, plain_error, reason=reason)
     number = condition(inverted)

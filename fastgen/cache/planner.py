@@ -23,6 +23,7 @@ from fastgen.cache.tree import FIRST_STEPS
 from fastgen.report import size
 
 _SLACK = 1.25  # growing copies, activations: so much more than what is stored has to be free
+_MARGIN = 1.1  # by which a slim cache is to be faster: its layers are tried before a model's first such call
 _ALWAYS_FITS = 2**25  # bytes: asking takes longer than it is worth
 _ON_A_PATH = 1.7  # slots for each generated token that stay when a tree is pruned (benchmarks/bench_cache.py)
 _WARM_UP, _TRIALS = 1, 3
@@ -99,7 +100,8 @@ class Plan:
 
 
 def plan(geometry: Geometry, call: Call, rates: Rates, free: int | None, wanted: Choice | None = None) -> Plan:
-    """The fastest that fits into `free` bytes (None: nobody knows) or, if none does, the smallest.
+    """Keys and values, or what is clearly faster, if they fit into `free` bytes (None: nobody knows); else the fastest
+    that fits or, if none does, the smallest.
 
     Of caches whose exactness needs no proof for each layer: K and V alone are taken where they are `wanted`.
     """
@@ -112,10 +114,14 @@ def plan(geometry: Geometry, call: Call, rates: Rates, free: int | None, wanted:
     if wanted is not None:
         (cost,) = (cost for cost in costs if cost.choice == wanted)
         return Plan(cost, tuple(other for other in costs if other is not cost))
-    fastest = min(costs, key=lambda cost: cost.seconds)
+    (plain,) = (cost for cost in costs if cost.choice == Choice())
     fitting = [cost for cost in costs if free is None or cost.bytes * _SLACK <= free]
-    best = min(fitting, key=lambda cost: cost.seconds, default=min(costs, key=lambda cost: cost.bytes))
-    return Plan(best, tuple(cost for cost in costs if cost is not best), None if best is fastest else free)
+    if plain in fitting:
+        faster = [cost for cost in fitting if cost.seconds * _MARGIN <= plain.seconds]
+        best = min(faster, key=lambda cost: cost.seconds, default=plain)
+    else:
+        best = min(fitting, key=lambda cost: cost.seconds, default=min(costs, key=lambda cost: cost.bytes))
+    return Plan(best, tuple(cost for cost in costs if cost is not best), None if plain in fitting else free)
 
 
 def predict(geometry: Geometry, call: Call, rates: Rates, choice: Choice) -> Cost:

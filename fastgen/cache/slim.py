@@ -12,11 +12,13 @@ projection moves to the query, or behind the weighted sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen import packing
 from fastgen.attention import beam_attention, fold_beams
 
 Stored = tuple[Tensor, ...]
@@ -82,14 +84,16 @@ class InputCache(Slim):
     kind = "x"
 
     def attend(self, query: Tensor, stored: Stored, bias: Tensor | None, scale: float) -> Tensor:
-        absorbed = _by_heads(query[:, :, 0].float(), self.projections.key.float())[:, :, None]  # [B*M, H, 1, C]
-        inputs, bias = stored[0].float(), None if bias is None else bias.float()
+        precise = torch.promote_types(query.dtype, torch.float32)
+        key, value = self.projections.key.to(precise), self.projections.value.to(precise)
+        absorbed = _by_heads(query[:, :, 0].to(precise), key)[:, :, None]  # [B*M, H, 1, C]
+        inputs, bias = stored[0].to(precise), None if bias is None else bias.to(precise)
         if self.threshold:
             sums = _sums(*_sparse(_weights(absorbed, inputs, bias, scale), self.threshold, inputs))
         else:
             sums = beam_attention(absorbed, inputs, inputs, bias, scale)[:, 0]  # [B*M, H, C]
-        value, value_bias = self.projections.value, self.projections.value_bias
-        return _behind(sums, value.float().transpose(1, 2), None if value_bias is None else value_bias.float(), query)
+        value_bias = self.projections.value_bias
+        return _behind(sums, value.transpose(1, 2), None if value_bias is None else value_bias.to(precise), query)
 
     def keys_and_values(self, stored: Stored) -> tuple[Tensor, Tensor]:
         return self.projections.keys_and_values(stored[0][:, 0])
@@ -239,6 +243,16 @@ def _from_one_to_the_other(
     return weight.float().unflatten(0, (heads, size)), offset.float().view(heads, size)
 
 
+def state_of(parameter: Tensor, is_inverted: bool) -> tuple[Any, ...]:
+    """Changes with a parameter; of one that `is_inverted`, by edits through its `data` too."""
+    version = None if parameter.is_inference() else parameter._version
+    is_summed = is_inverted and parameter.dtype == torch.float32 and parameter.dim() > 1
+    summed = (
+        packing.checksum(parameter) if is_summed else parameter.detach().double().sum().item() if is_inverted else 0
+    )
+    return id(parameter), parameter.data_ptr(), version, summed
+
+
 def condition(weight: Tensor) -> float:
     """Of a projection `[H, D, C]`: its largest singular value over its smallest."""
     return float(torch.linalg.cond(weight.flatten(0, 1).double()))
@@ -308,4 +322,5 @@ def rotated(keys: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def _rotated_back(heads: int, latent: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Keys as they were before, all `[B, 1, K, H * D]`."""
-    return rotated(_heads_of(latent, heads), cosine, -sine).transpose(1, 2).flatten(2)[:, None]
+    scale = cosine * cosine + sine * sine  # not 1 where the host's rotation scales, too
+    return rotated(_heads_of(latent, heads), cosine / scale, -sine / scale).transpose(1, 2).flatten(2)[:, None]

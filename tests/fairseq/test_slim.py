@@ -137,6 +137,34 @@ def test_never_a_wrong_hypothesis(kind: str) -> None:
     assert stored[0] == {kind} and stored[-1] == {"kv"}
 
 
+@pytest.mark.usefixtures("recording")
+def test_a_recording_is_of_one_kind() -> None:
+    model = well_conditioned("post-norm", 14)
+    for kind in ("x", "k", "k", "v", "v", "k", "x"):
+        with judge.configured(cache=kind):
+            judge.compare(lambda: models.generate([model], models.batch((9, 7)), beam_size=3, max_len_b=20))
+
+
+def test_edits_that_leave_no_trace() -> None:
+    model = well_conditioned("post-norm", 15)
+    with judge.configured(cache="k"):
+        for _ in range(4):
+            judge.compare(lambda: models.generate([model], models.batch(), beam_size=3))
+            for layer in model.decoder.layers:
+                for module in (layer.self_attn, layer.encoder_attn):
+                    module.k_proj.weight.data.mul_(1.3)
+                    module.v_proj.weight.data.mul_(-0.7)
+
+
+@pytest.mark.parametrize("cache", ["auto", "x", "k"])
+def test_a_quantised_decoder(cache: str) -> None:
+    model = models.load("post-norm", seed=16)
+    model.decoder = torch.ao.quantization.quantize_dynamic(model.decoder, {torch.nn.Linear})
+    with judge.configured(cache=cache):
+        judge.compare(lambda: models.generate([model], models.batch(), beam_size=3))
+    assert_stored("kv")
+
+
 def test_fewer_bytes() -> None:
     """Three layers share one source, and a layer's input is half of its keys and values."""
     taken = {}

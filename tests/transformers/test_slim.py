@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import harness
 import pytest
 import torch
+import transformers
 import zoo
 from both_hosts import run_together
 from test_pruning import at_every_step as at_every_step
@@ -21,9 +22,10 @@ import fastgen
 from fastgen import report
 from fastgen.cache.slim import InputCache
 from fastgen.decoding import recordings
-from fastgen.optimizer.transformers import host, refill, slim
+from fastgen.optimizer.transformers import host, planning, refill, slim
 from fastgen.optimizer.transformers.slim import SlimCaches
 
+pytestmark = pytest.mark.skipif(not host.FINDS_EAGER, reason="this version keeps keys and values")
 ENCODER_DECODERS = """bart bart_distilled bart_eager bert2gpt2 blenderbot m2m_100 marian mbart mt5 pegasus
 speech_to_text t5 umt5 whisper""".split()
 DECODERS = ["gpt2", "opt"]
@@ -334,6 +336,76 @@ def test_never_wrong_tokens(kind: str) -> None:
     assert stored[0] == everything and stored[-1] == {"kv"}
 
 
+@pytest.mark.parametrize("family", ["opt", "bart"])
+def test_a_recording_is_of_one_kind(family: str) -> None:
+    """Inputs, keys and values are as wide here: nothing but the kind tells their recordings apart."""
+    model = copy.deepcopy(well_conditioned(family))
+    inputs = inputs_for(family, batch=1)
+    for kind in ("x", "k", "v", "k", "kv", "x"):
+        with harness.configured(cache=kind):
+            harness.compare(model, inputs, **LONG)
+        assert_stored(kind_of(family) if kind == "x" else kind)
+    with harness.configured(cache="k", cache_threshold=0.3):
+        output, _ = harness.run_fastgen(model, inputs, num_beams=3, max_new_tokens=12, **DETAILS)
+    with pytest.raises(AssertionError):
+        harness.assert_same(harness.run_stock(model, inputs, num_beams=3, max_new_tokens=12, **DETAILS), output)
+
+
+@pytest.mark.parametrize("kind", ["h", "k", "v"])
+def test_edits_that_leave_no_trace(kind: str) -> None:
+    """Through `weight.data`, as adapters merge themselves."""
+    model = copy.deepcopy(well_conditioned("bart"))
+    for _ in range(3):
+        with harness.configured(cache=kind):
+            harness.compare(model, inputs_for("bart", batch=1), **LONG)
+        for layer in model.model.decoder.layers:
+            for module in (layer.self_attn, layer.encoder_attn):
+                module.k_proj.weight.data.mul_(1.3)
+                module.v_proj.weight.data.mul_(-0.7)
+    assert_stored("h+k" if kind == "h" else kind)
+
+
+def test_a_first_layer_that_cannot() -> None:
+    """Then the next one's keys are for all others."""
+    model = copy.deepcopy(well_conditioned("bart"))
+    torch.nn.utils.parametrizations.weight_norm(model.model.decoder.layers[0].encoder_attn.k_proj)
+    with harness.configured(cache="h"):
+        harness.compare(model.requires_grad_(False), inputs_for("bart"), num_beams=3, max_new_tokens=9)
+    assert_stored("k+kv")
+
+
+def test_a_rotation_that_scales() -> None:
+    """What is stored rotated is divided by it when it is rotated back."""
+    options = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64, rope_theta=10000.0)
+    config = transformers.LlamaConfig(**zoo.MULTI_HEAD, rope_parameters=options)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval().requires_grad_(False)
+    assert model.model.rotary_emb.attention_scaling > 1.1
+    inputs = zoo.inputs_for("llama_multi_head")
+    for threshold in (0.0, 1e-30):
+        with harness.configured(cache="k", cache_threshold=threshold):
+            harness.compare(model, inputs, num_beams=3, max_new_tokens=9)
+        assert "k" in str(report.calls()[-1].cache)
+
+
+def test_double_precision() -> None:
+    model = copy.deepcopy(zoo.load("bart")).double()
+    options = dict(num_beams=3, max_new_tokens=9, tier="compat", **DETAILS)
+    stock = harness.run_stock(model, inputs_for("bart"), **{k: v for k, v in options.items() if k != "tier"})
+    output, _ = harness.run_fastgen(model, inputs_for("bart"), **options)
+    assert "x" in str(report.calls()[-1].cache)
+    for mine, theirs in zip(output.logits, stock.logits, strict=True):  # float32 when they are returned
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_release_forgets_inverted_weights() -> None:
+    with harness.configured(cache="k"):
+        harness.compare(well_conditioned("opt"), inputs_for("opt"), num_beams=3, max_new_tokens=6)
+    assert planning._judged
+    fastgen.release()
+    assert not planning._judged
+
+
 def test_weights_that_change_are_judged_again() -> None:
     model = copy.deepcopy(well_conditioned("opt"))
     attention = model.model.decoder.layers[0].self_attn
@@ -414,19 +486,43 @@ def test_half_precision_inverts_nothing() -> None:
     assert "nothing can be inverted" in report.calls()[-1].plan
 
 
-class Doubled(torch.nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(input)
-
-
 def test_projections_of_another_kind() -> None:
+    """Its weight is computed anew for each call: that layer stores keys and values, the others do not."""
     model = copy.deepcopy(zoo.load("opt"))
-    attention = model.model.decoder.layers[1].self_attn
-    projection = attention.k_proj
-    attention.k_proj = Doubled(projection.in_features, projection.out_features)
-    attention.k_proj.load_state_dict(projection.state_dict())
+    torch.nn.utils.parametrizations.weight_norm(model.model.decoder.layers[1].self_attn.k_proj)
     harness.compare(model.requires_grad_(False), inputs_for("opt"), num_beams=3, max_new_tokens=6)
-    assert_stored("kv")
+    assert_stored("x+kv")
+
+
+def _one_for_both(model: Any) -> None:
+    attention = model.model.decoder.layers[0].self_attn
+    attention.v_proj = attention.k_proj
+
+
+def _one_for_queries_too(model: Any) -> None:
+    attention = model.model.decoder.layers[0].self_attn
+    attention.q_proj = attention.k_proj
+
+
+def _one_for_two_layers(model: Any) -> None:
+    first, second = (layer.self_attn for layer in model.model.decoder.layers)
+    second.k_proj = first.k_proj
+
+
+def _one_for_two_sources(model: Any) -> None:
+    first, second = (layer.encoder_attn for layer in model.model.decoder.layers)
+    second.v_proj = first.v_proj
+
+
+@pytest.mark.parametrize("kind", ["x", "h", "k", "v"])
+@pytest.mark.parametrize("share", [_one_for_both, _one_for_queries_too, _one_for_two_layers, _one_for_two_sources])
+def test_projections_that_are_shared(share: Callable[[Any], None], kind: str) -> None:
+    """Who answers for one attention must not answer for another."""
+    model = copy.deepcopy(well_conditioned("bart"))
+    share(model)
+    with harness.configured(cache=kind):
+        harness.compare(model, inputs_for("bart"), num_beams=3, max_new_tokens=9, **DETAILS)
+    assert "kv" in str(report.calls()[-1].cache)
 
 
 @pytest.mark.parametrize("where", ["hook", "forward", "class", "autocast"])

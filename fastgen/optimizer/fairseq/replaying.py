@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fairseq import search
 from torch import Tensor
 
+from fastgen import config
 from fastgen.decoding import replays
 from fastgen.decoding.replay import Replayer
 from fastgen.decoding.watched import are_of, is_watched
@@ -22,6 +23,8 @@ def replayer_for(request: Request) -> Replayer | None:
     assert source is not None
     rows, steps = request.batch * request.beams, request.max_steps
     if not replays.are_wanted(ensemble.single_model, source.device.type, request.batch, rows, steps):
+        return None
+    if config.current().cache_threshold:  # what is left out differs from step to step
         return None
     if torch.is_autocast_enabled(source.device.type):  # it would cast anew what was cast
         return None

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastgen import config
+from fastgen import config, report
 from fastgen.cache import planner
 from fastgen.cache.admission import Sample, judge
-from fastgen.cache.slim import Choice, Projections, Slim, slim_cache
+from fastgen.cache.slim import Choice, Projections, Slim, slim_cache, state_of
 from fastgen.cache.tree import additive_mask
 from fastgen.optimizer.fairseq.requests import Request
 from fastgen.optimizer.fairseq.views import is_plain, replaced
@@ -30,13 +30,15 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
     if torch.is_autocast_enabled(source.device.type):
         return Choice(), None if wanted == "auto" else _AUTOCAST
     decoder = request.generator.model.single_model.decoder
+    if (some := next(decoder.parameters(), None)) is None or not any(map(_is_plain, _modules(decoder))):
+        return Choice(), None if wanted == "auto" else "something else than plain linear layers projects"
     own = decoder.layers[0].self_attn
     across = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
     models, heads = len(request.generator.model.models), own.num_heads
     width = across[0].kdim if across else 0
     counts = models * len(decoder.layers), models * len(across)
     geometry = planner.Geometry(*counts, heads, heads, own.head_dim, own.embed_dim, width)
-    dtype, positions = own.out_proj.weight.dtype, int(source.shape[1]) if across else 0
+    dtype, positions = some.dtype, int(source.shape[1]) if across else 0
     call = planner.Call(request.batch, request.beams, 1, positions, request.max_steps, dtype.itemsize)
     wanted = "k" if wanted == "h" else wanted  # the first layer's keys for all are for transformers' models
     plan = planner.plan_on(source.device, dtype, geometry, call, wanted)
@@ -54,21 +56,34 @@ def fixed_choice(device: torch.device) -> Choice:
 
 def slim_of(module: Any, kind: str) -> Slim | None:
     """How this attention module attends to a cache of this kind; None if it stores keys and values."""
-    if kind == "kv" or not all(map(is_plain, _layers(module))):
+    if kind == "kv" or not _is_plain(module):
         return None
-    if kind in ("k", "v") and (_reason(module, kind) is not None):
+    if kind in ("k", "v") and _reason(module, kind) is not None:
         return None
-    return slim_cache(kind, _projections(module), config.current().cache_threshold)
+    threshold = config.current().cache_threshold
+    kind = "x" if kind == "e" else kind
+    judged = _judged.get(module)
+    if kind == "x" or judged is None:
+        return slim_cache(kind, _projections(module), threshold)
+    if (kind, threshold) not in judged.caches:
+        judged.caches[kind, threshold] = slim_cache(kind, _projections(module), threshold)
+    return judged.caches[kind, threshold]
 
 
 @dataclass(frozen=True)
 class _Judged:
     weights: Hashable  # as they were
     reasons: dict[str, str | None]  # why a cache of a kind is refused, None if it is not
+    caches: dict[tuple[str, float], Slim] = field(default_factory=dict)  # by kind and threshold: they invert a weight
 
 
 _judged: weakref.WeakKeyDictionary[nn.Module, _Judged] = weakref.WeakKeyDictionary()
 _UNTRIED = "none of its outputs has been looked at yet: that of this call will be"
+
+
+def release() -> None:
+    """Forget what has been judged, and the inverted weights with it."""
+    _judged.clear()
 
 
 def _reason(module: nn.Module, kind: str) -> str | None:
@@ -76,21 +91,42 @@ def _reason(module: nn.Module, kind: str) -> str | None:
     return _UNTRIED if judged is None or judged.weights != _state_of(module) else judged.reasons[kind]
 
 
+def _reasons(decoder: Any, kind: str) -> list[str]:
+    """Why some of the decoder's attentions do not have a cache of this kind."""
+    return [reason for module in _modules(decoder) if kind in ("k", "v") and (reason := _reason(module, kind))]
+
+
 def _refused(decoder: Any, kind: str) -> str | None:
-    """Why the decoder's layers, or some of them, do not have a cache of this kind."""
-    modules = [module for layer in decoder.layers for module in (layer.self_attn, layer.encoder_attn) if module]
-    reasons = [reason for module in modules if kind in ("k", "v") and (reason := _reason(module, kind))]
-    return f"{len(reasons)} of {len(modules)} attentions store keys and values: {reasons[0]}" if reasons else None
+    reasons = _reasons(decoder, kind)
+    return f"{len(reasons)} attentions store keys and values: {reasons[0]}" if reasons else None
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether plain linear layers make this attention module's keys and values."""
+    return all(map(is_plain, _layers(module)))
+
+
+def _modules(decoder: Any) -> list[Any]:
+    return [module for layer in decoder.layers for module in (layer.self_attn, layer.encoder_attn) if module]
+
+
+def look_at(request: Request, hypotheses: list[Any]) -> None:
+    """Where keys or values alone are wanted, judge them on what this call has found, once for a model's weights."""
+    kind = config.current().cache
+    kind = "k" if kind == "h" else kind
+    if kind not in ("k", "v") or torch.is_autocast_enabled(hypotheses[0][0]["tokens"].device.type):
+        return
+    models = [model for model in request.generator.model.models if _UNTRIED in _reasons(model.decoder, kind)]
+    if models:
+        try:
+            _look_at(request, hypotheses, models)
+        except Exception as error:  # what was searched for has been found
+            report.log(f"{request.model_name} stores keys and values: a trial failed ({type(error).__name__}: {error})")
 
 
 @torch.no_grad()
-def look_at(request: Request, hypotheses: list[Any]) -> None:
-    """Where keys or values alone are wanted, judge them on what this call has found, once for a model's weights."""
-    kind, generator = config.current().cache, request.generator
-    kind = "k" if kind == "h" else kind
-    models = [model for model in generator.model.models if _UNTRIED in str(_refused(model.decoder, kind))]
-    if not models:
-        return
+def _look_at(request: Request, hypotheses: list[Any], models: list[Any]) -> None:
+    generator = request.generator
     for sentence in range(min(_SENTENCES, len(hypotheses))):
         inputs = request.sample["net_input"]
         one = {
@@ -129,7 +165,7 @@ class _Judging:
     ) -> tuple[Tensor, Any]:
         module = self._module
         reasons = {} if self._is_first else dict(_judged[module].reasons)
-        if all(map(is_plain, _layers(module))):
+        if _is_plain(module):  # or they keep their keys and values in any case
             queries = module.q_proj(query).unflatten(2, (module.num_heads, -1)).permute(1, 2, 0, 3)  # [1, H, P, D]
             bias = more.get("attn_mask")
             bias = None if bias is None else bias[None, None]
@@ -139,17 +175,14 @@ class _Judging:
             sample = Sample(_projections(module), key.transpose(0, 1), queries, bias, module.scaling)
             for kind in ("k", "v"):
                 reasons[kind] = reasons.get(kind) or judge(sample, kind).reason
-        else:
-            reasons = dict.fromkeys(("k", "v"), "something of yours looks at its projections")
-        _judged[module] = _Judged(_state_of(module), reasons)
+            _judged[module] = _Judged(_state_of(module), reasons)
         output: tuple[Tensor, Any] = module(query, key, value, key_padding_mask=key_padding_mask, **more)
         return output
 
 
 def _state_of(module: nn.Module) -> Hashable:
     """Changes with the weights that keys and values are projected by."""
-    parameters = [parameter for layer in _layers(module) for parameter in layer.parameters()]
-    return tuple((id(p), p.data_ptr(), None if p.is_inference() else p._version) for p in parameters)
+    return tuple(state_of(parameter, True) for layer in _layers(module) for parameter in layer.parameters())
 
 
 def _layers(module: Any) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from fastgen.cache.slim import Slim
 from fastgen.decoding.collecting_search import CollectingSearch
 from fastgen.optimizer.fairseq.replaying import ReplayedSteps
 from fastgen.optimizer.fairseq.session import Session
@@ -34,7 +35,7 @@ class State:
         tree = self.session.tree
         return (
             (tree.batch, tree.beams, tree.capacity, tree.prompt_length),
-            tuple((source.slim is None, source.bias is None) for source in self.session.sources),
+            tuple((kind_of(source.slim), source.bias is None) for source in self.session.sources),
             tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self.session.stored()),
         )
 
@@ -45,3 +46,8 @@ class State:
         """Let go of all keys and values."""
         self.session.tree.close()
         self.session.sources.clear()
+
+
+def kind_of(slim: Slim | None) -> object:
+    """What a cache stores: one that inverts a weight is made once, and anew when the weight changes."""
+    return slim if slim is None or slim.kind in ("k", "v") else (slim.kind, slim.threshold)

@@ -213,7 +213,7 @@ class SourceCache(Cache):
         elif noted.slim.kind == "x":
             layer = EncodedLayer(key_states, value_states, caches)
         elif noted.slim.kind == "h":
-            layer = FollowingLayer(key_states, value_states, self.layers[0])
+            layer = FollowingLayer(key_states, value_states, self._first())
         else:
             layer = SourceLayer(key_states, value_states, noted.rows[:, None])
         if noted is not None:
@@ -223,6 +223,10 @@ class SourceCache(Cache):
         self.layers.append(layer)
         return key_states, value_states
 
+    def _first(self) -> SourceLayer:
+        """The layer whose keys others attend to."""
+        return next(layer for layer in self.layers if layer.slim is not None and layer.slim.kind == "k")
+
     def taken_over(self, layer: Any) -> Any:
         """A layer of another such cache, for this one's source."""
         layer = copy.copy(layer)
@@ -230,7 +234,7 @@ class SourceCache(Cache):
         if isinstance(layer, EncodedLayer):
             layer.caches = self._caches
         if isinstance(layer, FollowingLayer):
-            layer.first = self.layers[0]
+            layer.first = self._first()
         if layer.slim is not None:
             self._caches.attend_by(layer)
         return layer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from fastgen import config
 from fastgen.decoding import replay, replays
 from fastgen.decoding.watched import is_watched
 from fastgen.optimizer.transformers import host, modules, proof
@@ -16,6 +17,8 @@ def replayer_for(request: Request, stock: Callable[..., Any]) -> replay.Replayer
     model, device = request.model, request.input_ids.device
     rows, steps = request.input_ids.shape[0], request.generation_config.max_length - request.input_ids.shape[1]
     if not host.COUNTS_IN_TENSORS or not replays.are_wanted(model, device.type, request.batch, rows, steps):
+        return None
+    if config.current().cache_threshold:  # what is left out differs from step to step
         return None
     # Whoever watches, has replaced something or may change the model while it decodes expects it to be called.
     if request.calls_back or is_watched(modules.of_steps(model)):

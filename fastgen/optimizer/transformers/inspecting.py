@@ -19,9 +19,10 @@ from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import sample_of
 from fastgen.optimizer.transformers.requests import Request, unsupported_reason
 from fastgen.optimizer.transformers.session import Session
+from fastgen.products import Products
 
 _KINDS = ("x", "k", "v")
-_STEPS = 24  # tokens that are generated to be looked at
+_STEPS, _FEW_STEPS = 24, 6  # tokens that are generated to be looked at; few where nothing is inverted
 _POSITIONS = 64  # of a prompt with them, at most
 
 
@@ -86,12 +87,19 @@ def inspect(model: Any, inputs: Mapping[str, Any]) -> Inspection:
         return Inspection(type(model).__name__, tuple(inspect_request(request, stock, _KINDS)))
 
 
-def inspect_request(request: Request, stock: Callable[..., Any], kinds: Iterable[str]) -> list[Layer]:
-    """Every layer that can have a slim cache of one of these kinds, on a few sentences of the request."""
-    ours = sample_of(request, LogitsProcessorList(), _STEPS)
+def inspect_request(
+    request: Request, stock: Callable[..., Any], kinds: Iterable[str], is_sparse: bool = False
+) -> list[Layer]:
+    """Every layer that can have a slim cache of one of these kinds, on a few sentences of the request.
+
+    `is_sparse`: with a threshold.
+    """
+    kinds = list(kinds)
+    steps = _FEW_STEPS if kinds == ["x"] else _STEPS
+    ours = sample_of(request, LogitsProcessorList(), steps)
     with contextlib.closing(TreeDecoder(ours)) as decoder:
         run = beam_search.fast(ours, decoder) if ours.is_search else beam_search.compat(ours, decoder, stock)
-    ours = sample_of(request, LogitsProcessorList(), _STEPS)  # anew: a run may change it
+    ours = sample_of(request, LogitsProcessorList(), steps)  # anew: a run may change it
     inputs: dict[str, Any] = {"use_cache": False}
     tokens, kwargs = run.sequences if ours.is_search else run.sequences[:: ours.beams], ours.model_kwargs
     if ours.model.config.is_encoder_decoder:
@@ -106,7 +114,7 @@ def inspect_request(request: Request, stock: Callable[..., Any], kinds: Iterable
             mask = nn.functional.pad(mask[:: ours.beams], (0, tokens.shape[1] - mask.shape[1]), value=1)
             inputs["attention_mask"] = mask[:, -_POSITIONS:]
         inputs["input_ids"] = tokens[:, -_POSITIONS:]
-    capturing = _Capturing(ours.model, kinds)
+    capturing = _Capturing(ours.model, kinds, is_sparse)
     if "encoder_outputs" in inputs:
         capturing.slim.source = inputs["encoder_outputs"].last_hidden_state
     with torch.no_grad(), capturing.reading(ours.model):
@@ -117,13 +125,15 @@ def inspect_request(request: Request, stock: Callable[..., Any], kinds: Iterable
 class _Capturing(Session):
     """Looks at a forward pass, and changes nothing."""
 
-    def __init__(self, model: Any, kinds: Iterable[str]) -> None:
+    def __init__(self, model: Any, kinds: Iterable[str], is_sparse: bool) -> None:
+        self._is_sparse = is_sparse
         self._names = {module: name for name, module in model.named_modules()}
         self._inputs: dict[nn.Module, Tensor] = {}
         self._kinds, self.layers = list(kinds), list[Layer]()
         self._first_across: Projections | None = None
         attentions = list(slim.attention_modules(model))
         super().__init__(BeamTree(1, 1, 1), model, dict.fromkeys(attentions, slim.Kept()))
+        self.products = Products("off")  # which only note what goes in
         for module in attentions:
             self.products.put_instead(slim.projecting_layers(module)[0], self._noting(module))
 
@@ -176,5 +186,7 @@ class _Capturing(Session):
             if kind == "h" and not is_across:
                 continue
             reason = slim.unsupported_kind(module, kind)
-            verdicts[kind] = judge(sample, kind) if reason is None else Verdict(None, None, reason=reason)
+            verdicts[kind] = (
+                judge(sample, kind, self._is_sparse) if reason is None else Verdict(None, None, reason=reason)
+            )
         return Layer(module, self._names[module], is_across, verdicts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from torch import nn
 
 from fastgen import config
 from fastgen.cache import planner
-from fastgen.cache.slim import Choice, HybridCache, Slim, slim_cache
+from fastgen.cache.slim import Choice, HybridCache, Slim, slim_cache, state_of
 from fastgen.optimizer.transformers import modules, slim
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.slim import Kept
@@ -52,11 +53,17 @@ def fixed_for(request: Request, stock: Callable[..., Any]) -> Caches:
 
 @dataclass(frozen=True)
 class _Judged:
-    weights: Hashable  # as they were
+    state: Hashable  # of the model's weights, and what was asked for
     caches: Caches
 
 
-_judged: weakref.WeakKeyDictionary[Any, dict[Hashable, _Judged]] = weakref.WeakKeyDictionary()
+_OF_VIEWS = [planner.Choice(*kinds) for kinds in itertools.product(("kv", "x"), ("kv", "e"))]  # they invert nothing
+_judged: weakref.WeakKeyDictionary[Any, _Judged] = weakref.WeakKeyDictionary()
+
+
+def release() -> None:
+    """Forget what has been judged, and the inverted weights with it."""
+    _judged.clear()
 
 
 def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan: str | None) -> Caches:
@@ -65,15 +72,16 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
     if reason := slim.unsupported_reason(model):
         return Caches({}, reason)
     # Another implementation of attention may compute something else.
-    key = (choice, threshold, model.dtype, getattr(model.config, "_attn_implementation", None))
-    weights = _state_of(model)
-    judged = _judged.setdefault(model, {})
-    if key not in judged or judged[key].weights != weights:
+    how = (choice, threshold, model.dtype, getattr(model.config, "_attn_implementation", None))
+    state = (how, _state_of(model, choice))
+    judged = _judged.get(model)
+    if judged is None or judged.state != state:
         try:
-            judged[key] = _Judged(weights, _judge(request, stock, choice, threshold))
+            caches = _judge(request, stock, choice, threshold)
         except Exception as error:  # the call itself may succeed, and if not, will say so
-            return Caches({}, f"a trial failed ({type(error).__name__}: {error})")
-    caches = judged[key].caches
+            caches = Caches({}, f"a trial failed ({type(error).__name__}: {error})")
+        judged = _judged[model] = _Judged(state, caches)
+    caches = judged.caches
     return Caches(caches.kept, "; ".join(filter(None, (plan, caches.plan))) or None)
 
 
@@ -89,7 +97,7 @@ def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshol
     kept: dict[nn.Module, Kept] = {}
     refused = []
     first: Layer | None = None  # that attends to the source
-    for layer in inspect_request(request, stock, sorted(kinds)):
+    for layer in inspect_request(request, stock, sorted(kinds), is_sparse=threshold > 0):
         wanted = choice.source if layer.is_across else choice.own
         if wanted == "h" and first is None:
             first = layer
@@ -116,24 +124,25 @@ def _cache_of(layer: Layer, kind: str, first: Layer | None, threshold: float) ->
     return HybridCache(projections, slim.projections_of(first.module), threshold)
 
 
-def _state_of(model: Any) -> Hashable:
+def _state_of(model: Any, choice: Choice) -> Hashable:
     """Changes with the weights that keys and values are projected by."""
     parameters = [p for module in slim.attention_modules(model) for p in _parameters(module)]
-    return tuple((id(p), p.data_ptr(), None if p.is_inference() else p._version) for p in parameters)
+    return tuple(state_of(p, choice not in _OF_VIEWS) for p in parameters)
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for layer in slim.projecting_layers(module) for parameter in layer.parameters(recurse=False)]
 
 
-_geometries: weakref.WeakKeyDictionary[Any, planner.Geometry | None] = weakref.WeakKeyDictionary()
+_geometries: weakref.WeakKeyDictionary[Any, planner.Geometry] = weakref.WeakKeyDictionary()
 
 
 def _geometry_of(model: Any) -> planner.Geometry | None:
     """Of the model's decoder; None if none of its caches can be slim."""
-    if model not in _geometries:
-        _geometries[model] = _geometry(model)
-    return _geometries[model]
+    geometry = _geometries.get(model) or _geometry(model)
+    if geometry is not None:
+        _geometries[model] = geometry
+    return geometry
 
 
 def _geometry(model: Any) -> planner.Geometry | None:

@@ -7,6 +7,7 @@ them note what the cache is to store in their place, and those whose result nobo
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from fastgen.cache.slim import Projections, Slim
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.decoding.watched import is_watched
 from fastgen.optimizer.transformers import modules
+from fastgen.optimizer.transformers.host import FINDS_EAGER
 from fastgen.products import Products
 
 # Classes of attention whose keys and values are projections of their input, and no more -> the layers that make them.
@@ -225,13 +227,20 @@ def unsupported_kind(module: nn.Module, kind: str) -> str | None:
 
 def attention_modules(model: Any) -> Iterator[nn.Module]:
     """Those of the decoder that can have a slim cache of some kind."""
-    for module in modules.of_steps(model):
-        if type(module).__name__ in _SEPARATE.keys() | _FUSED.keys() and not _misfit(module):
+    found = [m for m in modules.of_steps(model) if type(m).__name__ in _SEPARATE.keys() | _FUSED.keys()]
+    if not found:
+        return
+    # Who is called for one attention must not be called for another, nor for its queries.
+    times = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for module in found:
+        if not _misfit(module) and all(times[id(layer)] == 1 for layer in projecting_layers(module)):
             yield module
 
 
 def unsupported_reason(model: Any) -> str | None:
     """Why no layer of this model can have a slim cache, or None."""
+    if not FINDS_EAGER:
+        return "this version of transformers has not been tried with slim caches"
     if not modules.is_tested(model):
         return f"{type(model).__name__} is none of the models whose slim caches have been compared with stock"
     if config.current().compile:

@@ -47,7 +47,8 @@ class State:
             return None  # of all layers, for a user who has asked for them
         return (
             (tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length),
-            tuple(layer.window for layer in tree.layers),
+            tuple((layer.window, layer.slim) for layer in tree.layers),
+            tuple(layer.slim for layer in self._source_layers()),
             tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self._tensors()),
             self.source_mask is None,
         )
@@ -61,6 +62,9 @@ class State:
         self.session.slim.source = None
         if hasattr(self.cache, "close"):
             self.cache.close()
+
+    def _source_layers(self) -> list[Any]:
+        return self.cache.cross_attention_cache.layers if isinstance(self.cache, TreeEncoderDecoderCache) else []
 
     def _tensors(self) -> list[Tensor]:
         return [*self._source(), *(tensor for layer in self.tree.layers for tensor in layer.stored())]
