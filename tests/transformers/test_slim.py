@@ -20,7 +20,8 @@ from transformers.modeling_utils import AttentionInterface
 
 import fastgen
 from fastgen import report
-from fastgen.cache.slim import InputCache
+from fastgen.cache import planner
+from fastgen.cache.slim import Choice, InputCache
 from fastgen.decoding import recordings
 from fastgen.optimizer.transformers import host, planning, refill, slim
 from fastgen.optimizer.transformers.slim import SlimCaches
@@ -115,6 +116,20 @@ def test_recorded(family: str) -> None:
         harness.compare(model, inputs_for(family), **LONG)
         assert_stored("kv")
     assert recordings.count(model) == 2  # one of each kind
+
+
+def test_a_plan_may_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is stored follows it, and the layers are tried once."""
+    model, trials = copy.deepcopy(zoo.load("bart")), []
+    judge = planning._judge
+    monkeypatch.setattr(planning, "_judge", lambda *args: trials.append(args) or judge(*args))
+    plans = {"e+kv": Choice("kv", "e"), "x+kv": Choice("x", "kv"), "x+e": Choice("x", "e"), "kv": Choice()}
+    for kind, choice in plans.items():
+        monkeypatch.setattr(planner, "asked_for", lambda wanted, choice=choice: choice)
+        for seed in range(2):
+            harness.compare(model, inputs_for("bart", seed), num_beams=3, max_new_tokens=9)
+            assert_stored(kind)
+    assert len(trials) == 1
 
 
 @pytest.mark.parametrize("family", ["bart", "whisper", "t5", "bert2gpt2"])
@@ -467,6 +482,12 @@ def test_others_store_keys_and_values(family: str) -> None:
             harness.compare(zoo.load(family), inputs_for(family), num_beams=3, max_new_tokens=6)
         assert_stored("kv")
         assert "more than projections" in report.calls()[-1].plan
+
+
+def test_a_batch_kept_full_says_why_too() -> None:
+    refilled(zoo.load("llama"), calls_of("llama", num_beams=2))
+    assert_stored("kv")
+    assert "rotated" in report.calls()[-1].plan
 
 
 @pytest.mark.parametrize("kind", ["x", "k", "v"])

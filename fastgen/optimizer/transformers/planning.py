@@ -57,7 +57,8 @@ class _Judged:
     caches: Caches
 
 
-_OF_VIEWS = [planner.Choice(*kinds) for kinds in itertools.product(("kv", "x"), ("kv", "e"))]  # they invert nothing
+_VIEWS = Choice("x", "e")
+_OF_VIEWS = [Choice(*kinds) for kinds in itertools.product(("kv", "x"), ("kv", "e"))]  # they invert nothing
 _judged: weakref.WeakKeyDictionary[Any, _Judged] = weakref.WeakKeyDictionary()
 
 
@@ -71,6 +72,8 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
     model, threshold = request.model, config.current().cache_threshold
     if reason := slim.unsupported_reason(model):
         return Caches({}, reason)
+    # One call may plan for X and the next for E: both are tried at once.
+    wanted, choice = choice, _VIEWS if choice in _OF_VIEWS else choice
     # Another implementation of attention may compute something else.
     how = (choice, threshold, model.dtype, getattr(model.config, "_attn_implementation", None))
     state = (how, _state_of(model, choice))
@@ -82,7 +85,18 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
             caches = Caches({}, f"a trial failed ({type(error).__name__}: {error})")
         judged = _judged[model] = _Judged(state, caches)
     caches = judged.caches
-    return Caches(caches.kept, "; ".join(filter(None, (plan, caches.plan))) or None)
+    kept = caches.kept if wanted == choice else _those(caches.kept, wanted)
+    return Caches(kept, "; ".join(filter(None, (plan, caches.plan))) or None)
+
+
+def _those(kept: dict[nn.Module, Kept], wanted: Choice) -> dict[nn.Module, Kept]:
+    """Of caches of X and E those that are wanted."""
+    is_wanted = {"own": wanted.own != "kv", "source": wanted.source != "kv"}
+    return {
+        module: its
+        for module, its in kept.items()
+        if any(is_wanted[name] and getattr(its, name) is not None for name in is_wanted)
+    }
 
 
 def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshold: float) -> Caches:

@@ -92,7 +92,7 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
                     yield call.number, call.result
         if joint is not None:
             model_name, seconds = type(model).__name__, time.perf_counter() - start
-            how = joint.steps, seconds, joint.cache_bytes(), joint.cache_kind()
+            how = joint.steps, seconds, joint.cache_bytes(), joint.cache_kind(), planned.plan
             report.record(report.Call("transformers", model_name, "fast", None, sentences, joint.beams, *how))
 
 
@@ -121,10 +121,12 @@ class _Planned:
     """Which caches all calls have, which are to be together: what the first one says."""
 
     kept: Kept = None
+    plan: str | None = None  # what speaks against others
 
     def of(self, request: Request, stock: Callable[..., Any]) -> Kept:
         if self.kept is None:
-            self.kept = planning.fixed_for(request, stock).kept
+            caches = planning.fixed_for(request, stock)
+            self.kept, self.plan = caches.kept, caches.plan
         return self.kept
 
 
