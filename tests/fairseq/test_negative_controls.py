@@ -30,13 +30,13 @@ def see_everything(patch: Patch) -> None:
 
 
 def forget_source_padding(patch: Patch) -> None:
-    initialise = Source.__init__
-    patch.setattr(Source, "__init__", lambda self, keys, values, bias: initialise(self, keys, values, None))
+    init = Source.__init__
+    patch.setattr(Source, "__init__", lambda self, stored, bias, slim=None: init(self, stored, None, slim))
 
 
 def keep_the_wrong_sentences(patch: Patch) -> None:
-    keep = Source.keep
-    patch.setattr(Source, "keep", lambda self, sentences: keep(self, sentences.flip(0)))
+    held = Session._of_sources
+    patch.setattr(Session, "_of_sources", lambda self: {name: tensor.flip(0) for name, tensor in held(self).items()})
 
 
 def shift_the_prompt(patch: Patch) -> None:
