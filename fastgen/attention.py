@@ -26,6 +26,11 @@ def fold_beams(query: Tensor, batch: int, key_heads: int) -> Tensor:
     return folded.permute(0, 2, 3, 1, 4)
 
 
+def as_beams(query: Tensor) -> Tensor:
+    """A sentence's queries of several positions as if its beams': `[B, H, P, D]` -> `[B*P, H, 1, D]`."""
+    return query.transpose(1, 2).flatten(0, 1)[:, :, None]
+
+
 def unfold_beams(output: Tensor) -> Tensor:
     """`[B, Hkv, G, M, D]` -> `[B*M, 1, H, D]`, what the hosts expect of an attention function."""
     batch, key_heads, group, beams, size = output.shape

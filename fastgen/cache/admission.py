@@ -6,12 +6,13 @@ that has to be inverted; what comes of that is measured, for bounds overestimate
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fastgen.attention import beam_attention
+from fastgen.attention import as_beams, beam_attention
 from fastgen.cache.slim import HybridCache, Projections, Slim, condition, rotated, slim_cache
 
 _TINY = 1e-30  # as a threshold it leaves out nothing, and takes the way of those that do
@@ -31,6 +32,28 @@ class Sample:
     rotation: tuple[Tensor, Tensor] | None = None  # cosine and sine of the keys' positions, [B, 1, K, R]
     first: Projections | None = None  # of the first layer that attends to the source, if this one does
 
+    @functools.cached_property
+    def exact(self) -> Tensor:
+        """The attention's output `[B*P, 1, H, Dv]` in float64."""
+        its = self.projections
+        biases = (None if bias is None else bias.double() for bias in (its.key_bias, its.value_bias))
+        doubled = Projections(its.key.double(), its.value.double(), *biases)
+        keys, values = doubled.keys_and_values(self.inputs.double())
+        bias = None if self.bias is None else self.bias.double()
+        return beam_attention(as_beams(self.query.double()), _turned(keys, self), values, bias, self.scale)
+
+    @functools.cached_property
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """Of its dtype, `[B, Hkv, K, D]` each; the keys are not rotated."""
+        return self.projections.keys_and_values(self.inputs)
+
+    @functools.cached_property
+    def plain_error(self) -> float:
+        """Of attention to keys and values."""
+        keys, values = self.keys_and_values
+        plain = beam_attention(as_beams(self.query), _turned(keys, self), values.contiguous(), self.bias, self.scale)
+        return _error(plain, self.exact)
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -49,10 +72,8 @@ class Verdict:
 def judge(sample: Sample, kind: str, is_sparse: bool = False) -> Verdict:
     """Of a cache of this kind, one of "x", "e", "h", "k" and "v"; `is_sparse`: that has a threshold."""
     threshold = _TINY if is_sparse else 0.0
-    exact, projections = _exact(sample), sample.projections
-    keys, values = projections.keys_and_values(sample.inputs)
-    plain = beam_attention(_rows(sample.query), _turned(keys, sample), values.contiguous(), sample.bias, sample.scale)
-    plain_error = _error(plain, exact)
+    projections, plain_error = sample.projections, sample.plain_error
+    keys, values = sample.keys_and_values
     if kind in ("h", "k", "v") and sample.query.dtype != torch.float32:
         return Verdict(None, plain_error, reason=f"in {sample.query.dtype} nothing can be inverted")
     first = sample.first or projections
@@ -69,7 +90,7 @@ def judge(sample: Sample, kind: str, is_sparse: bool = False) -> Verdict:
         latent = _turned(latent, sample)
     stored = (sample.inputs if latent is None else latent.transpose(1, 2).flatten(2))[:, None]
     rotation = () if sample.rotation is None else sample.rotation
-    error = _error(slim.attend(_rows(sample.query), (stored, *rotation), sample.bias, sample.scale), exact)
+    error = _error(slim.attend(as_beams(sample.query), (stored, *rotation), sample.bias, sample.scale), sample.exact)
     if inverted is None:
         precision = torch.finfo(torch.promote_types(sample.query.dtype, torch.float32)).eps
         allowed = max(_TIMES_PLAIN * plain_error, _ULPS * precision)
@@ -83,25 +104,10 @@ def judge(sample: Sample, kind: str, is_sparse: bool = False) -> Verdict:
     return Verdict(error, plain_error, number, reason)
 
 
-def _exact(sample: Sample) -> Tensor:
-    """The attention's output `[B*P, 1, H, Dv]` in float64."""
-    its = sample.projections
-    biases = (None if bias is None else bias.double() for bias in (its.key_bias, its.value_bias))
-    doubled = Projections(its.key.double(), its.value.double(), *biases)
-    keys, values = doubled.keys_and_values(sample.inputs.double())
-    bias = None if sample.bias is None else sample.bias.double()
-    return beam_attention(_rows(sample.query.double()), _turned(keys, sample), values, bias, sample.scale)
-
-
 def _turned(keys: Tensor, sample: Sample) -> Tensor:
     if sample.rotation is None:
         return keys.contiguous()
     return rotated(keys, *(each.to(keys.dtype) for each in sample.rotation))
-
-
-def _rows(query: Tensor) -> Tensor:
-    """A sentence's queries as its beams: `[B, H, P, D]` -> `[B*P, H, 1, D]`."""
-    return query.transpose(1, 2).flatten(0, 1)[:, :, None]
 
 
 def _error(output: Tensor, exact: Tensor) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen import arena, memory, packing
 from fastgen.attention import beam_attention
-from fastgen.cache.slim import Choice, InputCache, Projections, Slim, kind_of
+from fastgen.cache.slim import Choice, InputCache, Projections, Slim, word_for
 from fastgen.cache.tree import FIRST_STEPS
 from fastgen.report import size
 
@@ -129,7 +129,7 @@ def predict(geometry: Geometry, call: Call, rates: Rates, choice: Choice) -> Cos
     own, own_seconds = _of_own(geometry, call, rates, choice.own)
     source, source_seconds = _of_source(geometry, call, rates, choice.source) if call.source else (0, 0.0)
     kinds = {choice.own} | ({choice.source} if call.source else set())
-    return Cost(choice, kind_of(kinds), own + source, own_seconds + source_seconds)
+    return Cost(choice, word_for(kinds), own + source, own_seconds + source_seconds)
 
 
 def _of_own(geometry: Geometry, call: Call, rates: Rates, kind: str) -> tuple[int, float]:

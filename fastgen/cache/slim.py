@@ -11,6 +11,7 @@ projection moves to the query, or behind the weighted sum.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,8 +221,17 @@ def keys_and_values(stored: Stored, slim: Slim | None) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def kind_of(kinds: set[str]) -> str:
-    """What a call's layers store, each one of `KINDS`, in one word."""
+def kind_of(own: Iterable[Slim | None], source: Iterable[Slim | None]) -> str:
+    """What a call's layers store, of the tokens before and of a source, in one word."""
+    kinds = {"kv" if slim is None else slim.kind for slim in own}
+    for slim in source:
+        kind = "kv" if slim is None else slim.kind
+        kinds.add("e" if kind == "x" else kind)
+    return word_for(kinds)
+
+
+def word_for(kinds: set[str]) -> str:
+    """Several of `KINDS` in one word."""
     return "+".join(sorted(kinds, key=KINDS.index))
 
 

@@ -22,7 +22,7 @@ from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
 from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.shortlist import Shortlist, unnormalised
 from fastgen.optimizer.fairseq.slim import plan_for, slim_of
-from fastgen.optimizer.fairseq.state import State, kind_of
+from fastgen.optimizer.fairseq.state import State, identity_of
 from fastgen.optimizer.fairseq.unchanged import snapshot
 from fastgen.optimizer.fairseq.views import replaced, with_products
 from fastgen.products import Products
@@ -83,7 +83,7 @@ class TreeEnsemble(StandIn):
         ]
         shown = models if shortlist is None else [unnormalised(models[0])]
         own = [layer.self_attn.slim for model in models for layer in model.decoder.layers]
-        self._own_caches = tuple(map(kind_of, own))  # with the steps' other inputs they decide which recording fits
+        self._own_caches = tuple(map(identity_of, own))  # with the steps' other inputs they decide which recording fits
         # With no modules of its own: what is kept with a recording must not keep the model alive.
         self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0], _modules={})
         self._replayed = ReplayedSteps(self._over_the_tree, self.replayer) if self.replayer else None

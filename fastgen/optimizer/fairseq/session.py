@@ -75,8 +75,4 @@ class Session:
     def measure(self) -> None:
         """Note how many bytes keys and values take, or what is stored in their place."""
         self.cache_bytes = max(self.cache_bytes, self.nbytes)
-        kinds = {"kv" if layer.slim is None else layer.slim.kind for layer in self.tree.layers}
-        for source in self.sources:
-            kind = "kv" if source.slim is None else source.slim.kind
-            kinds.add("e" if kind == "x" else kind)
-        self.cache = kind_of(kinds)
+        self.cache = kind_of((layer.slim for layer in self.tree.layers), (source.slim for source in self.sources))

@@ -24,7 +24,7 @@ _AUTOCAST = "what autocast rounds are keys and values"
 
 def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
     """Which caches of a call are slim, and what speaks for it; `source`: see `Request.source`."""
-    wanted = config.current().cache
+    wanted = _wanted()
     if wanted == "kv":
         return Choice(), None
     if torch.is_autocast_enabled(source.device.type):
@@ -40,16 +40,20 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
     geometry = planner.Geometry(*counts, heads, heads, own.head_dim, own.embed_dim, width)
     dtype, positions = some.dtype, int(source.shape[1]) if across else 0
     call = planner.Call(request.batch, request.beams, 1, positions, request.max_steps, dtype.itemsize)
-    wanted = "k" if wanted == "h" else wanted  # the first layer's keys for all are for transformers' models
     plan = planner.plan_on(source.device, dtype, geometry, call, wanted)
     reasons = [_refused(model.decoder, wanted) for model in request.generator.model.models]
     return plan.choice, "; ".join(filter(None, (str(plan), *reasons)))
 
 
+def _wanted() -> str:
+    """The cache asked for; the first layer's keys for all are for transformers' models."""
+    wanted = config.current().cache
+    return "k" if wanted == "h" else wanted
+
+
 def fixed_choice(device: torch.device) -> Choice:
     """The same where the sentences of many calls share a cache: slim ones where they are asked for."""
-    wanted = config.current().cache
-    wanted = "k" if wanted == "h" else wanted
+    wanted = _wanted()
     is_slim = wanted != "auto" and not torch.is_autocast_enabled(device.type)
     return planner.asked_for(wanted) if is_slim else Choice()
 
@@ -112,8 +116,7 @@ def _modules(decoder: Any) -> list[Any]:
 
 def look_at(request: Request, hypotheses: list[Any]) -> None:
     """Where keys or values alone are wanted, judge them on what this call has found, once for a model's weights."""
-    kind = config.current().cache
-    kind = "k" if kind == "h" else kind
+    kind = _wanted()
     if kind not in ("k", "v") or torch.is_autocast_enabled(hypotheses[0][0]["tokens"].device.type):
         return
     models = [model for model in request.generator.model.models if _UNTRIED in _reasons(model.decoder, kind)]

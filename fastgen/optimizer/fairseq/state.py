@@ -35,7 +35,7 @@ class State:
         tree = self.session.tree
         return (
             (tree.batch, tree.beams, tree.capacity, tree.prompt_length),
-            tuple((kind_of(source.slim), source.bias is None) for source in self.session.sources),
+            tuple((identity_of(source.slim), source.bias is None) for source in self.session.sources),
             tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self.session.stored()),
         )
 
@@ -48,6 +48,6 @@ class State:
         self.session.sources.clear()
 
 
-def kind_of(slim: Slim | None) -> object:
+def identity_of(slim: Slim | None) -> object:
     """What a cache stores: one that inverts a weight is made once, and anew when the weight changes."""
     return slim if slim is None or slim.kind in ("k", "v") else (slim.kind, slim.threshold)

@@ -239,11 +239,6 @@ class SourceCache(Cache):
             self._caches.attend_by(layer)
         return layer
 
-    def kinds(self) -> set[str]:
-        """What is stored: see `fastgen.cache.slim.KINDS`."""
-        named = {"x": "e"}
-        return {"kv" if layer.slim is None else named.get(layer.slim.kind, layer.slim.kind) for layer in self.layers}
-
 
 class TreeEncoderDecoderCache(EncoderDecoderCache):
     """Both caches of a decoder; the source's keys are the sentence's, whatever the beams."""
@@ -288,7 +283,8 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
 
     @property
     def cross_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.stored())
+        encoded = next((x for x in self.cross_attention_cache.layers if isinstance(x, EncodedLayer)), None)
+        return sum(tensor.nbytes for tensor in (*self.stored(), *(encoded.spanned() if encoded else ())))
 
 
 def tree_cache(session: Session, stock: Cache) -> Cache:

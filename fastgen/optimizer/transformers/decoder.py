@@ -236,10 +236,9 @@ class TreeDecoder:
 
     def cache_kind(self) -> str:
         """What was stored of each position."""
-        own = {"kv" if layer.slim is None else layer.slim.kind for layer in self.tree.layers}
-        if isinstance(self.cache, TreeEncoderDecoderCache):
-            own |= self.cache.cross_attention_cache.kinds()
-        return kind_of(own)
+        is_split = isinstance(self.cache, TreeEncoderDecoderCache)
+        across = self.cache.cross_attention_cache.layers if is_split else ()
+        return kind_of((layer.slim for layer in self.tree.layers), (layer.slim for layer in across))
 
     def close(self) -> None:
         """Let go of all keys and values; those that the result refers to live on with it."""
@@ -253,8 +252,6 @@ class TreeDecoder:
         size = self.tree.nbytes
         if isinstance(self.cache, TreeEncoderDecoderCache):
             size += self.cache.cross_bytes
-            if "e" in self.cache.cross_attention_cache.kinds():
-                size += self.session.slim.seen_source().nbytes
         self.peak_bytes = max(self.peak_bytes, size)
 
 

@@ -18,7 +18,7 @@ from fastgen.optimizer.transformers import beam_search, slim
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import sample_of
 from fastgen.optimizer.transformers.requests import Request, unsupported_reason
-from fastgen.optimizer.transformers.session import Session
+from fastgen.optimizer.transformers.session import Session, scale_of
 from fastgen.products import Products
 
 _KINDS = ("x", "k", "v")
@@ -169,7 +169,7 @@ class _Capturing(Session):
         if (position_bias := kwargs.get("position_bias")) is not None:
             bias = position_bias if bias is None else bias + position_bias
         rotation = self.slim.rotation if is_rotary else None
-        scale, projections = kwargs.get("scaling"), slim.projections_of(module)
+        projections = slim.projections_of(module)
         if is_across and self._first_across is None:
             self._first_across = projections
         sample = Sample(
@@ -177,7 +177,7 @@ class _Capturing(Session):
             inputs,
             query,
             bias,
-            query.shape[-1] ** -0.5 if scale is None else scale,
+            scale_of(query, kwargs),
             None if rotation is None else (rotation[0][:, None], rotation[1][:, None]),
             self._first_across if is_across else None,
         )

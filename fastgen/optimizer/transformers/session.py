@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastgen import arena, config
 from fastgen._patching import MISSING, PatchSet
-from fastgen.attention import beam_attention, fold_beams
+from fastgen.attention import as_beams, beam_attention, fold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.decoding.watched import is_of
 from fastgen.optimizer.transformers import host, modules, slim
@@ -130,13 +130,18 @@ class Session:
     ) -> tuple[Tensor, Any]:
         """The host's attention-function protocol; returns `[B*M, 1, H, D]` and no weights."""
         if not self.is_active:
-            return self._read(inner, module, query, key, value, attention_mask, *args, **kwargs)
+            if (encoded := self.slim.encoded_layer(module)) is not None:
+                if is_of(inner, "transformers"):
+                    bias = self._bias(module, None, query.dtype, attention_mask, kwargs)
+                    output = encoded.slim.attend(as_beams(query), encoded.spanned(), bias, scale_of(query, kwargs))
+                    return output.view(query.shape[0], query.shape[2], *output.shape[2:]), None
+                key, value = encoded.slim.keys_and_values(encoded.spanned())
+            return inner(module, query, key, value, attention_mask, *args, **kwargs)
         if not self.folds_rows(query.shape[0]) or key.shape[0] != self.tree.batch:
             return inner(module, query, key, value, attention_mask, *args, **kwargs)
         layer = self.folded()
         bias = self._bias(module, layer, query.dtype, attention_mask, kwargs)
-        scale = kwargs.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        scale = scale_of(query, kwargs)
         if (attended := self.slim.source_layer(module) if layer is None else layer) and attended.slim is not None:
             if is_of(inner, "transformers"):
                 return attended.slim.attend(query, attended.spanned(), bias, scale), None
@@ -148,32 +153,6 @@ class Session:
         rows = fold_beams(query, self.tree.batch, key.shape[1]).flatten(1, 2)  # [B, H, M, D]
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
         return output.flatten(0, 1)[:, None].contiguous(), None
-
-    def _read(
-        self,
-        inner: Callable[..., Any],
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
-        """The same for the prompt, `[B, H, P, D]`: its tokens are to the source what beams are."""
-        layer = self.slim.source_layer(module)
-        if layer is None or not self.slim.reads_encoded(layer.slim):
-            return inner(module, query, key, value, attention_mask, *args, **kwargs)
-        if not is_of(inner, "transformers"):
-            key, value = layer.slim.keys_and_values(layer.spanned())
-            return inner(module, query, key, value, attention_mask, *args, **kwargs)
-        bias = self._bias(module, None, query.dtype, attention_mask, kwargs)
-        scale = kwargs.get("scaling")
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        batch, _, tokens, _ = query.shape
-        rows = query.transpose(1, 2).flatten(0, 1)[:, :, None]  # [B*P, H, 1, D]
-        output = layer.slim.attend(rows, layer.spanned(), bias, scale)
-        return output.view(batch, tokens, *output.shape[2:]), None
 
     def compiled_step_of(self, model: torch.nn.Module) -> Any:
         """The compiled step of this session's model, if it has one, for calls of the model that are plain steps."""
@@ -248,6 +227,12 @@ class Session:
         if key not in self._derived:
             self._derived[key] = (derive(), tensor)  # the tensor is kept so that its id stays its own
         return self._derived[key][0]
+
+
+def scale_of(query: Tensor, kwargs: dict[str, Any]) -> float:
+    """The factor of the scores, from what an attention function is given."""
+    scale: float | None = kwargs.get("scaling")
+    return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def current() -> Session | None:

@@ -123,6 +123,11 @@ class SlimCaches:
         """What this attention module's slim cache stores of the source; None if it has keys and values."""
         return self._source_layers.get(module)
 
+    def encoded_layer(self, module: nn.Module) -> Any:
+        """The same, if the prompt, too, attends to the source itself; else None."""
+        layer = self.source_layer(module)
+        return layer if layer is not None and self.reads_encoded(layer.slim) else None
+
     def reads_encoded(self, slim: Slim) -> bool:
         """Whether the prompt, too, attends to the source itself: a long one does so faster by keys and values that are
         dropped again."""
