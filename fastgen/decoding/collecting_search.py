@@ -75,6 +75,7 @@ class CollectingSearch:
         self._counts = torch.tensor([batch, 0], device=device)  # int64 [2]: sentences not done, and done
         self._known = Late(self._counts)
         self._begin()
+        self._number_rows()
 
     def _first(self, batch: int) -> _State:
         """The state before the first step."""
@@ -102,7 +103,6 @@ class CollectingSearch:
         self.done = False
         self._attention: Tensor | None = None  # of each step, float32 [L + 1, B, M, N]
         self._results: list[list[dict[str, Any]]] = [[] for _ in range(self.batch)]
-        self._number_rows()
 
     def restart(self, replayer: Replayer) -> None:
         """Begin anew, in place, with as many sentences; of steps captured by then, `replayer` goes on."""

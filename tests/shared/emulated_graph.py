@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -16,6 +17,9 @@ class Graph(TorchDispatchMode):
     """Records the operators of a function with its tensors and with numbers baked in, as a CUDA graph does.
 
     A replay computes each anew from the same memory into the same memory. Views cost nothing: they lie there.
+
+    Like a CUDA graph it keeps only the memory alive that the function has allocated. Whether somebody else still has
+    all other memory is read off the storages' counts of references, before each replay.
     """
 
     has_run = False
@@ -26,6 +30,8 @@ class Graph(TorchDispatchMode):
         self.replays = 0
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls: list[tuple[Any, Any, Any, Any, bool]] = []  # the last: whether new tensors came of it
+        self._allocated: set[int] = set()  # storages
+        self._others: dict[int, tuple[torch.Tensor, int, str]] = {}  # by storage: one of ours, how many, an operator
         Graph.made.append(self)
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
@@ -53,11 +59,32 @@ class Graph(TorchDispatchMode):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self._written += [(each, each.clone()) for each in pytree.tree_leaves(value)]
         outputs = function(*args, **kwargs)
-        self._calls.append((function, args, kwargs, outputs, _is_fresh(function, args, outputs)))
+        is_fresh = _is_fresh(function, args, outputs)
+        if is_fresh or function is torch.ops.aten.lift_fresh.default:  # of a number, which on a GPU is baked in
+            self._allocated |= {_storage(x) for x in _tensors(outputs)}
+        own = functools.partial(self._own, str(function))
+        mine = [pytree.tree_map_only(torch.Tensor, own, each) for each in (args, kwargs, outputs)]
+        self._calls.append((function, *mine, is_fresh))
         return outputs
+
+    def _own(self, function: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The same tensor or, of memory that was there before, one more reference to it."""
+        storage = _storage(tensor)
+        if storage in self._allocated or not storage:
+            return tensor
+        mine = tensor.detach()
+        first, count, name = self._others.get(storage, (mine, 0, function))
+        self._others[storage] = first, count + 1, name
+        return mine
+
+    def _check(self) -> None:
+        for mine, count, function in self._others.values():
+            references = torch._C._storage_Use_Count(_storage(mine))
+            assert references > count + 1, f"{function} reads memory that nobody keeps"  # one is `untyped_storage`'s
 
     def replay(self) -> Any:
         self.replays += 1
+        self._check()
         for function, args, kwargs, outputs, is_fresh in self._calls:
             if tape.is_view(function) and not is_fresh:
                 continue
@@ -81,6 +108,10 @@ def _is_fresh(function: Any, args: Any, outputs: Any) -> bool:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _memory(tensor: torch.Tensor) -> int:
