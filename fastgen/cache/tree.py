@@ -8,10 +8,9 @@ common, so when the slots are used up those on no beam's path make room: of T st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.buffers import Buffers
@@ -42,9 +41,9 @@ class TreeLayer:
         self.tree.prompt_length = self.prompt_length = end
         capacity = end + self.tree.capacity
         if not self._stored:
-            self._stored = tuple(self._grown(tensor, capacity) for tensor in tensors)
+            self._stored = self._grown(tensors, capacity)
             return
-        self._stored = tuple(self._grown(stored[:, :, :start], capacity) for stored in self._stored)
+        self._stored = self._grown(tuple(stored[:, :, :start] for stored in self._stored), capacity)
         for stored, tensor in zip(self._stored, tensors, strict=True):
             stored[:, :, start:end] = tensor
 
@@ -55,9 +54,6 @@ class TreeLayer:
         """
         tree = self.tree
         start, used = tree.used - tree.beams, tree.used
-        if tree.width > self.stored()[0].shape[2]:
-            capacity = tree.prompt_length + tree.capacity
-            self._stored = tuple(self._grown(stored[:, :, :start], capacity) for stored in self._stored)
         for stored, tensor in zip(self._stored, tensors, strict=True):
             new = _beams_as_positions(tensor, tree.beams)
             if tree.is_static:
@@ -65,6 +61,15 @@ class TreeLayer:
             else:
                 stored[:, :, start:used] = new
         return self.spanned()
+
+    def held(self) -> tuple[Tensor, ...]:
+        """The buffers, as far as there are any."""
+        return self._stored
+
+    def grow(self) -> None:
+        """Have room for as many slots as the tree has allocated."""
+        used = tuple(stored[:, :, : self.tree.used] for stored in self._stored)
+        self._stored = self._grown(used, self.tree.prompt_length + self.tree.capacity)
 
     def stored(self) -> tuple[Tensor, ...]:
         """The buffers, which the prompt has filled by now."""
@@ -91,7 +96,11 @@ class TreeLayer:
     def keep(self, sentences: Tensor) -> None:
         """Keep only these sentences (int64 `[B']`), and of them only the slots in use."""
         used = self.tree.used
-        self._stored = tuple(self._selected(stored[:, :, :used], sentences, stored.shape[2]) for stored in self._stored)
+        before = self._stored
+        self._stored = self._empty(before, len(sentences), before[0].shape[2])
+        for selected, stored in zip(self._stored, before, strict=True):
+            torch.index_select(stored[:, :, :used], 0, sentences, out=selected[:, :, :used])
+        self._clear_from(used, *self._stored)
 
     def prune(self, slots: Tensor) -> None:
         """Of the generated slots keep these, int64 `[B, W]`, in this order."""
@@ -108,6 +117,14 @@ class TreeLayer:
         for mine, theirs in zip(self.stored(), other.stored(), strict=True):
             mine.copy_(theirs)
 
+    def rewind(self, remembered: Mapping[Hashable, Tensor]) -> None:
+        """Have the buffers again that it had in a tree of its present size."""
+        capacity = self.prompt_length + self.tree.capacity
+        self._stored = tuple(
+            remembered[(self, number), torch.Size((self.tree.batch, x.shape[1], capacity, x.shape[3]))]
+            for number, x in enumerate(self._stored)
+        )
+
     def clear(self) -> None:
         """Let go of the buffers."""
         self._stored = ()
@@ -116,28 +133,25 @@ class TreeLayer:
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in self._stored)
 
-    def _grown(self, tensor: Tensor, capacity: int) -> Tensor:
-        """A copy with room for `capacity` slots along dimension 2."""
-        grown = self._empty(tensor, len(tensor), capacity)
-        grown[:, :, : tensor.shape[2]] = tensor
-        self._clear_from(tensor.shape[2], grown)
+    def _grown(self, tensors: tuple[Tensor, ...], capacity: int) -> tuple[Tensor, ...]:
+        """Copies with room for `capacity` slots along dimension 2."""
+        length = tensors[0].shape[2]
+        grown = self._empty(tensors, len(tensors[0]), capacity)
+        for larger, tensor in zip(grown, tensors, strict=True):
+            larger[:, :, :length] = tensor
+        self._clear_from(length, *grown)
         return grown
-
-    def _selected(self, tensor: Tensor, sentences: Tensor, capacity: int) -> Tensor:
-        """The same of these sentences only."""
-        selected = self._empty(tensor, len(sentences), capacity)
-        torch.index_select(tensor, 0, sentences, out=selected[:, :, : tensor.shape[2]])
-        self._clear_from(tensor.shape[2], selected)
-        return selected
 
     def _clear_from(self, slot: int, *tensors: Tensor) -> None:
         if self.tree.is_static:  # nobody sees those slots yet, but nothing times what memory holds may be no number
             for tensor in tensors:
                 tensor[:, :, slot:] = 0
 
-    def _empty(self, like: Tensor, batch: int, capacity: int) -> Tensor:
-        _, heads, _, size = like.shape
-        return self.tree.buffers.empty((batch, heads, capacity, size), like.dtype, like.device)
+    def _empty(self, like: tuple[Tensor, ...], batch: int, capacity: int) -> tuple[Tensor, ...]:
+        return tuple(
+            self.tree.room((self, number), (batch, x.shape[1], capacity, x.shape[3]), x.dtype, x.device)
+            for number, x in enumerate(like)
+        )
 
 
 class BeamTree:
@@ -152,7 +166,6 @@ class BeamTree:
         the step can be captured once and replayed. Keys and masks then span all slots allocated.
         """
         self.is_static = is_static
-        self.epoch = 0
         self.buffers = Buffers(None) if buffers is None else buffers
         self.batch, self.beams, self.max_steps = batch, beams, max_steps
         self.capacity = max(1, min(max_steps, FIRST_STEPS)) * beams  # generated slots allocated
@@ -163,6 +176,14 @@ class BeamTree:
         self.layers: list[TreeLayer] = []
         self.rotations: TreeLayer | None = None  # cosines and sines of the slots' positions, where a layer needs them
         self._masks: dict[tuple[object, ...], Tensor] = {}  # of this step
+        self._departures = 0  # times that sentences have left
+        self._first = batch, self.capacity
+        self._remembered: dict[Hashable, Tensor] | None = None  # memory by what lies there and its shape
+
+    @property
+    def epoch(self) -> Hashable:
+        """See `is_static`."""
+        return self._departures, self.capacity
 
     def plant(self, prompt_mask: Tensor | None = None, device: torch.device | None = None) -> None:
         """Begin decoding: the layers hold the prompt; `prompt_mask` `[B, P]`, nonzero = attend.
@@ -179,6 +200,48 @@ class BeamTree:
             self._positions = self._positions.repeat(self.batch, 1)
             self.slots = torch.zeros(self.beams, dtype=torch.int64, device=device)  # those of this step
             self._clock = torch.zeros((), dtype=torch.int64, device=device)  # `length`, where a replayed step sees it
+
+    def remember(self) -> None:
+        """From now on memory that the tree has outgrown is kept: steps that were captured there can be replayed by
+        later calls, once a static tree that is planted here is made to `rewind`."""
+        self._remembered = {}
+        for name, tensor in self._parts():
+            self._remembered[name, tensor.shape] = tensor
+
+    def _parts(self) -> Iterator[tuple[Hashable, Tensor]]:
+        """All that has a new place when the tree grows, or sentences leave, with its name."""
+        yield "ancestry", self._ancestry
+        yield "positions", self._positions
+        for layer in self._all():
+            for number, tensor in enumerate(layer.held()):
+                yield (layer, number), tensor
+
+    def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory with anything in it; what is remembered by the same name and of this shape, nobody uses any more."""
+        if self._remembered is None or self._departures:  # how many have left, it will not have in common with others
+            return self.buffers.empty(shape, dtype, device)
+        key = name, torch.Size(shape)
+        if key not in self._remembered:
+            self._remembered[key] = self.buffers.empty(shape, dtype, device)
+        return self._remembered[key]
+
+    @property
+    def remembers(self) -> bool:
+        return self._remembered is not None
+
+    def forget(self) -> None:
+        """Remember nothing any longer."""
+        self._remembered = None
+
+    def rewind(self) -> None:
+        """Be where the tree was when it began to `remember`, to be replanted; what it holds is no matter."""
+        assert self._remembered is not None
+        (self.batch, self.capacity), self._departures = self._first, 0
+        slots = self.prompt_length + self.capacity
+        self._ancestry = self._remembered["ancestry", torch.Size((self.batch, self.beams, slots))]
+        self._positions = self._remembered["positions", torch.Size((self.batch, slots))]
+        for layer in self._all():
+            layer.rewind(self._remembered)
 
     def replant(self, other: BeamTree) -> None:
         """Begin again, in place, with the prompt of another static tree, of the same shapes and just planted; it may
@@ -238,10 +301,18 @@ class BeamTree:
             # Twice as many, unless pruning will soon make some of them idle.
             grown = self.capacity * 5 // 4 if self._was_pruned else self.capacity * 2
             self.capacity = min(self.max_steps * self.beams, max(grown, self.capacity + self.beams))
-            more = self.prompt_length + self.capacity - self._ancestry.shape[2]
-            self._ancestry = F.pad(self._ancestry, (0, more))
-            self._positions = F.pad(self._positions, (0, more))
-            self.epoch += 1
+            self._ancestry = self._padded("ancestry", self._ancestry)
+            self._positions = self._padded("positions", self._positions)
+            for layer in self._all():
+                layer.grow()
+
+    def _padded(self, name: str, tensor: Tensor) -> Tensor:
+        """`[..., slots]` with zeros for the slots that are new."""
+        slots = self.prompt_length + self.capacity
+        padded = self.room(name, (*tensor.shape[:-1], slots), tensor.dtype, tensor.device)
+        padded[..., tensor.shape[-1] :] = 0
+        padded[..., : tensor.shape[-1]] = tensor
+        return padded
 
     def _ancestors(self) -> Tensor:
         """The generated slots on some beam's path, in order, int64 `[B, W]`.
@@ -285,7 +356,7 @@ class BeamTree:
         if len(self._positions) > 1:
             self._positions = self._positions.index_select(0, sentences)
         self.batch = len(sentences)
-        self.epoch += 1
+        self._departures += 1
         for layer in self._all():
             layer.keep(sentences)
         self._masks.clear()
@@ -322,10 +393,16 @@ class BeamTree:
         """End the call: the layers' buffers are free, now and not when the garbage collector finds the tree."""
         for layer in self._all():
             layer.clear()
+        self.forget()
 
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self._all())
+
+    @property
+    def remembered_bytes(self) -> int:
+        """All memory that the tree keeps, what it has outgrown included."""
+        return self.nbytes if self._remembered is None else sum(x.nbytes for x in self._remembered.values())
 
     def _all(self) -> list[TreeLayer]:
         return self.layers if self.rotations is None else [*self.layers, self.rotations]

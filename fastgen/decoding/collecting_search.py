@@ -71,11 +71,11 @@ class CollectingSearch:
         self._at = torch.zeros(1, dtype=torch.int64, device=device)  # `step` on the device
         self._divisors = self._divisors_in(torch.float32)
         self._candidates = torch.arange(2 * beams, device=device)
-        self._epoch = 0
         self._counts = torch.tensor([batch, 0], device=device)  # int64 [2]: sentences not done, and done
         self._known = Late(self._counts)
         self._begin()
         self._number_rows()
+        self._whole: tuple[_State, Tensor] | None = None  # from before sentences left, if their steps are kept
 
     def _first(self, batch: int) -> _State:
         """The state before the first step."""
@@ -105,14 +105,16 @@ class CollectingSearch:
         self._results: list[list[dict[str, Any]]] = [[] for _ in range(self.batch)]
 
     def restart(self, replayer: Replayer) -> None:
-        """Begin anew, in place, with as many sentences; of steps captured by then, `replayer` goes on."""
+        """Begin anew, in place, with as many sentences as at first; of steps captured by then, `replayer` goes on."""
+        if self._whole is not None:
+            (self.state, self._first_row), self._whole = self._whole, None
         self.state.become(self._first(self.batch))
         self._begin()
         self._at.zero_()
         self._known.forget()
         self._counts.copy_(self._known.first, non_blocking=True)
-        if self._replayer is not None and (captured := self._replayer.captured) is not None:
-            replayer.resume(captured)
+        if self._replayer is not None:
+            replayer.resume(self._replayer.captured)
         self._replayer = replayer
 
     @property
@@ -149,7 +151,7 @@ class CollectingSearch:
         elif self._replayer is None:
             parents = self._of_all(log_probs)
         else:
-            parents = self._replayer(self._of_all, log_probs, self._epoch)
+            parents = self._replayer(self._of_all, log_probs, None)
         self.step += 1
         self._known.push()
         # What the host learns a step late costs a step in which nothing changes.
@@ -244,11 +246,14 @@ class CollectingSearch:
         settled = settled & ~settled.all()  # then the search is done, though the host may not know yet
         self._store(torch.nonzero(settled)[:, 0])
         stay = torch.nonzero(~settled)[:, 0]
+        if self._replayer is not None:
+            self._replayer.shrink()
+            if self._replayer.remembers and self._whole is None:
+                self._whole = copy.copy(self.state), self._first_row
         self.state.keep(stay)
         if self._attention is not None:
             self._attention = self._attention.index_select(1, stay)
         self._number_rows()
-        self._epoch += 1  # tensors of fewer sentences are others
         self._counts.copy_(torch.tensor([len(stay), 0]))
         self._known.forget()
         return stay

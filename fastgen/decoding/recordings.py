@@ -1,7 +1,8 @@
 """Captured steps that outlive their call: the next call of the same shapes puts its prompt where they look for it.
 
 A captured step reads and writes a state of its own. It is kept with it, by the model; a call takes it out, so that
-nobody else has it, and brings it back.
+nobody else has it, and brings it back. Where a call outgrows its buffers, the larger ones and the step captured there
+are kept too, and the next call moves to them; what is captured after sentences have left is of that call alone.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class State(Protocol):
     def fill(self, other: Any) -> None:
         """Begin anew, in place, with the prompt and the source of another state of the same shapes."""
 
+    def rewind(self) -> None:
+        """Have the buffers again that it had before it grew or sentences left."""
+
     def nbytes(self) -> int: ...
 
     def close(self) -> None:
@@ -54,10 +58,10 @@ class Snapshot(Protocol):
 
 @dataclass
 class Recording:
-    """A captured step and its state."""
+    """The captured steps of a call, by epoch, and their state."""
 
     state: Any  # a State of the host's own
-    captured: Captured
+    captured: dict[Hashable, Captured]
 
 
 class _Kept:
@@ -154,12 +158,13 @@ def keep(
         while len(kept.recordings) >= _MOST:
             kept.drop_oldest()
         kept.recordings[key] = recording
-        while kept.recordings and not _may_keep(device):
+        while kept.recordings and not may_keep(0, device):
             kept.drop_oldest()
 
 
-def _may_keep(device: torch.device) -> bool:
-    taken = nbytes()
+def may_keep(more: int, device: torch.device) -> bool:
+    """Whether so many bytes may be kept on this device besides what is."""
+    taken = nbytes() + more
     if device.type != "cuda":
         return memory.may_keep(0, taken)
     return taken * _SHARE <= torch.cuda.get_device_properties(device).total_memory

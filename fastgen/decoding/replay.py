@@ -87,7 +87,10 @@ class Replayer:
     """Runs the steps of one call: of equal inputs, the first by itself, the second captured, all others replayed.
 
     Each time something moves, such as when sentences leave, more steps must be equal before one is captured again.
+    If it `remembers`, steps captured before that are kept, by their epoch.
     """
+
+    remembers = False
 
     def __init__(self, device: torch.device, counts: Counts | None = None) -> None:
         self._recording, self._device = RECORDINGS[device.type], device
@@ -95,7 +98,8 @@ class Replayer:
         self._steps, self._patience = 0, 1  # equal ones that have run by themselves, and how many must have
         self.failure: str | None = None  # why steps run by themselves after all
         self._last: tuple[Hashable, list[Any]] | None = None  # of a step that ran by itself: its key and its inputs
-        self._captured: Captured | None = None
+        self._captured: dict[Hashable, Captured] = {}  # by epoch
+        self._whole: dict[Hashable, Captured] | None = None  # those from before sentences left, if it remembers
 
     def __call__(self, step: Callable[[Any], Any], inputs: Any, epoch: Hashable) -> Any:
         """`step(inputs)`; on CUDA what a replayed step returns is overwritten by the next.
@@ -107,10 +111,12 @@ class Replayer:
         """
         leaves, spec = pytree.tree_flatten(inputs)
         key = (epoch, spec, tuple(map(_kind, leaves)))
-        if self._captured is not None and self._captured.takes(key, leaves):
+        captured = self._captured.get(epoch)
+        if captured is not None and captured.takes(key, leaves):
             self.counts.replays += 1
-            return self._captured.replay(leaves)
-        last, self._last, self._captured = self._last, None, None
+            return captured.replay(leaves)
+        last, self._last, captured = self._last, None, None
+        self._captured = {each: its for each, its in self._captured.items() if self.remembers and each != epoch}
         if self.failure:
             return step(inputs)
         self._steps = 0 if last is None or last[0] != key else self._steps
@@ -129,7 +135,7 @@ class Replayer:
             return step(inputs)
         finally:
             self.counts.seconds += time.perf_counter() - start
-        self._captured = captured
+        self._captured[epoch] = captured
         self.counts.captures += 1
         if recording.has_run:
             return result
@@ -153,20 +159,29 @@ class Replayer:
 
     def another(self) -> Replayer:
         """One for another part of the call's steps, counted with this one's."""
-        return Replayer(self._device, self.counts)
+        other = Replayer(self._device, self.counts)
+        other.remembers = self.remembers
+        return other
 
     @property
-    def captured(self) -> Captured | None:
-        """The step that is replayed, for another call's replayer to `resume`."""
-        return self._captured
+    def captured(self) -> dict[Hashable, Captured]:
+        """Steps by epoch, for another call's replayer to `resume`."""
+        return self._captured if self._whole is None else self._whole
 
-    def resume(self, captured: Captured) -> None:
-        """Replay this step, which another call has captured, as long as it is the step asked for."""
-        self._captured = captured
+    def resume(self, captured: dict[Hashable, Captured]) -> None:
+        """Replay these steps, which another call has captured, where they are the ones asked for."""
+        self._captured = dict(captured)
+
+    def shrink(self) -> None:
+        """Sentences leave, so that no step captured here is of this call any more; if it remembers, those from before
+        the first left are another's."""
+        if self.remembers and self._whole is None:
+            self._whole = self._captured
+        self._last, self._captured = None, {}
 
     def close(self) -> None:
         """Let go of everything captured."""
-        self._last = self._captured = None
+        self._last, self._whole, self._captured = None, None, {}
 
 
 class Captured:

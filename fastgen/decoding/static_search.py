@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,7 +36,6 @@ class StaticSearch(BeamSearch):
         self._replayer = replayer
         self._ends = prompt.new_empty(0) if ends is None else ends.to(device)
         self._is_late = is_late
-        self._epoch = 0
         self._scores: Tensor | None = None
         lengths = range(policy.prompt_length + 1, policy.max_length + 2)
         self._divisors = torch.tensor([policy.divisor(length) for length in lengths], device=device)  # float32
@@ -41,16 +43,18 @@ class StaticSearch(BeamSearch):
         self._step = torch.zeros(1, dtype=torch.int64, device=device)  # steps taken, `length` less the prompt's
         self._state = torch.tensor([1, 0], device=device)  # int64 [2]: goes on, sentences settled
         self._known = Late(self._state)
+        self._whole: tuple[Any, ...] | None = None  # from before sentences left, if their steps are kept
 
     def restart(self, prompt: Tensor, replayer: Replayer) -> None:
         """Begin anew, in place, with other prompts of the same shape; of steps captured by then, `replayer` goes on."""
+        if self._whole is not None:
+            (self.live, self._first_row, self._request_row, self._scores), self._whole = self._whole, None
         self.live.become(self._first(prompt))
         self._begin(self.live)
         self._step.zero_()
         self._known.forget()
         self._state.copy_(self._known.first, non_blocking=True)
-        if (captured := self._replayer.captured) is not None:
-            replayer.resume(captured)
+        replayer.resume(self._replayer.captured)
         self._replayer = replayer
 
     takes_logits = False
@@ -60,7 +64,7 @@ class StaticSearch(BeamSearch):
         if self._scores is None or (self._scores.shape, self._scores.dtype) != (log_probs.shape, log_probs.dtype):
             self._scores = torch.empty_like(log_probs)
         self._scores.copy_(log_probs)  # from wherever these are now to where a captured step looks for them
-        parents: Tensor = self._replayer(self._choose, self._scores, self._epoch)
+        parents: Tensor = self._replayer(self._choose, self._scores, None)
         self.length += 1
         self._known.push()
         self.done = self.length >= self.policy.max_length or not self._known.values(self._is_late)[0]
@@ -75,7 +79,9 @@ class StaticSearch(BeamSearch):
         return self._known.values(late=True)[1]
 
     def evict(self, settled: Tensor) -> Tensor:
-        self._epoch += 1  # tensors of fewer sentences are others
+        self._replayer.shrink()
+        if self._replayer.remembers and self._whole is None:
+            self._whole = copy.copy(self.live), self._first_row, self._request_row, self._scores
         self._known.forget()
         return super().evict(settled)
 
@@ -155,10 +161,10 @@ class Late:
 
     def forget(self) -> None:
         """Until the next push is known, the values are those at first."""
-        for copy, event in zip(self._copies, self._events, strict=True):
+        for values, event in zip(self._copies, self._events, strict=True):
             if event is not None:
                 event.synchronize()
-            copy.copy_(self.first)
+            values.copy_(self.first)
 
     def values(self, late: bool) -> list[int]:
         place = 1 - self._latest if late else self._latest

@@ -14,10 +14,14 @@ import models
 import pytest
 import torch
 from fairseq.modules import transformer_layer
+from fairseq.sequence_generator import SequenceGenerator
 
 import fastgen
-from fastgen.decoding import recordings, replays
+from fastgen.cache import tree
+from fastgen.cache.tree import BeamTree
+from fastgen.decoding import recordings, replay, replays
 from fastgen.decoding.collecting_search import CollectingSearch
+from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.state import State
 from fastgen.optimizer.fairseq.unchanged import snapshot
 
@@ -150,7 +154,7 @@ def test_a_class_that_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_snapshot_sees_a_class_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(models.load("post-norm"))
-    before = snapshot(model)
+    before = snapshot([model])
     assert before.is_complete and before.is_current()
     monkeypatch.setattr(transformer_layer.TransformerDecoderLayerBase, "extra", 1, raising=False)
     assert not before.is_current()
@@ -164,13 +168,121 @@ def test_sentences_leave_and_others_come() -> None:
     assert _captures(model, seed=1) == 0
 
 
-def test_language_models_and_ensembles_share_none() -> None:
+@pytest.mark.parametrize("tier", ["compat", "fast"])
+def test_a_call_that_grew(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call grows into the same buffers."""
+    monkeypatch.setattr(tree, "FIRST_STEPS", 5)
+    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    model = copy.deepcopy(models.load("post-norm"))
+    counts = [_captures(model, seed=seed, tier=tier, min_len=20, max_len_b=20) for seed in (0, 0, 1, 0, 1)]
+    assert counts[0] > 2 and recordings.count(model) == 1
+    assert counts[1] == counts[3] == counts[4] == 0, "as far as it grew in the same steps"
+
+
+def _left(model: Any, seed: int, tier: str) -> tuple[int, list[int]]:
+    """Captures of a call that sentences leave, and how many there were after each time."""
+    left, keep = [], BeamTree.keep
+
+    def noting(self: BeamTree, sentences: torch.Tensor) -> None:
+        left.append(len(sentences))
+        keep(self, sentences)
+
+    sample, prefix = models.staggered(9)
+    tokens = sample["net_input"]["src_tokens"]
+    tokens[tokens > 3] = 4 + (tokens[tokens > 3] - 4 + seed) % models.WORDS
+    before = copy.copy(replays.counts(model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BeamTree, "keep", noting)
+        run = partial(models.generate, model, sample, prefix=prefix, beam_size=3, max_len_b=25)
+        expected = judge.stock(run)
+        with judge.configured(tier=tier):
+            judge.assert_same(expected, judge.ours(run)[0])
+    after = replays.counts(model)
+    assert after.replays > before.replays
+    return after.captures - before.captures, left
+
+
+@pytest.mark.parametrize("cache", ["kv", "x"])
+@pytest.mark.parametrize("tier", ["compat", "fast"])
+def test_sentences_leave(tier: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was captured before is kept; the next call begins where this one began, with all of its sentences."""
+    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    model = copy.deepcopy(models.load("post-norm"))
+    with judge.configured(cache=cache):
+        first, left = _left(model, 0, tier)
+        assert left and first > 1 and recordings.count(model) == 1
+        assert [_left(model, seed, tier)[0] < first for seed in (0, 1, 0)][::2] == [True, True]
+
+
+def test_no_room_for_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(models.load("post-norm"))
+    with monkeypatch.context() as patch:
+        patch.setattr(recordings, "may_keep", lambda more, device: more == 0)
+        _, left = _left(model, 0, "fast")
+        assert left and recordings.count(model) == 0
+    assert _left(model, 0, "fast")[1] == left and recordings.count(model) == 1
+
+
+@pytest.mark.parametrize("what", [(State, "rewind"), (Session, "rewind"), (BeamTree, "rewind")])
+def test_the_way_back_is_needed(what: tuple[type, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    model = copy.deepcopy(models.load("post-norm"))
+    monkeypatch.setattr(*what, lambda _: None)
+    with pytest.raises(Exception, match=r"tokens differ|off by|shape|size|assert"):
+        for _ in range(2):
+            _left(model, 0, "fast")
+            assert recordings.count(model) == 1
+
+
+@pytest.mark.parametrize("tier", ["compat", "fast"])
+def test_language_models(tier: str) -> None:
+    """With a prompt, which is another each time, and without."""
     model = copy.deepcopy(models.load("lm"))
+    counts = []
+    for seed in (1, 2, 3):
+        for sample in (models.prompts(seed=seed), models.prompts((1, 1, 1), seed=seed)):
+            run = partial(models.prompted, model, sample, beam_size=3, max_len_b=20, min_len=18)
+            expected, before = judge.stock(run), copy.copy(replays.counts(model))
+            with judge.configured(tier=tier):
+                judge.assert_same(expected, judge.ours(run)[0])
+            after = replays.counts(model)
+            assert after.replays > before.replays + 10
+            counts.append(after.captures - before.captures)
+    assert min(counts[:2]) > 0 and counts[2:] == [0] * 4 and recordings.count(model) == 2
+
+
+def _of_two(two: list[Any]) -> tuple[SequenceGenerator, Callable[..., Any]]:
+    generator = SequenceGenerator(two, models.dictionary(), **LONG)
+
+    def run(seed: int) -> Any:
+        sample = models.batch(LENGTHS)
+        tokens = sample["net_input"]["src_tokens"]
+        tokens[tokens > 3] = 4 + (tokens[tokens > 3] - 4 + seed) % models.WORDS
+        return generator.generate(two, sample)
+
+    return generator, run
+
+
+def test_ensembles() -> None:
+    """A generator's ensemble keeps its recordings, which hold as long as each of its models is what it was."""
     two = [copy.deepcopy(models.load("post-norm", seed=seed)) for seed in (0, 1)]
-    for _ in range(2):
-        judge.compare(lambda: models.prompted(model, beam_size=3, max_len_b=20, min_len=18))
-        judge.compare(lambda: models.generate(two, models.batch(), **LONG))
-    assert not recordings.count(model) and not recordings.count(two[0])
+    generator, run = _of_two(two)
+    captures = []
+    for number, seed in enumerate((0, 1, 2, 2)):
+        if number == 3:
+            _data(two[1])
+        expected = judge.stock(partial(run, seed))
+        before = copy.copy(replays.counts(two[0]))
+        judge.assert_same(expected, judge.ours(partial(run, seed))[0])
+        after = replays.counts(two[0])
+        assert after.replays > before.replays
+        captures.append(after.captures - before.captures)
+    assert captures[0] > 0 and captures[1:3] == [0, 0] and recordings.count(generator.model) == 1
+    assert not recordings.count(two[0])
+    reference, model = weakref.ref(generator.model), weakref.ref(two[1])
+    del generator, run, two, expected
+    gc.collect()
+    assert reference() is None and model() is None
 
 
 def test_a_language_model_that_is_fused_in() -> None:

@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 
 import fastgen
 from fastgen import memory
-from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.decoding import recordings, replay, replays
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.unchanged import Snapshot
@@ -124,13 +124,76 @@ def test_other_searches_between(other: dict[str, Any]) -> None:
         assert _captures(model, _inputs("bart", 2), **options) == 0
 
 
-def test_a_call_that_grew_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 4)
+def _growing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree is outgrown every few steps, and captured again at once."""
+    monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 5)
     monkeypatch.setattr(replay, "_PATIENCE", 1)
-    model = copy.deepcopy(zoo.load("llama"))
-    for seed in range(2):
-        harness.compare(model, _inputs("llama", seed), **LONG)
-        assert recordings.count(model) == 0
+
+
+@pytest.mark.parametrize("family", ["bart", "t5", "whisper", "llama", "gpt2", "gemma2"])
+def test_a_call_that_grew(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next call grows into the same buffers."""
+    _growing(monkeypatch)
+    model = copy.deepcopy(zoo.load(family))
+    counts = [_captures(model, _inputs(family, seed)) for seed in (0, 0, 1, 0, 1)]
+    assert counts[0] > 1 and recordings.count(model) == 1
+    assert counts[1] == counts[3] == counts[4] == 0, "as far as it grew in the same steps"
+    longer = dict(max_new_tokens=20, min_new_tokens=20)
+    assert _captures(model, _inputs(family), **longer) > counts[0], "a longer one has a recording of its own"
+    assert [_captures(model, _inputs(family), **each) for each in (longer, {})] == [0, 0]
+
+
+_LEAVING = dict(num_beams=4, max_new_tokens=20, min_new_tokens=0, early_stopping=True, length_penalty=-1.0)
+
+
+def _left(model: Any, inputs: dict[str, Any], **options: Any) -> tuple[int, list[int]]:
+    """Captures of a call, and how many sentences there were after each time that some left."""
+    left, keep = [], BeamTree.keep
+
+    def noting(self: BeamTree, sentences: torch.Tensor) -> None:
+        left.append(len(sentences))
+        keep(self, sentences)
+
+    if "decoder_input_ids" in inputs:
+        inputs["decoder_input_ids"] = torch.full((6, 1), zoo.START)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BeamTree, "keep", noting)
+        return _captures(model, inputs, tier="fast", **{**_LEAVING, **options}), left
+
+
+@pytest.mark.parametrize("is_slim", [False, True], ids=["kv", "x"])
+@pytest.mark.parametrize("family", ["bart", "whisper", "gpt2", "llama"])
+def test_sentences_leave(family: str, is_slim: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was captured before is kept; the next call begins where this one began, with all of its sentences."""
+    _growing(monkeypatch)
+    model = copy.deepcopy(zoo.load(family))
+    with harness.configured(cache="x" if is_slim else "kv"):
+        first, left = _left(model, _inputs(family, batch=6))
+        assert left and first > 2 and recordings.count(model) == 1
+        for seed in (0, 1, 0):
+            again, _ = _left(model, _inputs(family, seed, batch=6))
+            assert again < first or seed, "what is captured after some have left alone"
+        assert _left(model, _inputs(family, 2, batch=6), min_new_tokens=20)[1] == []
+
+
+def test_no_room_for_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(zoo.load("bart"))
+    with monkeypatch.context() as patch:
+        patch.setattr(recordings, "may_keep", lambda more, device: more == 0)
+        _, left = _left(model, _inputs("bart", batch=6))
+        assert left and recordings.count(model) == 0
+    assert _left(model, _inputs("bart", batch=6))[1] == left and recordings.count(model) == 1
+
+
+@pytest.mark.parametrize("spoiled", [BeamTree.rewind, TreeLayer.rewind, State.rewind, State.remember])
+def test_the_way_back_is_needed(spoiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _growing(monkeypatch)
+    model = copy.deepcopy(zoo.load("bart"))
+    monkeypatch.setattr(f"{spoiled.__module__}.{spoiled.__qualname__}", lambda *_: None)
+    with pytest.raises(Exception, match=r"differ|size|shape|nothing|count|assert|NoneType"):
+        for _ in range(2):
+            _left(model, _inputs("bart", batch=6))
+            assert recordings.count(model) == 1
 
 
 def test_what_the_result_holds_is_not_written_to() -> None:

@@ -15,6 +15,7 @@ from fastgen.cache.slim import Choice, Slim
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings
 from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
+from fastgen.decoding.replay import Replayer
 from fastgen.optimizer.fairseq.attention import Shared, TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.encoder import with_own_products
 from fastgen.optimizer.fairseq.replaying import ReplayedSteps, replayer_for, source_of
@@ -96,6 +97,8 @@ class TreeEnsemble(StandIn):
         if not self.inner.has_encoder() and request.generator.lm_model is None:
             self._prompt = self._read_prompt(request, models)
         self.session.plant()
+        if self._replayed is not None and not self.inner.has_encoder():
+            self._take_up([])
 
     @staticmethod
     def _read_prompt(request: Request, models: list[Any]) -> Prompt | None:
@@ -117,8 +120,8 @@ class TreeEnsemble(StandIn):
         """Go on with a recording that an earlier call has kept, if there is one of these shapes."""
         assert self._replayed is not None and self.replayer is not None
         # A language model that is fused in runs over the same tree.
-        may_share = self.inner.models_size == 1 and self._request.generator.lm_model is None
-        self._width = len(source_of(encoder_outs[0])[0])
+        may_share = self._request.generator.lm_model is None
+        self._width = len(source_of(encoder_outs[0])[0]) if encoder_outs else None
         self._replayed.see(encoder_outs, recordings.SOURCE_STEP if may_share else None)
         if not may_share:
             return
@@ -126,11 +129,14 @@ class TreeEnsemble(StandIn):
         self._key = self._key_of(state)
         if self._key is None:
             return
-        kept = recordings.take_up(self.inner.single_model, self._key, state, self.replayer)
-        if kept is not None:
-            self.session, self._replayed = kept.session, kept.replayed
-            self._products, self._search = kept.products, kept.search
-            self._replayed.replayer = self.replayer
+        self.replayer.remembers = True
+        kept = recordings.take_up(self._owner, self._key, state, self.replayer)
+        if kept is None:
+            self.session.tree.remember()
+            return
+        self.session, self._replayed = kept.session, kept.replayed
+        self._products, self._search = kept.products, kept.search
+        self._replayed.replayer = self.replayer
 
     def search(self, policy: CollectingPolicy) -> CollectingSearch:
         """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
@@ -148,15 +154,22 @@ class TreeEnsemble(StandIn):
 
     def hand_on(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
-        captured = None if self.replayer is None else self.replayer.captured
-        if captured is None or self._key is None:
+        if self._key is None or self.replayer is None or not self.replayer.captured:
             return
-        state, model = self._state(), self.inner.single_model
-        # One that sentences have left, or that has grown, is not what others need.
+        state, models = self._state(), self.inner.models
+        state.rewind()
         if self._key_of(state) == self._key:
             self._is_handed_on = True
-            recording = recordings.Recording(state, captured)
-            recordings.keep(model, self._key, recording, lambda: snapshot(model), self._device)
+            recording = recordings.Recording(state, self.replayer.captured)
+            recordings.keep(self._owner, self._key, recording, lambda: snapshot(models), self._device)
+
+    def _shrink(self, replayer: Replayer) -> None:
+        """Sentences leave; there will be two copies for a while."""
+        tree = self.session.tree
+        if tree.remembers and not recordings.may_keep(self.session.remembered_bytes, self._device):
+            self._key, replayer.remembers = None, False
+            tree.forget()
+        replayer.shrink()
 
     def close(self) -> None:
         """Let go of all keys and values."""
@@ -165,19 +178,28 @@ class TreeEnsemble(StandIn):
         if not self._is_handed_on:
             self.session.tree.close()
 
+    @property
+    def _owner(self) -> torch.nn.Module:
+        """What keeps the recordings: the model or, of several, the generator's ensemble."""
+        owner: torch.nn.Module = self.inner.single_model if self.inner.models_size == 1 else self.inner
+        return owner
+
     def _state(self) -> State:
         assert self._replayed is not None
         return State(self.session, self._replayed, self._products, self._search)
 
     def _key_of(self, state: State) -> Hashable:
         surroundings = recordings.surroundings(self._device)
-        how = (self._request.generator.temperature, self.shortlist is None, self._own_caches)
+        temperature, averaged = self._request.generator.temperature, type(self.inner).forward_decoder
+        how = (temperature, averaged, self.shortlist is None, self._own_caches)
         return None if surroundings is None else (state.shape(), surroundings, how)
 
     def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:
         if self.reason:
             self.inner.reorder_incremental_state(incremental_states, new_order)
             return
+        if self.replayer is not None and len(new_order) < self.session.tree.batch * self.session.tree.beams:
+            self._shrink(self.replayer)
         stay = self.session.reorder(new_order)
         if stay is not None and self._prompt is not None:
             self._prompt.keep(stay)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class ReplayedSteps:
         self._ensemble = replaced(ensemble, models=models, single_model=models[0])
 
     def __call__(
-        self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float, epoch: int
+        self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float, epoch: Hashable
     ) -> tuple[Tensor, Tensor | None]:
         """What the ensemble's `forward_decoder` returns for `tokens`, int64 `[B*M, length]`."""
 

@@ -27,6 +27,7 @@ class Session:
         self.cache_bytes = 0  # the most so far
         self.cache = ""  # what is stored of each position
         self._pad, self._device = pad, device
+        self._whole: list[tuple[tuple[Tensor, ...], Tensor | None]] | None = None  # the sources before sentences left
 
     def plant(self) -> None:
         """Begin decoding: the prompt, if there is one, has been read."""
@@ -49,6 +50,8 @@ class Session:
         batch = len(rows) // tree.beams
         if batch != tree.batch:
             self.measure()
+            if tree.remembers and self._whole is None:
+                self._whole = [(source.stored, source.bias) for source in self.sources]
             stay = rows[:: tree.beams] // tree.beams
             tree.keep(stay)
             kept = {name: tensor.index_select(0, stay) for name, tensor in self._of_sources().items()}
@@ -58,6 +61,14 @@ class Session:
         first = torch.arange(batch, device=rows.device)[:, None] * tree.beams
         tree.reorder((rows.view(batch, tree.beams) % tree.beams + first).flatten())
         return stay
+
+    def rewind(self) -> None:
+        """Have the buffers again that it had before the tree grew or sentences left."""
+        self.tree.rewind()
+        if self._whole is not None:
+            for source, (stored, bias) in zip(self.sources, self._whole, strict=True):
+                source.stored, source.bias = stored, bias
+            self._whole = None
 
     def stored(self) -> list[Tensor]:
         """What cross-attention's caches hold, masks included."""
@@ -71,6 +82,11 @@ class Session:
     @property
     def nbytes(self) -> int:
         return self.tree.nbytes + sum(tensor.nbytes for tensor in self.stored())
+
+    @property
+    def remembered_bytes(self) -> int:
+        """The same with what the tree has outgrown."""
+        return self.tree.remembered_bytes + sum(tensor.nbytes for tensor in self.stored())
 
     def measure(self) -> None:
         """Note how many bytes keys and values take, or what is stored in their place."""

@@ -30,6 +30,10 @@ class State:
         for mine, theirs in zip(self.session.stored(), other.session.stored(), strict=True):
             mine.copy_(theirs)
 
+    def rewind(self) -> None:
+        """Have the buffers again that it had before it grew or sentences left."""
+        self.session.rewind()
+
     def shape(self) -> Hashable:
         """What states must have in common for one to be filled with the other."""
         tree = self.session.tree
@@ -40,7 +44,7 @@ class State:
         )
 
     def nbytes(self) -> int:
-        return self.session.nbytes
+        return self.session.remembered_bytes
 
     def close(self) -> None:
         """Let go of all keys and values."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 from fairseq.data import Dictionary
@@ -13,6 +14,6 @@ from fastgen.decoding.unchanged import Host, Snapshot
 _HOST = Host(configs=(argparse.Namespace, FairseqDataclass), ignored=(Dictionary,))
 
 
-def snapshot(model: Any) -> Snapshot:
-    """Of what the model's steps may read: all of its decoder, and how the model itself normalises scores."""
-    return Snapshot([model, *model.decoder.modules()], _HOST)
+def snapshot(models: Iterable[Any]) -> Snapshot:
+    """Of what the models' steps may read: all of each decoder, and how the model itself normalises scores."""
+    return Snapshot([module for model in models for module in (model, *model.decoder.modules())], _HOST)

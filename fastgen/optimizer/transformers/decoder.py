@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -65,6 +66,7 @@ class TreeDecoder:
         is_free = not request.generation_config.return_dict_in_generate
         self._shares = replayer is not None and is_free and modules.is_tested(self.model)
         self._is_handed_on = False
+        self._whole: State | None = None  # from before sentences left, if it is to be kept
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
         self._prompt_tokens = request.input_ids.shape[1]
         self._may_screen = may_screen
@@ -117,23 +119,27 @@ class TreeDecoder:
         self._key = self._key_of(state)
         if self._key is None:
             return
+        self.replayer.remembers = True
         kept = recordings.take_up(self.model, self._key, state, self.replayer)
         if kept is None:
+            self.tree.remember()
             # From now on in memory of its own: later calls will write to it.
             self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
             self._hand_source()
             return
-        for name, value in vars(kept).items():
-            setattr(self, name, value)
+        for field in dataclasses.fields(kept):
+            setattr(self, field.name, getattr(kept, field.name))
+        self._hand_source()
 
     def hand_on(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
-        captured = None if self.replayer is None else self.replayer.captured
-        state = self._state()
-        # A tree that has grown would be larger than others need.
-        if captured is not None and self._key is not None and self._key_of(state) == self._key:
+        if self._key is None or self.replayer is None or not self.replayer.captured:
+            return
+        state = self._whole or self._state()
+        state.rewind()
+        if self._key_of(state) == self._key:
             self._is_handed_on = True
-            recording = recordings.Recording(state, captured)
+            recording = recordings.Recording(state, self.replayer.captured)
             recordings.keep(self.model, self._key, recording, lambda: snapshot(self.model), self._device)
 
     def _key_of(self, state: State) -> Hashable:
@@ -219,7 +225,7 @@ class TreeDecoder:
         """Drop all sentences but these, int64 `[B']`."""
         self._measure()
         if self.replayer is not None:
-            self.replayer.close()  # it holds the buffers that are to be copied, and could not be replayed any more
+            self._shrink(self.replayer)
         sentences = sentences.to(self.tree.ancestry().device)
         self.tree.keep(sentences)
         if isinstance(self.cache, TreeEncoderDecoderCache):
@@ -228,6 +234,18 @@ class TreeDecoder:
         self.encoder_outputs = selected(self.encoder_outputs, sentences, batch)
         self.source_mask = selected(self.source_mask, sentences, batch)
         self._hand_source()
+
+    def _shrink(self, replayer: replay.Replayer) -> None:
+        if self._whole is None and self._key is not None:
+            whole = self._state()
+            # There will be two copies for a while.
+            if recordings.may_keep(whole.nbytes(), self._device):
+                whole.remember()
+                self._whole = whole
+            else:
+                self._key, replayer.remembers = None, False
+                self.tree.forget()
+        replayer.shrink()
 
     def cache_bytes(self) -> int:
         """The most bytes that keys and values have taken, self- and cross-attention's."""

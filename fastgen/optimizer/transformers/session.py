@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,13 @@ from fastgen.optimizer.transformers.slim import Kept, SlimCaches
 from fastgen.products import Products, multiply, using
 
 _local = threading.local()
+
+
+class Hidden(NamedTuple):
+    """What hides the source's padding."""
+
+    mask: Tensor | None  # bool [B, 1, 1, N]
+    biases: dict[torch.dtype, Tensor]  # of that mask: the same at every step
 
 
 class Session:
@@ -62,8 +69,7 @@ class Session:
         self.held: list[Tensor] = []  # what a captured step reads, and perhaps nobody else keeps
         self.is_active = False
         self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
-        self._source_mask: Tensor | None = None
-        self._source_biases: dict[torch.dtype, Tensor] = {}  # of that mask: the same at every step
+        self.hidden = Hidden(None, {})
         self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def appended(self, layer: TreeLayer) -> None:
@@ -163,7 +169,7 @@ class Session:
     ) -> Tensor:
         """`attend` from within a compiled step, whose graph has no keys of self-attention."""
         self._derived.clear()  # compiled code uses a tensor again for something else
-        self._source_biases.clear()
+        self.hidden.biases.clear()
         if (layer := self._appended) is not None:
             key, value = (stored[:, :, : self.tree.used] for stored in layer.spanned())
         kwargs = {name: option for name, option in kwargs.items() if option is not None}
@@ -178,23 +184,22 @@ class Session:
             return None
         if mask.dtype != torch.bool:
             return mask
-        if mask is not self._source_mask:
+        if mask is not self.hidden.mask:
             return self._once(("cross", dtype), mask, lambda: additive_mask(mask, dtype))
-        if dtype not in self._source_biases:
-            self._source_biases[dtype] = additive_mask(mask, dtype)
-        return self._source_biases[dtype]
+        if dtype not in self.hidden.biases:
+            self.hidden.biases[dtype] = additive_mask(mask, dtype)
+        return self.hidden.biases[dtype]
 
     def hide_source(self, mask: Tensor) -> None:
         """From now on this is the source's mask, bool `[B, 1, 1, N]`; what was derived from the last one is gone."""
-        self._source_mask = mask
-        self._source_biases.clear()
+        self.hidden = Hidden(mask, {})
 
     def change_source(self, mask: Tensor) -> None:
         """The source's mask has these values now; it and what was derived from it are written to in place."""
-        if self._source_mask is not None:
-            self._source_mask.copy_(mask)
-            for dtype, bias in self._source_biases.items():
-                bias.copy_(additive_mask(self._source_mask, dtype))
+        if self.hidden.mask is not None:
+            self.hidden.mask.copy_(mask)
+            for dtype, bias in self.hidden.biases.items():
+                bias.copy_(additive_mask(self.hidden.mask, dtype))
 
     def position_bias(self, bias: Tensor) -> Tensor:
         """T5: a bias computed for consecutive slots -> for the position each slot stands for."""

@@ -28,6 +28,9 @@ class State:
     finished_mask: tuple[Tensor, Tensor] | None  # that mask, and what the model is given in its place
     search: tuple[Hashable, StaticSearch] | None  # if its steps are captured too
 
+    def __post_init__(self) -> None:
+        self._tensors_of_source: list[list[Tensor]] | None = None
+
     @property
     def products(self) -> Products:
         return self.session.products
@@ -39,6 +42,20 @@ class State:
             mine.copy_(theirs)
         if self.source_mask is not None:
             self.session.change_source(self.source_mask[:, None, None].bool())
+
+    def remember(self) -> None:
+        """Sentences are about to leave: note the source's buffers, which others take the place of."""
+        self._tensors_of_source = [layer.tensors for layer in self._source_layers()]
+        self._hidden = self.session.hidden
+
+    def rewind(self) -> None:
+        """Have the buffers again that it had before it grew or, if it was told to `remember`, sentences left."""
+        self.tree.rewind()
+        if self._tensors_of_source is None:
+            return
+        for layer, tensors in zip(self._source_layers(), self._tensors_of_source, strict=True):
+            layer.tensors = tensors
+        self.session.hidden, self._tensors_of_source = self._hidden, None
 
     def shape(self) -> Hashable:
         """What states must have in common for one to be filled with the other; None if it can be with none."""
@@ -54,7 +71,7 @@ class State:
         )
 
     def nbytes(self) -> int:
-        return self.tree.nbytes + sum(tensor.nbytes for tensor in self._source())
+        return self.tree.remembered_bytes + sum(tensor.nbytes for tensor in self._source())
 
     def close(self) -> None:
         """Let go of all keys and values: there are cycles, and memory is not to wait for the garbage collector."""
