@@ -8,7 +8,7 @@ common, so when the slots are used up those on no beam's path make room: of T st
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ FIRST_STEPS = 64  # steps allocated at first
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
 _EVICT_FROM = 1 / 16  # of the sentences still here
 _EVICT_FROM_STATIC = 1 / 2  # then the step has to be captured anew
+_MOST_REMEMBERED = 4  # sizes of a tree
 _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
 
 
@@ -118,12 +119,8 @@ class TreeLayer:
             mine.copy_(theirs)
 
     def rewind(self, remembered: Mapping[Hashable, Tensor]) -> None:
-        """Have the buffers again that it had in a tree of its present size."""
-        capacity = self.prompt_length + self.tree.capacity
-        self._stored = tuple(
-            remembered[(self, number), torch.Size((self.tree.batch, x.shape[1], capacity, x.shape[3]))]
-            for number, x in enumerate(self._stored)
-        )
+        """Have these buffers again."""
+        self._stored = tuple(remembered[self, number] for number in range(len(self._stored)))
 
     def clear(self) -> None:
         """Let go of the buffers."""
@@ -178,7 +175,8 @@ class BeamTree:
         self._masks: dict[tuple[object, ...], Tensor] = {}  # of this step
         self._departures = 0  # times that sentences have left
         self._first = batch, self.capacity
-        self._remembered: dict[Hashable, Tensor] | None = None  # memory by what lies there and its shape
+        self._remembered: dict[Hashable, dict[Hashable, Tensor]] = {}  # by epoch and name
+        self._is_worth: Callable[[Hashable], bool] | None = None  # to remember an epoch's memory once it is outgrown
 
     @property
     def epoch(self) -> Hashable:
@@ -201,15 +199,17 @@ class BeamTree:
             self.slots = torch.zeros(self.beams, dtype=torch.int64, device=device)  # those of this step
             self._clock = torch.zeros((), dtype=torch.int64, device=device)  # `length`, where a replayed step sees it
 
-    def remember(self) -> None:
-        """From now on memory that the tree has outgrown is kept: steps that were captured there can be replayed by
-        later calls, once a static tree that is planted here is made to `rewind`."""
-        self._remembered = {}
-        for name, tensor in self._parts():
-            self._remembered[name, tensor.shape] = tensor
+    def remember(self, is_worth: Callable[[Hashable], bool]) -> None:
+        """From now on memory that this static tree, just planted, outgrows is kept: steps that were captured there can
+        be replayed by later calls, once the tree has been made to `rewind`.
+
+        `is_worth`: whether that memory is, of an epoch.
+        """
+        self._is_worth = is_worth
+        self._remembered.setdefault(self.epoch, dict(self._parts()))
 
     def _parts(self) -> Iterator[tuple[Hashable, Tensor]]:
-        """All that has a new place when the tree grows, or sentences leave, with its name."""
+        """All that has a new place when the tree grows, with its name."""
         yield "ancestry", self._ancestry
         yield "positions", self._positions
         for layer in self._all():
@@ -217,31 +217,42 @@ class BeamTree:
                 yield (layer, number), tensor
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory with anything in it; what is remembered by the same name and of this shape, nobody uses any more."""
-        if self._remembered is None or self._departures:  # how many have left, it will not have in common with others
+        """Memory with anything in it, perhaps what was remembered of an earlier call's same epoch."""
+        if not self.remembers or self._departures:  # how many have left, it will not have in common with others
             return self.buffers.empty(shape, dtype, device)
-        key = name, torch.Size(shape)
-        if key not in self._remembered:
-            self._remembered[key] = self.buffers.empty(shape, dtype, device)
-        return self._remembered[key]
+        here = self._remembered.setdefault(self.epoch, {})
+        if name not in here:
+            here[name] = self.buffers.empty(shape, dtype, device)
+        return here[name]
 
     @property
     def remembers(self) -> bool:
-        return self._remembered is not None
+        return self._is_worth is not None
 
     def forget(self) -> None:
         """Remember nothing any longer."""
-        self._remembered = None
+        self._is_worth = None
+        self._remembered.clear()
+
+    def recalls(self, epoch: Hashable) -> bool:
+        """Whether the tree will be in the same memory again when it comes to this epoch."""
+        return epoch in self._remembered
+
+    def _leave(self) -> None:
+        """This epoch ends: forget its memory, unless the tree begins with it or it is worth being kept."""
+        if self._is_worth is None or (self.batch, self.capacity) == self._first:
+            return
+        if not self._is_worth(self.epoch) or len(self._remembered) > _MOST_REMEMBERED:
+            self._remembered.pop(self.epoch, None)
 
     def rewind(self) -> None:
         """Be where the tree was when it began to `remember`, to be replanted; what it holds is no matter."""
-        assert self._remembered is not None
+        self._leave()
         (self.batch, self.capacity), self._departures = self._first, 0
-        slots = self.prompt_length + self.capacity
-        self._ancestry = self._remembered["ancestry", torch.Size((self.batch, self.beams, slots))]
-        self._positions = self._remembered["positions", torch.Size((self.batch, slots))]
+        here = self._remembered[self.epoch]
+        self._ancestry, self._positions = here["ancestry"], here["positions"]
         for layer in self._all():
-            layer.rewind(self._remembered)
+            layer.rewind(here)
 
     def replant(self, other: BeamTree) -> None:
         """Begin again, in place, with the prompt of another static tree, of the same shapes and just planted; it may
@@ -298,6 +309,7 @@ class BeamTree:
         if stay <= _WORTH_PRUNING * self.generated:
             self._prune(slots)
         if self.capacity - self.generated < max(self.beams, stay // 8):  # or it would be full again at once
+            self._leave()
             # Twice as many, unless pruning will soon make some of them idle.
             grown = self.capacity * 5 // 4 if self._was_pruned else self.capacity * 2
             self.capacity = min(self.max_steps * self.beams, max(grown, self.capacity + self.beams))
@@ -355,6 +367,7 @@ class BeamTree:
         self._ancestry = self._ancestry.index_select(0, sentences)
         if len(self._positions) > 1:
             self._positions = self._positions.index_select(0, sentences)
+        self._leave()
         self.batch = len(sentences)
         self._departures += 1
         for layer in self._all():
@@ -402,7 +415,9 @@ class BeamTree:
     @property
     def remembered_bytes(self) -> int:
         """All memory that the tree keeps, what it has outgrown included."""
-        return self.nbytes if self._remembered is None else sum(x.nbytes for x in self._remembered.values())
+        if not self.remembers:
+            return self.nbytes
+        return sum(tensor.nbytes for here in self._remembered.values() for tensor in here.values())
 
     def _all(self) -> list[TreeLayer]:
         return self.layers if self.rotations is None else [*self.layers, self.rotations]

@@ -168,6 +168,9 @@ class Replayer:
         """Steps by epoch, for another call's replayer to `resume`."""
         return self._captured if self._whole is None else self._whole
 
+    def has_captured(self, epoch: Hashable) -> bool:
+        return epoch in self.captured
+
     def resume(self, captured: dict[Hashable, Captured]) -> None:
         """Replay these steps, which another call has captured, where they are the ones asked for."""
         self._captured = dict(captured)

@@ -172,6 +172,7 @@ def test_sentences_leave_and_others_come() -> None:
 def test_a_call_that_grew(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call grows into the same buffers."""
     monkeypatch.setattr(tree, "FIRST_STEPS", 5)
+    monkeypatch.setattr(tree, "_MOST_REMEMBERED", 10)
     monkeypatch.setattr(replay, "_PATIENCE", 1)
     model = copy.deepcopy(models.load("post-norm"))
     counts = [_captures(model, seed=seed, tier=tier, min_len=20, max_len_b=20) for seed in (0, 0, 1, 0, 1)]

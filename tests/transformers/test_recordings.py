@@ -127,6 +127,7 @@ def test_other_searches_between(other: dict[str, Any]) -> None:
 def _growing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree is outgrown every few steps, and captured again at once."""
     monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 5)
+    monkeypatch.setattr("fastgen.cache.tree._MOST_REMEMBERED", 10)
     monkeypatch.setattr(replay, "_PATIENCE", 1)
 
 
@@ -141,6 +142,25 @@ def test_a_call_that_grew(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     longer = dict(max_new_tokens=20, min_new_tokens=20)
     assert _captures(model, _inputs(family), **longer) > counts[0], "a longer one has a recording of its own"
     assert [_captures(model, _inputs(family), **each) for each in (longer, {})] == [0, 0]
+
+
+def test_what_is_outgrown_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only sizes in which a step was captured, and few: wrong tokens if a step outlived its memory."""
+    model, options = copy.deepcopy(zoo.load("llama")), dict(num_beams=3, max_new_tokens=40, min_new_tokens=40)
+    monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 4)
+    sizes = []
+    for patience, most in ((10, 4), (1, 4), (1, 2)):
+        recordings.release()
+        monkeypatch.setattr(replay, "_PATIENCE", patience)
+        monkeypatch.setattr("fastgen.cache.tree._MOST_REMEMBERED", most)
+        for seed in (0, 0, 1):
+            _captures(model, _inputs("llama", seed), **options)
+        (kept,) = recordings._kept[model].recordings.values()
+        sizes.append(len(kept.state.tree._remembered))
+        assert kept.captured.keys() <= kept.state.tree._remembered.keys()
+        first = kept.state.tree._remembered[0, 12]
+        assert recordings.nbytes(model) > sum(tensor.nbytes for tensor in first.values())
+    assert sizes[0] <= 3 and 3 <= sizes[1] <= 4 and sizes[2] == 2, sizes
 
 
 _LEAVING = dict(num_beams=4, max_new_tokens=20, min_new_tokens=0, early_stopping=True, length_penalty=-1.0)

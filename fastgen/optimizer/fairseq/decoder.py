@@ -131,12 +131,11 @@ class TreeEnsemble(StandIn):
             return
         self.replayer.remembers = True
         kept = recordings.take_up(self._owner, self._key, state, self.replayer)
-        if kept is None:
-            self.session.tree.remember()
-            return
-        self.session, self._replayed = kept.session, kept.replayed
-        self._products, self._search = kept.products, kept.search
-        self._replayed.replayer = self.replayer
+        if kept is not None:
+            self.session, self._replayed = kept.session, kept.replayed
+            self._products, self._search = kept.products, kept.search
+            self._replayed.replayer = self.replayer
+        self.session.tree.remember(self.replayer.has_captured)
 
     def search(self, policy: CollectingPolicy) -> CollectingSearch:
         """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
@@ -156,11 +155,12 @@ class TreeEnsemble(StandIn):
         """The call has succeeded: keep its recording for later ones."""
         if self._key is None or self.replayer is None or not self.replayer.captured:
             return
-        state, models = self._state(), self.inner.models
+        state, models, tree = self._state(), self.inner.models, self.session.tree
         state.rewind()
         if self._key_of(state) == self._key:
             self._is_handed_on = True
-            recording = recordings.Recording(state, self.replayer.captured)
+            captured = {epoch: its for epoch, its in self.replayer.captured.items() if tree.recalls(epoch)}
+            recording = recordings.Recording(state, captured)
             recordings.keep(self._owner, self._key, recording, lambda: snapshot(models), self._device)
 
     def _shrink(self, replayer: Replayer) -> None:

@@ -122,24 +122,26 @@ class TreeDecoder:
         self.replayer.remembers = True
         kept = recordings.take_up(self.model, self._key, state, self.replayer)
         if kept is None:
-            self.tree.remember()
             # From now on in memory of its own: later calls will write to it.
             self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
             self._hand_source()
+            self.tree.remember(self.replayer.has_captured)
             return
         for field in dataclasses.fields(kept):
             setattr(self, field.name, getattr(kept, field.name))
         self._hand_source()
+        self.tree.remember(self.replayer.has_captured)
 
     def hand_on(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
         if self._key is None or self.replayer is None or not self.replayer.captured:
             return
-        state = self._whole or self._state()
+        state, tree = self._whole or self._state(), self.tree
         state.rewind()
         if self._key_of(state) == self._key:
             self._is_handed_on = True
-            recording = recordings.Recording(state, self.replayer.captured)
+            captured = {epoch: its for epoch, its in self.replayer.captured.items() if tree.recalls(epoch)}
+            recording = recordings.Recording(state, captured)
             recordings.keep(self.model, self._key, recording, lambda: snapshot(self.model), self._device)
 
     def _key_of(self, state: State) -> Hashable:
