@@ -16,6 +16,9 @@ import torch
 import zoo
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from fastgen import report
+from fastgen.optimizer.transformers import host
+
 STEPS = 12
 
 
@@ -54,10 +57,15 @@ def _errors(reference: Any, output: Any) -> tuple[float, float]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["bart", "t5", "gpt2", "llama", "gemma2", "led"])
 def test_error_at_most_twice_stocks(name: str, dtype: torch.dtype, tier: str) -> None:
+    _check(name, dtype, tier)
+
+
+def _check(name: str, dtype: torch.dtype, tier: str) -> None:
     inputs = {**zoo.inputs_for(name), **zoo.FAMILIES[name].generate}
     reference = harness.run_stock(zoo.load(name), inputs, **OPTIONS)
     assert zoo.crossings(reference, 4) >= 5
     model = copy.deepcopy(zoo.load(name)).to(dtype)
+    inputs = {name: x.to(dtype) if name == "input_features" else x for name, x in inputs.items()}
     stock = harness.run_stock(model, inputs, **OPTIONS)
     output, calls = harness.run_fastgen(model, inputs, tier=tier, **OPTIONS)
     harness.assert_path(calls, tier, "accelerated")
@@ -65,6 +73,16 @@ def test_error_at_most_twice_stocks(name: str, dtype: torch.dtype, tier: str) ->
     assert stock_worst > 0, "the reference is no better than what is measured"
     assert worst <= 2 * stock_worst, f"largest error {worst:.3g}, stock's {stock_worst:.3g}"
     assert mean <= 2 * stock_mean, f"mean error {mean:.3g}, stock's {stock_mean:.3g}"
+
+
+@pytest.mark.skipif(not host.FINDS_EAGER, reason="this version has no slim caches")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["bart", "t5", "whisper", "gpt2", "opt", "marian"])
+def test_error_of_slim_caches(name: str, dtype: torch.dtype) -> None:
+    with harness.configured(cache="x"):
+        _check(name, dtype, "fast")
+        call = report.calls()[-1]
+    assert "x" in call.cache or "e" in call.cache, call
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
