@@ -223,11 +223,17 @@ def inspect(model: Any, inputs: Mapping[str, Any]) -> Any:
 
     Tried on what `model.generate(**inputs)` would read and write, for a few sentences and tokens; errors are against
     float64 and relative to the largest number of the attention's output. Raises ValueError, with the reason, for
-    models that have no slim caches. For models of transformers.
+    models that have no slim caches. In fairseq `model` is a `SequenceGenerator`, which has its models, and `inputs` a
+    sample, with its `net_input`.
     """
-    from fastgen.optimizer.transformers import inspecting  # brings the host with it
+    # Either brings its host with it.
+    if isinstance(model, getattr(sys.modules.get("fairseq.sequence_generator"), "SequenceGenerator", ())):
+        from fastgen.optimizer.fairseq import inspecting
 
-    return inspecting.inspect(model, inputs)
+        return inspecting.inspect(model, inputs)
+    from fastgen.optimizer.transformers import inspecting as transformers_inspecting
+
+    return transformers_inspecting.inspect(model, inputs)
 
 
 def release() -> None:

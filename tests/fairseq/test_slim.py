@@ -10,9 +10,12 @@ import judge
 import models
 import pytest
 import torch
+from fairseq.sequence_generator import SequenceGenerator
 from test_refill import assert_same, each, refilled, samples
 
+import fastgen
 from fastgen import report
+from fastgen.cache.inspection import Inspection
 from fastgen.decoding import recordings
 from fastgen.optimizer.fairseq.attention import Shared
 
@@ -143,6 +146,26 @@ def test_a_recording_is_of_one_kind() -> None:
     for kind in ("x", "k", "k", "v", "v", "k", "x"):
         with judge.configured(cache=kind):
             judge.compare(lambda: models.generate([model], models.batch((9, 7)), beam_size=3, max_len_b=20))
+
+
+def test_inspect() -> None:
+    def table(*models_: Any, **options: Any) -> Inspection:
+        generator = SequenceGenerator(list(models_), models.dictionary(), beam_size=3, max_len_b=10, **options)
+        found = fastgen.inspect(generator, models.batch((5, 9, 7)))
+        assert isinstance(found, Inspection)
+        return found
+
+    found = table(well_conditioned("post-norm", 11))
+    assert [layer.is_across for layer in found.layers] == [False, True] * 3
+    for layer in found.layers:
+        assert all(verdict.reason is None and verdict.error is not None for verdict in layer.verdicts.values())
+        assert layer.verdicts["k"].condition == pytest.approx(1, rel=1e-3)
+    assert "decoder.layers.1.encoder_attn" in str(found) and "refused" not in str(found)
+    two = table(well_conditioned("post-norm", 11), well_conditioned("post-norm", 12, 1e-9))
+    lines = str(two).splitlines()
+    assert [("refused" in line) for line in lines if "layers" in line] == [False] * 6 + [True] * 6
+    with pytest.raises(ValueError, match="This call has no slim caches: the batch is empty"):
+        fastgen.inspect(SequenceGenerator([models.load("post-norm")], models.dictionary()), {"net_input": {}})
 
 
 def test_edits_that_leave_no_trace() -> None:

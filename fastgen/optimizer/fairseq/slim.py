@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,13 +122,31 @@ def look_at(request: Request, hypotheses: list[Any]) -> None:
     models = [model for model in request.generator.model.models if _UNTRIED in _reasons(model.decoder, kind)]
     if models:
         try:
-            _look_at(request, hypotheses, models)
+            read(request, hypotheses, models, _Noting())
         except Exception as error:  # what was searched for has been found
             report.log(f"{request.model_name} stores keys and values: a trial failed ({type(error).__name__}: {error})")
 
 
+Look = Callable[[Any, Sample], None]  # at an attention module and what it is given
+
+
+class _Noting:
+    """Judges keys and values alone on every sample, and keeps why they are refused."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[nn.Module, dict[str, str | None]] = {}
+
+    def __call__(self, module: nn.Module, sample: Sample) -> None:
+        reasons = self._reasons.setdefault(module, {})
+        for kind in ("k", "v"):
+            reasons[kind] = reasons.get(kind) or judge(sample, kind).reason
+        _judged[module] = _Judged(_state_of(module), dict(reasons))
+
+
 @torch.no_grad()
-def _look_at(request: Request, hypotheses: list[Any], models: list[Any]) -> None:
+def read(request: Request, hypotheses: list[Any], models: list[Any], look: Look) -> None:
+    """Have these models of the request read what its first sentences have come to, and `look` at each attention whose
+    keys and values plain linear layers make."""
     generator = request.generator
     for sentence in range(min(_SENTENCES, len(hypotheses))):
         inputs = request.sample["net_input"]
@@ -138,27 +156,26 @@ def _look_at(request: Request, hypotheses: list[Any], models: list[Any]) -> None
         }
         encoded = generator.model.forward_encoder(one) if generator.model.has_encoder() else []
         tokens = hypotheses[sentence][0]["tokens"]
-        read = torch.cat([tokens.new_tensor([request.start]), tokens[:-1]])[None]
+        before = torch.cat([tokens.new_tensor([request.start]), tokens[:-1]])[None]
         for number, model in enumerate(generator.model.models):
             if model in models:
                 source = encoded[number] if encoded else None
-                _judging(model.decoder, is_first=not sentence).extract_features(read, source)
+                _looked_at(model.decoder, look).extract_features(before, source)
 
 
-def _judging(decoder: Any, is_first: bool) -> Any:
-    """The decoder with attention that is judged on what it is given."""
+def _looked_at(decoder: Any, look: Look) -> Any:
     layers = []
     for layer in decoder.layers:
-        attention = {"self_attn": _Judging(layer.self_attn, is_first)}
+        attention = {"self_attn": _LookedAt(layer.self_attn, look)}
         if layer.encoder_attn is not None:
-            attention["encoder_attn"] = _Judging(layer.encoder_attn, is_first)
+            attention["encoder_attn"] = _LookedAt(layer.encoder_attn, look)
         layers.append(replaced(layer, **attention))
     return replaced(decoder, layers=layers)
 
 
-class _Judging:
-    def __init__(self, module: Any, is_first: bool) -> None:
-        self._module, self._is_first = module, is_first
+class _LookedAt:
+    def __init__(self, module: Any, look: Look) -> None:
+        self._module, self._look = module, look
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -167,7 +184,6 @@ class _Judging:
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any = None, **more: Any
     ) -> tuple[Tensor, Any]:
         module = self._module
-        reasons = {} if self._is_first else dict(_judged[module].reasons)
         if _is_plain(module):  # or they keep their keys and values in any case
             queries = module.q_proj(query).unflatten(2, (module.num_heads, -1)).permute(1, 2, 0, 3)  # [1, H, P, D]
             bias = more.get("attn_mask")
@@ -175,10 +191,7 @@ class _Judging:
             if key_padding_mask is not None:
                 hidden = additive_mask(~key_padding_mask.bool(), query.dtype)[:, None, None]
                 bias = hidden if bias is None else bias + hidden
-            sample = Sample(_projections(module), key.transpose(0, 1), queries, bias, module.scaling)
-            for kind in ("k", "v"):
-                reasons[kind] = reasons.get(kind) or judge(sample, kind).reason
-            _judged[module] = _Judged(_state_of(module), reasons)
+            self._look(module, Sample(_projections(module), key.transpose(0, 1), queries, bias, module.scaling))
         output: tuple[Tensor, Any] = module(query, key, value, key_padding_mask=key_padding_mask, **more)
         return output
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers.generation.logits_process import LogitsProcessorList
 
 from fastgen.cache.admission import Sample, Verdict, judge
+from fastgen.cache.inspection import KINDS, Inspection, Layer
 from fastgen.cache.slim import Projections
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.optimizer.transformers import beam_search, slim
@@ -21,51 +21,8 @@ from fastgen.optimizer.transformers.requests import Request, unsupported_reason
 from fastgen.optimizer.transformers.session import Session, scale_of
 from fastgen.products import Products
 
-_KINDS = ("x", "k", "v")
 _STEPS, _FEW_STEPS = 24, 6  # tokens that are generated to be looked at; few where nothing is inverted
 _POSITIONS = 64  # of a prompt with them, at most
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One attention module of the decoder."""
-
-    module: nn.Module
-    name: str
-    is_across: bool  # attends to the source
-    verdicts: dict[str, Verdict]  # by kind of cache
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """How exact each layer's attention would be with each kind of slim cache; print it."""
-
-    model: str
-    layers: tuple[Layer, ...]
-
-    def __str__(self) -> str:
-        header = ("attention", "kv", "x or e", "k", "condition", "v", "condition")
-        rows = [header, *map(_cells, self.layers)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join((cell.rjust if place else cell.ljust)(widths[place]) for place, cell in enumerate(row))
-            for row in rows
-        ]
-        reasons = [
-            f"{layer.name}, {kind}: {verdict.reason}"
-            for layer in self.layers
-            for kind, verdict in layer.verdicts.items()
-            if verdict.error is None
-        ]
-        return "\n".join([f"{self.model}: error of attention, relative to its largest number", *lines, *reasons])
-
-
-def _cells(layer: Layer) -> tuple[str, ...]:
-    x, k, v = (layer.verdicts[kind] for kind in _KINDS)
-    plain = next((one.plain_error for one in (x, k, v) if one.plain_error is not None), None)
-    conditions = ["-" if one.condition is None else f"{one.condition:.1e}" for one in (k, v)]
-    first = "-" if plain is None else f"{plain:.1e}"
-    return layer.name, first, str(x), str(k), conditions[0], str(v), conditions[1]
 
 
 def inspect(model: Any, inputs: Mapping[str, Any]) -> Inspection:
@@ -84,7 +41,7 @@ def inspect(model: Any, inputs: Mapping[str, Any]) -> Inspection:
     with torch.no_grad():
         if reason := unsupported_reason(request):
             raise ValueError(f"This call has no slim caches: {reason}.")
-        return Inspection(type(model).__name__, tuple(inspect_request(request, stock, _KINDS)))
+        return Inspection(type(model).__name__, tuple(inspect_request(request, stock, KINDS)))
 
 
 def inspect_request(

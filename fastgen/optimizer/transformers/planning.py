@@ -18,7 +18,7 @@ from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.slim import Kept
 
 if TYPE_CHECKING:
-    from fastgen.optimizer.transformers.inspecting import Layer
+    from fastgen.cache.inspection import Layer
 
 
 @dataclass(frozen=True)
