@@ -1,34 +1,39 @@
 """Slim caches: the bytes they take beside the paper's tables, and their speed beside the plan's predictions.
 
-    python benchmarks/bench_slim.py            # both parts, some minutes
+    python benchmarks/bench_slim.py            # all parts, some minutes
     python benchmarks/bench_slim.py --quick    # under a minute: all of the bytes, four shapes
+    python benchmarks/bench_slim.py --gpu      # on a CUDA device: cross-attention of Whisper-large alone
 
 Bytes are those that fastgen's own caches allocate for these shapes, their tensors being on torch's meta device, where
 they take none: one sentence, float32, the paper's 448 tokens and 1,500 source positions. Beams descend from random
 parents; "pruned" drops what no beam descends from, as fastgen does. The formula that stands for stock transformers is
 checked against a run of a tiny model. Every shape is run with each cache, in turns, after the outputs agree.
+The part on a GPU times one layer's attention to the source, for which there is a kernel that reads E once.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from bench_generate import quieten
 from measuring import OtherProcesses, aligned, begin, environment, options, say_if_disturbed, write
 from tqdm import tqdm
 
 import fastgen
-from fastgen.cache import planner
-from fastgen.cache.slim import Choice
+from fastgen import attention, gpu_attention
+from fastgen.cache import planner, slim
+from fastgen.cache.slim import Choice, InputCache, Projections
 from fastgen.cache.tree import BeamTree, TreeLayer
 
 NUMBER = 4  # bytes
@@ -328,9 +333,92 @@ def table_of_speed(found: list[dict[str, Any]]) -> str:
     return aligned(rows)
 
 
+# ---------------------------------------------------------------------------------------------- on a GPU
+@torch.inference_mode()
+def measure_on_a_gpu(dtype: torch.dtype, batch: int = 64, beams: int = 5) -> dict[str, Any]:
+    """Milliseconds and errors of one layer's attention to the source, Whisper-large's, projections of E's queries and
+    sums included."""
+    from fastgen.ops import triton_latent
+
+    heads, size, positions = 20, 64, 1500
+    width, scale = heads * size, size**-0.5
+    torch.manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    cache = InputCache(Projections(*(drawn(heads, size, width) * width**-0.5 for _ in range(2))))
+    stored, query = (drawn(batch, 1, positions, width),), drawn(batch * beams, heads, 1, size)
+    keys, values = (x.contiguous() for x in cache.keys_and_values(stored))
+    repeated = [x.repeat_interleave(beams, 0) for x in (keys, values)]
+
+    def through(attend: Callable[..., torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """The whole of E's attention, with this between the projections."""
+
+        def whole() -> torch.Tensor:
+            absorbed = slim._by_heads(query[:, :, 0].float(), cache.projections.key.float())[:, :, None]
+            return cache._projected_back(attend(absorbed, stored[0], None, scale), dtype)
+
+        return whole
+
+    sides: dict[str, Callable[[], torch.Tensor]] = {
+        "keys and values for each beam": lambda: F.scaled_dot_product_attention(
+            query, *repeated, scale=scale
+        ).transpose(1, 2),
+        "tree of keys and values": lambda: attention.beam_attention(query, keys, values, None, scale),
+        "E copied to float32": through(slim._attended),
+        "E by two products": through(_two_products),
+        **{
+            f"E read once, {terms} term{'s' * (terms > 1)}": through(
+                functools.partial(triton_latent.latent_attention, terms=terms)
+            )
+            for terms in triton_latent.TERMS
+        },
+        "E, as fastgen chooses": lambda: cache.attend(query, stored, None, scale),
+    }
+    its = cache.projections
+    doubled = Projections(its.key.double(), its.value.double()).keys_and_values(stored[0][:1, 0].double())
+    exact = attention._plain(query[:beams].double(), *doubled, None, scale)  # of the first sentence
+    found: dict[str, Any] = {"dtype": str(dtype), "batch": batch, "beams": beams, "sides": {}}
+    for name, side in sides.items():
+        try:
+            error = float((side()[:beams] - exact).abs().max())
+            found["sides"][name] = {"milliseconds": gpu_attention._milliseconds(lambda _, s=side: s(), query)}
+            found["sides"][name]["error"] = error
+        except (RuntimeError, TypeError) as failure:  # a product that this torch lacks, shared memory
+            found["sides"][name] = {"failure": f"{type(failure).__name__}: {failure}"[:200]}
+    return found
+
+
+def _two_products(query: torch.Tensor, latent: torch.Tensor, bias: None, scale: float) -> torch.Tensor:
+    """What a kernel has to beat: E is read twice, in half precision, by torch's own batched products."""
+    rows = attention.fold_beams(query, len(latent), 1)[:, 0].flatten(1, 2) * scale  # [B, H*M, C]
+    scores = torch.bmm(rows.to(latent.dtype), latent[:, 0].mT, out_dtype=torch.float32)
+    sums = torch.bmm(scores.softmax(-1).to(latent.dtype), latent[:, 0], out_dtype=torch.float32)
+    return attention.unfold_beams(sums.unflatten(1, (1, query.shape[1], -1)))
+
+
+def table_of_a_gpu(found: dict[str, Any]) -> str:
+    rows: list[tuple[str, ...]] = [(f"{found['dtype']}, {found['batch']} x {found['beams']}", "ms", "largest error")]
+    for name, one in found["sides"].items():
+        cells = (f"{one['milliseconds']:.3f}", f"{one['error']:.1e}") if "failure" not in one else ("-", "fails")
+        rows.append((name, *cells))
+    return aligned(rows)
+
+
+def on_a_gpu() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        print("Skipped: attention to E in half precision needs a CUDA device.")
+        return []
+    found = [measure_on_a_gpu(dtype) for dtype in (torch.float16, torch.bfloat16)]
+    print(torch.cuda.get_device_name(), *map(table_of_a_gpu, found), sep="\n")
+    return found
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = options("Slim caches: bytes beside the paper's tables, speed beside the plan's predictions.", rounds=5)
     parser.add_argument("--quick", action="store_true", help="four shapes, two rounds")
+    parser.add_argument("--gpu", action="store_true", help="the part that needs a CUDA device, and no other")
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.threads < 1:
         parser.error("--rounds and --threads must be 1 or more")
@@ -341,6 +429,10 @@ def main() -> int:
     args = parse()
     begin(args)
     quieten()
+    if args.gpu:
+        if found := on_a_gpu():
+            write(args.output, "slim-gpu", {**environment(transformers, fastgen), "gpu": found})
+        return 0
     check_stock_formula()
     found = [measure_bytes(model) for model in [*WHISPERS, *OTHERS]]
     print(table_of_bytes(found))
@@ -355,7 +447,7 @@ def main() -> int:
     cores = others.cores()
     say_if_disturbed(cores)
     document = {**environment(transformers, fastgen), "quick": args.quick, "other_processes": cores}
-    write(args.output, "slim", {**document, "bytes": found, "speed": speed})
+    write(args.output, "slim", {**document, "bytes": found, "speed": speed, "gpu": on_a_gpu()})
     return 0
 
 

@@ -53,18 +53,26 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
 
     Returns: `[B*M, 1, H, Dv]`, contiguous.
     """
-    # Neither autograd nor autocast knows the native operator.
-    device = query.device.type
-    is_plain = not query.requires_grad and not torch.is_autocast_enabled(device)
-    if is_plain and device == "cpu" and query.dtype == torch.float32 and (native := _native()) is not None:
+    is_cpu = query.device.type == "cpu"
+    if is_cpu and _is_plain(query) and query.dtype == torch.float32 and (native := _native()) is not None:
         output: Tensor = native(query, key, value, bias, scale)
         return output
-    if is_plain and device == "cuda" and not torch.compiler.is_dynamo_compiling():
+    if may_take_triton(query):
         from fastgen.gpu_attention import kernel_for  # brings Triton with it
 
         if (ours := kernel_for(query, key, value, bias, scale, _plain)) is not None:
             return ours(query, key, value, bias, scale)
     return _plain(query, key, value, bias, scale)
+
+
+def may_take_triton(query: Tensor, *others: Tensor) -> bool:
+    """Whether a kernel of `fastgen.gpu_attention` may attend from this query to these others."""
+    return query.device.type == "cuda" and _is_plain(query, *others) and not torch.compiler.is_dynamo_compiling()
+
+
+def _is_plain(query: Tensor, *others: Tensor) -> bool:
+    """Neither autograd nor autocast knows our operators."""
+    return not any(x.requires_grad for x in (query, *others)) and not torch.is_autocast_enabled(query.device.type)
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -1,28 +1,59 @@
-"""Which kernel attends on a CUDA device: torch's, or ours in Triton if a trial finds that as exact and faster."""
+"""Which kernel attends on a CUDA device: torch's, or one of ours in Triton if trials find it as exact and faster."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastgen import config
 
 Attention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", float], Tensor]
+LatentAttention = Callable[[Tensor, Tensor, "Tensor | None", float], Tensor]
 
 _WARM_UP, _TRIALS = 3, 9
 
 _lock = threading.Lock()
-# (device, dtype, key heads of all sentences, rows of each, sizes of keys and values, bits of the number of keys,
-# whether there is a bias) -> whether ours is to be taken
-_verdicts: dict[tuple[Any, ...], bool] = {}
+Verdicts = dict[tuple[Any, ...], bool]  # what has been tried, and the kind of arguments -> how the trial ended
+_verdicts: Verdicts = {}
+_of_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of trials that weights decide, too -> Verdicts
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How exact a kernel has to be, by its output for some arguments, and what it has to be faster than."""
+
+    arguments: tuple[Any, ...]
+    torchs: Callable[..., Tensor]
+    exact: Callable[[], Tensor]
+    allowed: Callable[[], Tensor]  # of whose error a kernel's may be twice,
+    resolved: float = 0.0  # and as much more
+    finished: Callable[[Tensor], Tensor] = lambda output: output  # what the outputs above are made of a kernel's by
+
+    def is_exact(self, ours: Callable[..., Tensor]) -> bool:
+        try:
+            outputs, exact = (self.finished(ours(*self.arguments)), self.allowed()), self.exact()
+            is_finite = exact.isfinite()  # a row whose scores are all -inf is NaN, or zeros, as the kernel has it
+            off, allowed = (float((output - exact)[is_finite].abs().max()) for output in outputs)
+            return off <= 2 * allowed + self.resolved  # not if one is NaN
+        except Exception:  # a device that it cannot be compiled for, memory: torch's own is there
+            return False
+
+    def is_faster(self, ours: Callable[..., Tensor]) -> bool:
+        try:
+            return _milliseconds(ours, *self.arguments) < _milliseconds(self.torchs, *self.arguments)
+        except Exception:  # the same
+            return False
 
 
 def kernel_for(
@@ -32,23 +63,65 @@ def kernel_for(
 
     The first of their kind are tried, which takes some milliseconds; while a graph is captured, none are.
     """
-    kernel = _kernel()
-    # A timing decides, so two runs may round differently: not where the user has forbidden that.
-    if kernel is None or torch.are_deterministic_algorithms_enabled() or kernel.unsupported(query, key, value):
+    kernel = _kernel("triton_attention")
+    if kernel is None or kernel.unsupported(query, key, value):
         return None
     batch, key_heads, keys, size = key.shape
     rows = query.shape[0] // batch * (query.shape[1] // key_heads)
     shape = (batch * key_heads, rows, size, value.shape[3], keys.bit_length(), bias is None)
-    kind = (query.device, query.dtype, *shape, query.is_inference())
+    arguments = (query, key, value, bias, scale)
+
+    def exact() -> Tensor:
+        precise = torch.float64 if query.dtype == torch.float32 else torch.float32
+        rest = (key.to(precise), value.to(precise), None if bias is None else bias.to(precise))
+        return torchs(query.to(precise), *rest, scale)
+
     ours: Attention = kernel.beam_attention
-    if kind not in _verdicts:
-        if _is_capturing(query.device):
-            return None
+    trial = Trial(arguments, torchs, exact, lambda: torchs(*arguments), torch.finfo(query.dtype).eps)
+    kind = ("beam", query.device, query.dtype, *shape, query.is_inference())
+    is_better = _verdict(_verdicts, kind, query.device, lambda: trial.is_exact(ours) and trial.is_faster(ours))
+    return ours if is_better else None
+
+
+def latent_kernel_for(trial: Trial, weight: Tensor) -> LatentAttention | None:
+    """The cheapest of our kernels that is better than the `trial`'s, whose arguments are `latent_attention`'s, or None.
+
+    As `kernel_for`, but how exact a kernel is depends on the `weight` that absorbed the query, so that is tried for
+    each layer's. How fast it is depends on the shape alone.
+    """
+    kernel = _kernel("triton_latent")
+    query, latent, bias, _ = trial.arguments
+    if kernel is None or kernel.unsupported(query, latent):
+        return None
+    batch, _, keys, size = latent.shape
+    device = query.device
+    shape = (batch, query.shape[0] // batch * query.shape[1], size, bias is None, query.is_inference())
+    version = None if weight.is_inference() else weight._version
+    with _lock:
+        its = _of_weights.setdefault(weight if weight._base is None else weight._base, {})
+    for terms in kernel.TERMS:
+        ours = functools.partial(kernel.latent_attention, terms=terms)
+        kind = ("latent", terms, device, latent.dtype, keys.bit_length())
+        if _verdict(its, (*kind, version), device, functools.partial(trial.is_exact, ours)) and _verdict(
+            _verdicts, (*kind, *shape), device, functools.partial(trial.is_faster, ours)
+        ):
+            return ours
+    return None
+
+
+def _verdict(verdicts: Verdicts, kind: tuple[Any, ...], device: torch.device, is_better: Callable[[], bool]) -> bool:
+    """How the trial of this kind ended, or ends now; while a graph is captured, none does."""
+    # A timing decides, so two runs may round differently: not where the user has forbidden that.
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    if kind not in verdicts:
+        if _is_capturing(device):
+            return False
         with _disable_current_modes():  # this is no part of a step
-            verdict = _is_better(ours, torchs, query, key, value, bias, scale)
+            verdict = is_better()
         with _lock:
-            _verdicts[kind] = verdict
-    return ours if _verdicts[kind] else None
+            verdicts[kind] = verdict
+    return verdicts[kind]
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -59,37 +132,17 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 @functools.cache
-def _kernel() -> Any:
-    """The module of our kernel, None where there is no Triton or the user wants none."""
+def _kernel(module: str) -> Any:
+    """This module of `fastgen.ops`, None where there is no Triton or the user wants none."""
     if config.native() == "0":
         return None
     try:
-        from fastgen.ops import triton_attention
+        return importlib.import_module(f"fastgen.ops.{module}")
     except ImportError:
         return None
-    return triton_attention
 
 
-def _is_better(
-    ours: Attention, torchs: Attention, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
-) -> bool:
-    """Whether `ours` is off by no more than twice what `torchs` is off by, and faster."""
-    arguments = (query, key, value, bias, scale)
-    try:
-        mine, theirs = ours(*arguments), torchs(*arguments)
-        precise = torch.float64 if query.dtype == torch.float32 else torch.float32
-        bias = None if bias is None else bias.to(precise)
-        exact = torchs(query.to(precise), key.to(precise), value.to(precise), bias, scale)
-        is_finite = exact.isfinite()  # a row whose scores are all -inf is NaN, or zeros, as the kernel has it
-        off, allowed = (float((output - exact)[is_finite].abs().max()) for output in (mine, theirs))
-        if not off <= 2 * allowed + torch.finfo(query.dtype).eps:  # nor if one is NaN
-            return False
-        return _milliseconds(ours, *arguments) < _milliseconds(torchs, *arguments)
-    except Exception:  # a device that it cannot be compiled for, memory: torch's own is there
-        return False
-
-
-def _milliseconds(attend: Attention, *arguments: Any) -> float:
+def _milliseconds(attend: Callable[..., Tensor], *arguments: Any) -> float:
     """The median of some calls, on the device."""
     device = arguments[0].device
     found: list[float] = []

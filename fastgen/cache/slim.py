@@ -11,7 +11,7 @@ projection moves to the query, or behind the weighted sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import packing
-from fastgen.attention import beam_attention, fold_beams
+from fastgen.attention import beam_attention, fold_beams, may_take_triton
 
 Stored = tuple[Tensor, ...]
 KINDS = ("x", "e", "h", "k", "v", "kv")  # in the order in which they are named
@@ -79,22 +79,43 @@ class InputCache(Slim):
 
     Head i's scores are `(q W_K,i) X^T`: of `q (X W_K,i^T + b_K,i)^T` the key's bias adds the same to all scores of a
     row, which the softmax does not see. Its output is `(P X) W_V,i^T + b_V,i`, as a row of P sums to 1. What is between
-    is float32.
+    is float32; but on CUDA, where a trial allows it, one Triton kernel reads a half-precision X once.
     """
 
     kind = "x"
 
     def attend(self, query: Tensor, stored: Stored, bias: Tensor | None, scale: float) -> Tensor:
         precise = torch.promote_types(query.dtype, torch.float32)
-        key, value = self.projections.key.to(precise), self.projections.value.to(precise)
-        absorbed = _by_heads(query[:, :, 0].to(precise), key)[:, :, None]  # [B*M, H, 1, C]
-        inputs, bias = stored[0].to(precise), None if bias is None else bias.to(precise)
+        absorbed = _by_heads(query[:, :, 0].to(precise), self.projections.key.to(precise))[:, :, None]  # [B*M, H, 1, C]
         if self.threshold:
-            sums = _sums(*_sparse(_weights(absorbed, inputs, bias, scale), self.threshold, inputs))
+            inputs, bias = stored[0].to(precise), None if bias is None else bias.to(precise)
+            sums = _sums(*_sparse(_weights(absorbed, inputs, bias, scale), self.threshold, inputs))[:, None]
         else:
-            sums = beam_attention(absorbed, inputs, inputs, bias, scale)[:, 0]  # [B*M, H, C]
-        value_bias = self.projections.value_bias
-        return _behind(sums, value.transpose(1, 2), None if value_bias is None else value_bias.to(precise), query)
+            may_be_ours = may_take_triton(absorbed, *stored)
+            ours = self._kernel(query, absorbed, stored, bias, scale) if may_be_ours else None
+            sums = (ours or _attended)(absorbed, stored[0], bias, scale)  # [B*M, 1, H, C]
+        return self._projected_back(sums, query.dtype)
+
+    def _kernel(
+        self, query: Tensor, absorbed: Tensor, stored: Stored, bias: Tensor | None, scale: float
+    ) -> Callable[..., Tensor] | None:
+        """What attends in place of `_attended`, if that is as exact as attention to keys and values would be."""
+        from fastgen.gpu_attention import Trial, latent_kernel_for  # brings Triton with it
+
+        arguments = (absorbed, stored[0], bias, scale)
+        trial = Trial(
+            arguments,
+            _attended,
+            exact=lambda: self._projected_back(_attended(*arguments), absorbed.dtype),
+            allowed=lambda: beam_attention(query, *self.keys_and_values(stored), bias, scale),
+            finished=lambda sums: self._projected_back(sums, query.dtype),
+        )
+        return latent_kernel_for(trial, self.projections.key)
+
+    def _projected_back(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of sums of inputs `[B*M, 1, H, C]` the output `[B*M, 1, H, Dv]`."""
+        value, bias = self.projections.value.to(sums.dtype), self.projections.value_bias
+        return _behind(sums[:, 0], value.transpose(1, 2), None if bias is None else bias.to(sums.dtype), dtype)
 
     def keys_and_values(self, stored: Stored) -> tuple[Tensor, Tensor]:
         return self.projections.keys_and_values(stored[0][:, 0])
@@ -149,7 +170,7 @@ class KeyCache(Slim):
         if self.threshold:
             weights, latent, *rotation = _sparse(weights, self.threshold, *stored)
             latent = _rotated_back(keys.shape[1], latent, *rotation) if self.rotates else latent
-        return _behind(_sums(weights, latent), self._map.transpose(1, 2), self._offset, query)
+        return _behind(_sums(weights, latent), self._map.transpose(1, 2), self._offset, query.dtype)
 
     def _recomputes(self, beams: int, positions: int) -> bool:
         """Whether all values are less work than a sum of keys for each head: equation 2.1's two orders."""
@@ -287,12 +308,18 @@ def _by_heads(rows: Tensor, weight: Tensor) -> Tensor:
     return torch.bmm(by_key_head, weight).unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
 
 
-def _behind(sums: Tensor, weight: Tensor, bias: Tensor | None, query: Tensor) -> Tensor:
-    """Heads' sums `[B*M, H, C]` times `weight` `[Hkv, C, D]`, plus `bias` `[Hkv, D]`: `[B*M, 1, H, D]` as the query."""
+def _attended(query: Tensor, latent: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Attention from `[B*M, H, 1, C]` to a latent `[B, 1, K, C]`, which is keys and values: `[B*M, 1, H, C]`."""
+    latent, bias = latent.to(query.dtype), None if bias is None else bias.to(query.dtype)
+    return beam_attention(query, latent, latent, bias, scale)
+
+
+def _behind(sums: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Heads' sums `[B*M, H, C]` times `weight` `[Hkv, C, D]`, plus `bias` `[Hkv, D]`: `[B*M, 1, H, D]`."""
     output = _by_heads(sums, weight)
     if bias is not None:
         output = output.unflatten(1, (len(bias), -1)).add_(bias[:, None]).flatten(1, 2)
-    return output[:, None].to(query.dtype).contiguous()
+    return output[:, None].to(dtype).contiguous()
 
 
 def _weights(query: Tensor, keys: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -26,6 +26,15 @@ _MOST_SPLITS = 64
 
 
 @triton.jit
+def next_weights(scores, highest):
+    """Of scores `[rows, keys]` and the rows' highest before: the highest now, the weights by it, and what rescales the
+    sums before."""
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
+    return higher, tl.exp(scores - shift[:, None]), tl.exp(highest - shift)
+
+
+@triton.jit
 def _attend(
     query,
     key,
@@ -93,10 +102,7 @@ def _attend(
             )
             scores += added.to(tl.float32)
         scores = tl.where(is_slot[None, :], scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
-        weights = tl.exp(scores - shift[:, None])
-        rescale = tl.exp(highest - shift)
+        highest, weights, rescale = next_weights(scores, highest)
         total = total * rescale + tl.sum(weights, 1)
         v = tl.load(
             value + sentence * value_batch + head * value_head + far[:, None] * value_slot + value_size[None, :],
@@ -104,7 +110,6 @@ def _attend(
             other=0.0,
         )
         mixed = mixed * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        highest = higher
     is_value = (value_size < VALUE_SIZE)[None, :]
     if IS_SPLIT:
         at = (place.to(tl.int64) * tl.num_programs(1) + part) * ROWS + row
@@ -182,7 +187,7 @@ def beam_attention(
     """
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     if splits is None:
-        splits = _splits(query.device, key.shape[0] * key.shape[1], key.shape[2])
+        splits = splits_for(query.device, key.shape[0] * key.shape[1], key.shape[2])
     with torch.cuda.device(query.device if query.device.type == "cuda" else -1):  # Triton launches on the current one
         return _launched(query, key, value, bias, scale, splits)
 
@@ -232,23 +237,33 @@ def _launched(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sc
         IS_SPLIT=splits > 1,
     )
     if splits > 1:
-        _join[(batch * key_heads, beams * group)](
-            into,
-            maxima,
-            sums,
-            output,
-            beams,
-            group,
-            key_heads,
-            splits,
-            VALUE_SIZE=value_size,
-            ROWS=tile,
-            VALUE_PADDED=value_padded,
-        )
+        join(into, maxima, sums, output, key_heads)
     return output
 
 
-def _splits(device: torch.device, blocks: int, keys: int) -> int:
+def join(parts: Tensor, maxima: Tensor, sums: Tensor, output: Tensor, key_heads: int) -> None:
+    """The output `[B*M, 1, H, Dv]` of `parts` `[B*Hkv, splits, rows, Dv]`; maxima and sums: `[B*Hkv, splits, rows]`.
+
+    There are M * H / Hkv rows or more.
+    """
+    places, splits, rows, value_size = parts.shape
+    beams, group = output.shape[0] * key_heads // places, output.shape[2] // key_heads
+    _join[(places, beams * group)](
+        parts,
+        maxima,
+        sums,
+        output,
+        beams,
+        group,
+        key_heads,
+        splits,
+        VALUE_SIZE=value_size,
+        ROWS=rows,
+        VALUE_PADDED=triton.next_power_of_2(value_size),
+    )
+
+
+def splits_for(device: torch.device, blocks: int, keys: int) -> int:
     """So many that two blocks fall to each of the device's processors, and each has two steps' keys at least."""
     if device.type != "cuda":
         return 1

@@ -6,8 +6,6 @@ import contextlib
 import importlib.util
 import math
 import os
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton_kit import run_in_the_interpreter, run_outside_the_interpreter
 
 from fastgen import attention, gpu_attention
 from fastgen.ops import reference
@@ -54,10 +53,7 @@ def interpreted() -> Any:
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="would start itself")
 def test_in_the_interpreter() -> None:
-    only = "not gpu and not compiles and not in_the_interpreter"
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-k", only, __file__]
-    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0 and " passed" in run.stdout and "skipped" not in run.stdout, run.stdout + run.stderr
+    run_in_the_interpreter(__file__)
 
 
 def inputs(case: dict[str, Any], device: str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -194,7 +190,7 @@ def test_kernels_are_launched_on_the_tensors_device(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(triton_attention, "_launched", launch)
-    monkeypatch.setattr(triton_attention, "_splits", lambda *_: 2)
+    monkeypatch.setattr(triton_attention, "splits_for", lambda *_: 2)
     query, key = (torch.zeros(shape).as_subclass(_OnTheSecond) for shape in ((4, 4, 1, 16), (2, 2, 700, 16)))
     triton_attention.beam_attention(query, key, key, None, 1.0)
     assert launched == [(1, 1)] and entered == [0]
@@ -231,10 +227,7 @@ print("compiled")
 
 def test_compiles(tmp_path: Any) -> None:
     """To machine code of two generations of GPUs, with the assembler that Triton brings."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == "compiled", done.stderr[-2000:]
+    assert run_outside_the_interpreter(COMPILE, tmp_path).strip() == "compiled"
 
 
 # ------------------------------------------------------------------------------------------------ which one is taken
@@ -259,7 +252,7 @@ def choose(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             return milliseconds if attend is kernel.beam_attention else 5.0
 
         kernel = type("kernel", (), {"beam_attention": staticmethod(ours), "unsupported": interpreted.unsupported})
-        monkeypatch.setattr(gpu_attention, "_kernel", lambda: kernel)
+        monkeypatch.setattr(gpu_attention, "_kernel", lambda _: kernel)
         monkeypatch.setattr(gpu_attention, "_milliseconds", timed)
         monkeypatch.setattr(gpu_attention, "_verdicts", {})
         arguments = (*inputs({**CASE, **case}), 0.37, attention._plain)
@@ -294,7 +287,7 @@ def test_nor_one_that_fails(choose: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         torch.use_deterministic_algorithms(False)
     assert choose(4.0)
-    monkeypatch.setattr(gpu_attention, "_kernel", lambda: None)
+    monkeypatch.setattr(gpu_attention, "_kernel", lambda _: None)
     assert gpu_attention.kernel_for(*inputs(CASE), 0.37, attention._plain) is None
 
 
@@ -302,7 +295,7 @@ def test_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_attention._kernel.cache_clear()
     try:
         monkeypatch.setenv("FASTGEN_NATIVE", "0")
-        assert gpu_attention._kernel() is None
+        assert gpu_attention._kernel("triton_attention") is None
     finally:
         gpu_attention._kernel.cache_clear()
 
