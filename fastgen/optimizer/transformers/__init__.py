@@ -55,10 +55,20 @@ def install(patches: PatchSet, module: ModuleType) -> None:
             prepare = getattr(mixin, name)
             require_signature(prepare, _ENCODER)
             patches.replace(mixin, name, _without_padding(prepare))
+    _provide_diverse(patches, module)
     for name in _SEAMS:
         patches.replace(mixin, name, _accelerated(getattr(mixin, name), patches))
     if not hasattr(mixin, "_prefill"):  # 4.57
         patches.replace(mixin, "_prepare_cache_for_generation", _marking(mixin._prepare_cache_for_generation))
+
+
+def _provide_diverse(patches: PatchSet, module: ModuleType) -> None:
+    """Where the host looks for `num_beam_groups` > 1 on the Hub, have it find our diverse beam search."""
+    methods = getattr(module, "GENERATION_MODES_MAPPING", {})
+    mode = next((mode for mode, name in methods.items() if name.endswith("/group-beam-search")), None)
+    if mode is not None:
+        patches.replace(module, "GENERATION_MODES_MAPPING", {**methods, mode: "_group_beam_search"})
+        patches.replace(module.GenerationMixin, "_group_beam_search", _diverse(module.GenerationMixin._beam_search))
 
 
 def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., Any]:
@@ -87,6 +97,29 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
         return dispatch.run(Request(*args, model_kwargs, streamer, is_search=False), stock)
 
     return generate
+
+
+def _diverse(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Our diverse beam search as a method of the host; `stock`: its `_beam_search`."""
+
+    def _group_beam_search(
+        self: Any,
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        **model_kwargs: Any,
+    ) -> Any:
+        from fastgen.optimizer.transformers import dispatch
+        from fastgen.optimizer.transformers.group_search import check, group_beam_search
+        from fastgen.optimizer.transformers.requests import Request
+
+        check(generation_config, synced_gpus)
+        args = (self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
+        return dispatch.run(Request(*args, model_kwargs, diverse=group_beam_search), stock)
+
+    return _group_beam_search
 
 
 def _without_padding(prepare: Callable[..., Any]) -> Callable[..., Any]:

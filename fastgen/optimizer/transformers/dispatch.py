@@ -25,6 +25,7 @@ class Intercepted(BaseException):  # no user's `except Exception` is to see it
 
 
 _local = threading.local()
+_DIVERSE = "diverse beam search is fastgen's own: this version of transformers has moved its own to the Hub"
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         if settings.strict:
             raise report.FallbackError(reason)
         return _stock(request, stock, reason)
-    reason = changed_rules(request.model) if request.is_search else None
+    reason = _DIVERSE if request.diverse else changed_rules(request.model) if request.is_search else None
     if reason and settings.strict and settings.tier == "fast":
         raise report.FallbackError(reason)
     replayer = graphs.replayer_for(request, stock)
@@ -58,7 +59,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     with contextlib.closing(TreeDecoder(request, None, replayer, screens, caches.kept)) as decoder:
         # What greedy search and sampling do between two steps is cheap: the host's own loop keeps all of its rules.
         if reason or settings.tier == "compat" or not request.is_search:
-            tier, result = "compat", beam_search.compat(request, decoder, stock)
+            tier, result = "compat", beam_search.compat(request, decoder, request.diverse or stock)
         else:
             tier, result = "fast", beam_search.fast(request, decoder)
         cache = decoder.cache_bytes(), decoder.cache_kind(), caches.plan
@@ -73,7 +74,8 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
 
 def _stock(request: Request, stock: Callable[..., Any], reason: str) -> Any:
     start = time.perf_counter()
-    result = request.run(stock)
+    result = request.run(request.diverse or stock)
+    reason = f"{reason}; {_DIVERSE}" if request.diverse else reason
     _record(request, "stock", reason, None, time.perf_counter() - start)
     return result
 

@@ -35,6 +35,6 @@ def prefill(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) 
 
 def next_inputs(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The inputs of the forward pass for the last token of each row."""
-    length = {"next_sequence_length": 1} if PREFILLS else {}
+    length = {"next_sequence_length": 1 if kwargs.get("use_cache") else None} if PREFILLS else {}
     inputs: dict[str, Any] = model.prepare_inputs_for_generation(input_ids, **length, **kwargs)
     return inputs

@@ -107,6 +107,8 @@ def _unrefillable(request: Request, stock: Callable[..., Any]) -> str | None:
         return "another tier is configured"
     if not request.is_search:
         return "it is no beam search"
+    if request.diverse:
+        return "beams in groups are searched by a loop of their own"
     if not request.may_evict:
         return "what is asked for needs all sentences of a batch until its end"
     return (

@@ -65,6 +65,7 @@ class Request:
     model_kwargs: dict[str, Any]
     streamer: Any = None  # of `_sample`
     is_search: bool = True
+    diverse: Callable[..., Any] | None = None  # a loop like the host's, for beams in groups; else the host's own
 
     @property
     def beams(self) -> int:
