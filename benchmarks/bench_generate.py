@@ -36,6 +36,7 @@ class Job:
     model: Any
     options: dict[str, Any]
     batches: list[dict[str, Any]]
+    stocks: dict[str, Any] = field(default_factory=dict)  # options of stock's side alone
 
 
 # The random models: fixed lengths, so that both sides do the same work whatever the weights.
@@ -88,6 +89,15 @@ def _gpt2(length: int, new: int) -> Job:
         n_layer=12, n_embd=768, n_head=12, vocab_size=50257, n_positions=1024, pad_token_id=50256
     )
     return _random_job(transformers.GPT2LMHeadModel(config), batch=4, length=length, new=new, beams=4)
+
+
+def _diverse() -> Job:
+    """Stock's side has our loop for beams in groups, the host having none, over the host's own cache."""
+    from fastgen.optimizer.transformers.group_search import group_beam_search
+
+    job = _bart(8, 512, 64, beams=8)
+    groups = {"num_beam_groups": 4, "diversity_penalty": 0.5}
+    return Job(job.model, {**job.options, **groups}, job.batches, {"custom_generate": group_beam_search})
 
 
 # The trained models.
@@ -172,6 +182,9 @@ SCENARIOS = {
     ),
     "gpt2-4x512": Scenario("GPT-2 shape, 4 prompts of 512 -> 64, 4 beams", lambda _: _gpt2(512, 64), at_least=3.0),
     "gpt2-4x128": Scenario("GPT-2 shape, 4 prompts of 128 -> 512, 4 beams", lambda _: _gpt2(128, 512), at_least=4.0),
+    "diverse-8x512": Scenario(
+        "BART-base shape, 8 x 512 -> 64, diverse: 4 groups of 2 beams", lambda _: _diverse(), at_least=2.5
+    ),
     "whisper": Scenario(
         "Whisper-base, trained, 4 x 11 s of speech, 5 beams",
         lambda args: _whisper(args, 4),
@@ -244,9 +257,13 @@ def _generate(job: Job, side: str, bar: tqdm[Any]) -> list[list[int]]:
     bar.set_description(f"{side:>7}")
     with running(side):
         for batch in job.batches:
-            rows += job.model.generate(**batch, **job.options).tolist()
+            rows += job.model.generate(**batch, **job.options, **_besides(job, side)).tolist()
             bar.update()
     return rows
+
+
+def _besides(job: Job, side: str) -> dict[str, Any]:
+    return job.stocks if side == "stock" else {}
 
 
 @dataclass
@@ -298,7 +315,7 @@ def time_rounds(job: Job, rounds: int, bar: tqdm[Any]) -> list[Round]:
                 for batch in job.batches:
                     first.reset()
                     started = time.perf_counter()
-                    job.model.generate(**batch, **job.options)
+                    job.model.generate(**batch, **job.options, **_besides(job, side))
                     seconds = time.perf_counter() - started
                     total += seconds
                     decode += seconds - (first.seconds or 0.0)
