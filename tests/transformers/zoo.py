@@ -316,7 +316,6 @@ def _families() -> list[Family]:
                 tie_word_embeddings=False,
             ),
             text,
-            expected="fallback",
         ),
     ]
 
@@ -341,8 +340,8 @@ VARIANTS: dict[str, Family] = {
 }
 # transformers 4.57 asks nobody for eager attention, and T5's and Bert's are written out in their modules.
 if MAJOR < 5:
-    for name in """bart_eager bert2bert bert2gpt2 bert_generation gemma2 gpt_oss led mt5 speech_to_text t5 trocr umt5
-            vit2bert""".split():
+    for name in """bart_eager bert2bert bert2gpt2 bert_generation fsmt gemma2 gpt_oss led mt5 speech_to_text t5 trocr
+            umt5 vit2bert""".split():
         FAMILIES[name] = replace(FAMILIES[name], expected="fallback")
 ACCELERATED = [name for name, family in FAMILIES.items() if family.expected == "accelerated"]
 FALLBACK = [name for name, family in FAMILIES.items() if family.expected == "fallback"]

@@ -71,8 +71,7 @@ class TreeDecoder:
         self._prompt_tokens = request.input_ids.shape[1]
         self._may_screen = may_screen
         self._is_screened = False
-        # Speech models derive the mask of the encoder's output from that of its input, in two dimensions.
-        self._derives_mask = any(hasattr(m, "_get_feature_vector_attention_mask") for m in self.model.modules())
+        self._takes_plain_mask = modules.takes_plain_mask(self.model)
 
     def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The host's inputs with the expansion to beams undone, over the tree's cache."""
@@ -184,7 +183,7 @@ class TreeDecoder:
     def _is_finished_here(self) -> bool:
         """Whether the model is given a finished mask of the source in place of the user's, `[B, N]`."""
         is_plain = self.source_mask is not None and self.source_mask.ndim == 2
-        return is_plain and host.TAKES_SOURCE_MASK and not self._derives_mask
+        return is_plain and host.TAKES_SOURCE_MASK and not self._takes_plain_mask
 
     def _padding(self) -> Tensor:
         """The source's mask as the model takes it; the same object until sentences leave or enter."""

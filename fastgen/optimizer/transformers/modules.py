@@ -20,6 +20,8 @@ from fastgen.optimizer.transformers.host import FINDS_EAGER
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "layer_state")
 # Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
 _FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
+# Its classes have names that many have. `[1, B*M, d]` becomes `[M, B, d]`: beams as if they were positions.
+_FSMT = "transformers.models.fsmt.modeling_fsmt"
 
 # These modules would wait for a device to know a token's position.
 # Before each look-up they compare it with their table's length, to make the table longer.
@@ -39,7 +41,7 @@ _MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder'
 
 # `model_type` of the configurations that the test suite compares with stock, in both tiers.
 _TESTED = frozenset(
-    """bart bert bert-generation blenderbot gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
+    """bart bert bert-generation blenderbot fsmt gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
     mistral mt5 olmo opt pegasus phi3 qwen3 speech_to_text t5 trocr umt5 whisper""".split()
 )
 
@@ -58,11 +60,14 @@ def _computes_attention_itself(forward: Any) -> bool:
 
 def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
     """Wrappers, by class and attribute, for the model's modules to be folded at their boundary."""
-    return {
-        (owner, "forward"): functools.partial(_folded, mask_name=_FOLDED_AT_THE_BOUNDARY[owner.__name__])
-        for owner in _hand_written(model)
-        if owner.__name__ in _FOLDED_AT_THE_BOUNDARY
-    }
+    wrappers: dict[tuple[type, str], Wrapper] = {}
+    for owner in _hand_written(model):
+        if _is_fsmts(owner, "Attention"):
+            wrappers[owner, "forward"] = _folded_with_time_first
+        elif owner.__name__ in _FOLDED_AT_THE_BOUNDARY:
+            mask_name = _FOLDED_AT_THE_BOUNDARY[owner.__name__]
+            wrappers[owner, "forward"] = functools.partial(_folded, mask_name=mask_name)
+    return wrappers
 
 
 def replayable_inputs(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
@@ -75,6 +80,8 @@ def replayable_inputs(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]
             wrappers[owner, "forward"] = _told_its_position
         elif owner.__name__ == _NUMBERING:
             wrappers[owner, "forward"] = _of_one_position
+        elif _is_fsmts(owner, "SinusoidalPositionalEmbedding"):
+            wrappers[owner, "forward"] = _of_grown_weight
         # Once, where it is defined: subclasses would wrap the wrapped one.
         if (base := next((base for base in owner.__mro__ if _MASK_OF_FEATURES in vars(base)), None)) is not None:
             wrappers[base, _MASK_OF_FEATURES] = _finished_mask
@@ -84,9 +91,18 @@ def replayable_inputs(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]
 def unfoldable_attention(model: torch.nn.Module) -> str | None:
     """The name of an attention class that cannot be folded, if the model has one."""
     for owner in _hand_written(model):
-        if owner.__name__ not in _FOLDED_AT_THE_BOUNDARY:
+        if owner.__name__ not in _FOLDED_AT_THE_BOUNDARY and not _is_fsmts(owner, "Attention"):
             return owner.__name__
     return None
+
+
+def _is_fsmts(owner: Any, name: str) -> bool:
+    return owner.__name__ == name and owner.__module__ == _FSMT and FINDS_EAGER
+
+
+def takes_plain_mask(model: torch.nn.Module) -> bool:
+    """Whether the model's own code asks for a mask of the source in two dimensions, `[B, N]`."""
+    return any(hasattr(m, _MASK_OF_FEATURES) or _is_fsmts(type(m), "Attention") for m in model.modules())
 
 
 def is_the_hosts_own(model: torch.nn.Module) -> bool:
@@ -146,6 +162,28 @@ def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:
     return folded
 
 
+def _folded_with_time_first(forward: Callable[..., Any]) -> Callable[..., Any]:
+    from fastgen.optimizer.transformers import session as sessions
+
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def folded(self: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        session = sessions.current()
+        if session is None or len(query) != 1 or not session.folds_rows(query.shape[1]):
+            return forward(self, query, *args, **kwargs)
+        tree = session.tree
+        beams = query.view(tree.batch, tree.beams, -1).transpose(0, 1)  # [1, B*M, d] -> [M, B, d]
+        call = signature.bind(self, beams, *args, **kwargs)
+        if not self.encoder_decoder_attention:
+            call.arguments["attn_mask"] = session.self_bias(None, beams.dtype)
+        output, *rest = forward(*call.args, **call.kwargs)
+        session.folded()
+        return (output.transpose(0, 1).reshape(query.shape), *rest)
+
+    return folded
+
+
 def _replayable() -> Any:
     """The session of this thread whose step may be replayed, None elsewhere: the wrappers are there for all threads."""
     from fastgen.optimizer.transformers import session as sessions
@@ -169,6 +207,23 @@ def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
         session.held.append(self.weights)  # another thread may make a longer one
         ids = number(input_ids, self.padding_idx, past_key_values_length)
         return self.weights.index_select(0, ids.flatten()).unflatten(0, ids.shape).detach()
+
+    return positions
+
+
+def _of_grown_weight(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def positions(self: Any, input: torch.Tensor, *, past_key_values_length: Any = 0) -> torch.Tensor:
+        session = _replayable()
+        if session is None or not torch.is_tensor(past_key_values_length):
+            stock: torch.Tensor = forward(self, input, past_key_values_length=past_key_values_length)
+            return stock
+        longest = self.padding_idx + 1 + session.tree.prompt_length + session.tree.max_steps
+        if longest > len(self.weight):
+            self.make_weight(longest, self.embedding_dim, self.padding_idx)
+        session.held.append(self.weight)  # another thread may make a longer one
+        numbers = self.make_positions(input, self.padding_idx) + past_key_values_length
+        return torch.nn.Embedding.forward(self, numbers)
 
     return positions
 
