@@ -221,7 +221,7 @@ def status() -> Status:
 def inspect(model: Any, inputs: Mapping[str, Any]) -> Any:
     """How exact each layer's attention would be with each kind of slim cache: a table, to be printed.
 
-    Tried on what `model.generate(**inputs)` would read and write, for a few sentences and tokens; errors are against
+    Tried on what `model.generate(**inputs)` would read and write, for a few sentences; errors are against
     float64 and relative to the largest number of the attention's output. Raises ValueError, with the reason, for
     models that have no slim caches. In fairseq `model` is a `SequenceGenerator`, which has its models, and `inputs` a
     sample, with its `net_input`.
@@ -231,6 +231,8 @@ def inspect(model: Any, inputs: Mapping[str, Any]) -> Any:
         from fastgen.optimizer.fairseq import inspecting
 
         return inspecting.inspect(model, inputs)
+    if isinstance(model, getattr(sys.modules.get("fairseq.models"), "BaseFairseqModel", ())):
+        raise ValueError("A model of fairseq is inspected by its SequenceGenerator: inspect(generator, sample).")
     from fastgen.optimizer.transformers import inspecting as transformers_inspecting
 
     return transformers_inspecting.inspect(model, inputs)

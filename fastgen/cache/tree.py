@@ -20,7 +20,7 @@ FIRST_STEPS = 64  # steps allocated at first
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
 _EVICT_FROM = 1 / 16  # of the sentences still here
 _EVICT_FROM_STATIC = 1 / 2  # then the step has to be captured anew
-_MOST_REMEMBERED = 4  # sizes of a tree
+_REMEMBERED = 2  # times the memory in use, what is outgrown may take with it
 _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
 
 
@@ -63,18 +63,15 @@ class TreeLayer:
                 stored[:, :, start:used] = new
         return self.spanned()
 
-    def held(self) -> tuple[Tensor, ...]:
-        """The buffers, as far as there are any."""
-        return self._stored
-
     def grow(self) -> None:
         """Have room for as many slots as the tree has allocated."""
+        if not self._stored:
+            return
         used = tuple(stored[:, :, : self.tree.used] for stored in self._stored)
         self._stored = self._grown(used, self.tree.prompt_length + self.tree.capacity)
 
     def stored(self) -> tuple[Tensor, ...]:
-        """The buffers, which the prompt has filled by now."""
-        assert self._stored, "the prompt comes first"
+        """The buffers, from the prompt on; none of a layer that the model has skipped."""
         return self._stored
 
     def spanned(self) -> tuple[Tensor, ...]:
@@ -98,6 +95,8 @@ class TreeLayer:
         """Keep only these sentences (int64 `[B']`), and of them only the slots in use."""
         used = self.tree.used
         before = self._stored
+        if not before:
+            return
         self._stored = self._empty(before, len(sentences), before[0].shape[2])
         for selected, stored in zip(self._stored, before, strict=True):
             torch.index_select(stored[:, :, :used], 0, sentences, out=selected[:, :, :used])
@@ -173,22 +172,24 @@ class BeamTree:
         self.layers: list[TreeLayer] = []
         self.rotations: TreeLayer | None = None  # cosines and sines of the slots' positions, where a layer needs them
         self._masks: dict[tuple[object, ...], Tensor] = {}  # of this step
-        self._departures = 0  # times that sentences have left
+        self.departures = 0  # times that sentences have left
         self._first = batch, self.capacity
         self._remembered: dict[Hashable, dict[Hashable, Tensor]] = {}  # by epoch and name
-        self._is_worth: Callable[[Hashable], bool] | None = None  # to remember an epoch's memory once it is outgrown
+        self._is_captured: Callable[[Hashable], bool] | None = None  # whether a step was, in an epoch
+        self._fits: Callable[[int], bool] = lambda nbytes: False  # whether so many bytes may be remembered
 
     @property
     def epoch(self) -> Hashable:
         """See `is_static`."""
-        return self._departures, self.capacity
+        return self.departures, self.capacity
 
     def plant(self, prompt_mask: Tensor | None = None, device: torch.device | None = None) -> None:
         """Begin decoding: the layers hold the prompt; `prompt_mask` `[B, P]`, nonzero = attend.
 
         `device`: where masks live, needed if there is no layer yet; by default the first layer's.
         """
-        prompt_length, device = self.prompt_length, device or self.layers[0].stored()[0].device
+        prompt_length = self.prompt_length
+        device = device or next(tensor.device for layer in self.layers for tensor in layer.stored())
         slots = prompt_length + self.capacity
         self._ancestry = torch.zeros(self.batch, self.beams, slots, dtype=torch.bool, device=device)
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()
@@ -199,13 +200,10 @@ class BeamTree:
             self.slots = torch.zeros(self.beams, dtype=torch.int64, device=device)  # those of this step
             self._clock = torch.zeros((), dtype=torch.int64, device=device)  # `length`, where a replayed step sees it
 
-    def remember(self, is_worth: Callable[[Hashable], bool]) -> None:
-        """From now on memory that this static tree, just planted, outgrows is kept: steps that were captured there can
-        be replayed by later calls, once the tree has been made to `rewind`.
-
-        `is_worth`: whether that memory is, of an epoch.
-        """
-        self._is_worth = is_worth
+    def remember(self, is_captured: Callable[[Hashable], bool], fits: Callable[[int], bool]) -> None:
+        """From now on memory that this static tree, just planted, outgrows is kept where it `fits` and a step
+        `is_captured` there, of an epoch: later calls can replay it, once the tree has been made to `rewind`."""
+        self._is_captured, self._fits = is_captured, fits
         self._remembered.setdefault(self.epoch, dict(self._parts()))
 
     def _parts(self) -> Iterator[tuple[Hashable, Tensor]]:
@@ -213,12 +211,12 @@ class BeamTree:
         yield "ancestry", self._ancestry
         yield "positions", self._positions
         for layer in self._all():
-            for number, tensor in enumerate(layer.held()):
+            for number, tensor in enumerate(layer.stored()):
                 yield (layer, number), tensor
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory with anything in it, perhaps what was remembered of an earlier call's same epoch."""
-        if not self.remembers or self._departures:  # how many have left, it will not have in common with others
+        if not self.remembers or self.departures:  # how many have left, it will not have in common with others
             return self.buffers.empty(shape, dtype, device)
         here = self._remembered.setdefault(self.epoch, {})
         if name not in here:
@@ -227,11 +225,11 @@ class BeamTree:
 
     @property
     def remembers(self) -> bool:
-        return self._is_worth is not None
+        return self._is_captured is not None
 
     def forget(self) -> None:
         """Remember nothing any longer."""
-        self._is_worth = None
+        self._is_captured = None
         self._remembered.clear()
 
     def recalls(self, epoch: Hashable) -> bool:
@@ -239,16 +237,24 @@ class BeamTree:
         return epoch in self._remembered
 
     def _leave(self) -> None:
-        """This epoch ends: forget its memory, unless the tree begins with it or it is worth being kept."""
-        if self._is_worth is None or (self.batch, self.capacity) == self._first:
+        """This epoch ends."""
+        if self.remembers and not self._fits(self.remembered_bytes):
+            self.forget()
+        self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Of what is remembered drop this epoch's memory, unless the tree begins with it or it is worth being kept."""
+        here = self._remembered.get(self.epoch)
+        if self._is_captured is None or here is None or self.capacity == self._first[1]:
             return
-        if not self._is_worth(self.epoch) or len(self._remembered) > _MOST_REMEMBERED:
-            self._remembered.pop(self.epoch, None)
+        in_use = sum(tensor.nbytes for tensor in here.values())
+        if not self._is_captured(self.epoch) or self.remembered_bytes > _REMEMBERED * in_use:
+            del self._remembered[self.epoch]
 
     def rewind(self) -> None:
         """Be where the tree was when it began to `remember`, to be replanted; what it holds is no matter."""
-        self._leave()
-        (self.batch, self.capacity), self._departures = self._first, 0
+        self._thin_out()
+        (self.batch, self.capacity), self.departures = self._first, 0
         here = self._remembered[self.epoch]
         self._ancestry, self._positions = here["ancestry"], here["positions"]
         for layer in self._all():
@@ -369,7 +375,7 @@ class BeamTree:
             self._positions = self._positions.index_select(0, sentences)
         self._leave()
         self.batch = len(sentences)
-        self._departures += 1
+        self.departures += 1
         for layer in self._all():
             layer.keep(sentences)
         self._masks.clear()

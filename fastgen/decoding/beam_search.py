@@ -60,6 +60,10 @@ class PerSentence:
         for name, tensor in vars(self).items():
             setattr(self, name, tensor.index_select(0, sentences))
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in vars(self).values())
+
     def become(self, other: PerSentence) -> None:
         """Take another's values, in place."""
         for name, tensor in vars(self).items():

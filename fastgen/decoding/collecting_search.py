@@ -104,10 +104,22 @@ class CollectingSearch:
         self._attention: Tensor | None = None  # of each step, float32 [L + 1, B, M, N]
         self._results: list[list[dict[str, Any]]] = [[] for _ in range(self.batch)]
 
-    def restart(self, replayer: Replayer) -> None:
-        """Begin anew, in place, with as many sentences as at first; of steps captured by then, `replayer` goes on."""
+    def rewind(self) -> None:
+        """Have as many sentences again as at first, whatever they are."""
         if self._whole is not None:
             (self.state, self._first_row), self._whole = self._whole, None
+        self._attention, self._results = None, []  # which others have now
+        if self._replayer is not None:
+            self._replayer.rewind()
+
+    def forget(self) -> None:
+        """No other call will go on with this search."""
+        self._whole = None
+        if self._replayer is not None:
+            self._replayer.forget()
+
+    def restart(self, replayer: Replayer) -> None:
+        """Begin anew, in place, with as many sentences; of steps captured by then, `replayer` goes on."""
         self.state.become(self._first(self.batch))
         self._begin()
         self._at.zero_()

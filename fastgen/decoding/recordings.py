@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fastgen import config, memory
+from fastgen.cache.tree import BeamTree
 from fastgen.decoding.replay import Captured, Replayer
 from fastgen.products import Products
 
@@ -122,7 +123,7 @@ def take(model: nn.Module, key: Hashable) -> Recording | None:
 def take_up(model: nn.Module, key: Hashable, state: AnyState, replayer: Replayer) -> AnyState | None:
     """Go on with one in place of `state`, which is as it is before the first step and is closed then.
 
-    Returns the state kept with it, filled with what `state` held; `replayer` goes on with its step. None, and nothing
+    Returns the state kept with it, filled with what `state` held; `replayer` goes on with its steps. None, and nothing
     done, if there is none or a weight has changed that its products have a copy of.
     """
     recording = take(model, key)
@@ -136,6 +137,18 @@ def take_up(model: nn.Module, key: Hashable, state: AnyState, replayer: Replayer
     state.close()
     replayer.resume(recording.captured)
     return kept
+
+
+def remember(tree: BeamTree, replayer: Replayer, device: torch.device) -> None:
+    """Let a call keep what it outgrows, as long as there is room for it: see `BeamTree.remember`."""
+
+    def fits(nbytes: int) -> bool:
+        if not may_keep(nbytes, device):
+            replayer.forget()
+        return replayer.remembers
+
+    replayer.remembers = True
+    tree.remember(replayer.has_captured, fits)
 
 
 def keep(
@@ -177,7 +190,7 @@ def count(model: nn.Module) -> int:
 
 
 def nbytes(model: nn.Module | None = None) -> int:
-    """The keys and values that kept ones take, of all models by default."""
+    """The memory that the states of kept ones take, of all models by default."""
     with _lock:
         return sum(kept.nbytes() for key, kept in _kept.items() if model in (None, key))
 

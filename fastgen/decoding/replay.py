@@ -182,6 +182,14 @@ class Replayer:
             self._whole = self._captured
         self._last, self._captured = None, {}
 
+    def rewind(self) -> None:
+        """Have the steps again, and no others, that were captured before sentences left."""
+        self._last, self._whole, self._captured = None, None, self.captured
+
+    def forget(self) -> None:
+        """Remember no longer."""
+        self.remembers, self._whole = False, None
+
     def close(self) -> None:
         """Let go of everything captured."""
         self._last, self._whole, self._captured = None, None, {}

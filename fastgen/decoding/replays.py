@@ -17,6 +17,7 @@ _FEW_ROWS, _MIN_STEPS = 32, 12
 
 _lock = threading.Lock()
 _counts: weakref.WeakKeyDictionary[nn.Module, Counts] = weakref.WeakKeyDictionary()
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 _disproofs: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _failures: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -33,10 +34,15 @@ def are_wanted(model: nn.Module, device: str, sentences: int, rows: int, steps: 
     return settings.replay == "always" or (sentences == 1 and rows <= _FEW_ROWS and steps >= _MIN_STEPS)
 
 
-def note(model: nn.Module, replayer: Replayer) -> None:
-    """Count what a call has captured and replayed; a model whose steps cannot be captured is not asked again."""
+def note(model: nn.Module, replayer: Replayer, owner: nn.Module | None = None) -> None:
+    """Count what a call has captured and replayed; a model whose steps cannot be captured is not asked again.
+
+    `owner`: what keeps the recordings, if not the model itself.
+    """
     with _lock:
         _counts.setdefault(model, Counts()).add(replayer.counts)
+        if owner is not None and owner is not model:
+            _owners[model] = weakref.ref(owner)
         if replayer.failure:
             _failures[model] = replayer.failure
     if replayer.failure:
@@ -64,12 +70,13 @@ def replayed() -> dict[str, str]:
 
 
 def _kept(model: nn.Module) -> str:
-    count = recordings.count(model)
-    return f", {count} kept for later calls ({report.size(recordings.nbytes(model))})" if count else ""
+    owners = [model, *filter(None, (_owners[model](),))] if model in _owners else [model]
+    count, size = sum(map(recordings.count, owners)), sum(map(recordings.nbytes, owners))
+    return f", {count} kept for later calls ({report.size(size)})" if count else ""
 
 
 def release() -> None:
     """Forget what became of it: a model may be tried again."""
     with _lock:
-        for record in (_counts, _disproofs, _failures):
+        for record in (_counts, _owners, _disproofs, _failures):
             record.clear()

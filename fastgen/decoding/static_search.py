@@ -45,10 +45,19 @@ class StaticSearch(BeamSearch):
         self._known = Late(self._state)
         self._whole: tuple[Any, ...] | None = None  # from before sentences left, if their steps are kept
 
-    def restart(self, prompt: Tensor, replayer: Replayer) -> None:
-        """Begin anew, in place, with other prompts of the same shape; of steps captured by then, `replayer` goes on."""
+    def rewind(self) -> None:
+        """Have as many sentences again as at first, whatever they are."""
         if self._whole is not None:
             (self.live, self._first_row, self._request_row, self._scores), self._whole = self._whole, None
+        self._replayer.rewind()
+
+    def forget(self) -> None:
+        """No other call will go on with this search."""
+        self._whole = None
+        self._replayer.forget()
+
+    def restart(self, prompt: Tensor, replayer: Replayer) -> None:
+        """Begin anew, in place, with other prompts of the same shape; of steps captured by then, `replayer` goes on."""
         self.live.become(self._first(prompt))
         self._begin(self.live)
         self._step.zero_()

@@ -172,7 +172,7 @@ def test_sentences_leave_and_others_come() -> None:
 def test_a_call_that_grew(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call grows into the same buffers."""
     monkeypatch.setattr(tree, "FIRST_STEPS", 5)
-    monkeypatch.setattr(tree, "_MOST_REMEMBERED", 10)
+    monkeypatch.setattr(tree, "_REMEMBERED", 100)
     monkeypatch.setattr(replay, "_PATIENCE", 1)
     model = copy.deepcopy(models.load("post-norm"))
     counts = [_captures(model, seed=seed, tier=tier, min_len=20, max_len_b=20) for seed in (0, 0, 1, 0, 1)]
@@ -255,7 +255,7 @@ def test_language_models(tier: str) -> None:
 def _of_two(two: list[Any]) -> tuple[SequenceGenerator, Callable[..., Any]]:
     generator = SequenceGenerator(two, models.dictionary(), **LONG)
 
-    def run(seed: int) -> Any:
+    def run(seed: int) -> Any:  # fairseq's `generate` takes models, and looks at none of them
         sample = models.batch(LENGTHS)
         tokens = sample["net_input"]["src_tokens"]
         tokens[tokens > 3] = 4 + (tokens[tokens > 3] - 4 + seed) % models.WORDS
@@ -280,10 +280,22 @@ def test_ensembles() -> None:
         captures.append(after.captures - before.captures)
     assert captures[0] > 0 and captures[1:3] == [0, 0] and recordings.count(generator.model) == 1
     assert not recordings.count(two[0])
+    assert "1 kept for later calls" in fastgen.status().replayed[type(two[0]).__name__]
     reference, model = weakref.ref(generator.model), weakref.ref(two[1])
     del generator, run, two, expected
     gc.collect()
     assert reference() is None and model() is None
+
+
+def test_a_model_that_is_exchanged() -> None:
+    """While others hold on to the old one, which has not changed."""
+    three = [copy.deepcopy(models.load("post-norm", seed=seed)) for seed in (0, 1, 2)]
+    for count in (2, 1):
+        generator, run = _of_two(three[:count])
+        for last in (three[count - 1], three[2], three[count - 1]):
+            generator.model.models[count - 1] = last
+            expected = judge.stock(partial(run, 1))
+            judge.assert_same(expected, judge.ours(partial(run, 1))[0])
 
 
 def test_a_language_model_that_is_fused_in() -> None:

@@ -164,8 +164,22 @@ def test_inspect() -> None:
     two = table(well_conditioned("post-norm", 11), well_conditioned("post-norm", 12, 1e-9))
     lines = str(two).splitlines()
     assert [("refused" in line) for line in lines if "layers" in line] == [False] * 6 + [True] * 6
-    with pytest.raises(ValueError, match="This call has no slim caches: the batch is empty"):
-        fastgen.inspect(SequenceGenerator([models.load("post-norm")], models.dictionary()), {"net_input": {}})
+    generator = SequenceGenerator([models.load("post-norm")], models.dictionary())
+    for sample, reason in (({"net_input": {}}, "the batch is empty"), ({}, "without net_input")):
+        with pytest.raises(ValueError, match=reason):
+            fastgen.inspect(generator, sample)
+    with pytest.raises(ValueError, match=r"inspect\(generator, sample\)"):
+        fastgen.inspect(models.load("post-norm"), {})
+
+
+def test_inspect_reads_a_language_models_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = well_conditioned("lm", 11)
+    generator = SequenceGenerator([model], models.dictionary(), beam_size=3, max_len_b=14)
+    with judge.configured(strict=True, tier="fast"):
+        found = fastgen.inspect(generator, models.prompts())
+    assert len(found.layers) == len(model.decoder.layers) and "refused" not in str(found)
+    model.decoder.layers[0].self_attn.k_proj.register_forward_hook(lambda *_: None)
+    assert "something else than plain linear layers" in str(fastgen.inspect(generator, models.prompts()))
 
 
 def test_edits_that_leave_no_trace() -> None:

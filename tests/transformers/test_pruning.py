@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import harness
 import pytest
 import torch
@@ -10,6 +12,7 @@ import zoo
 import fastgen
 from fastgen.cache import tree
 from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.optimizer.transformers import host
 
 DETAILS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
 
@@ -123,3 +126,23 @@ def test_paths(beams: int, coalesce: bool, forced: bool, monkeypatch: pytest.Mon
         assert result.used - 2 < 40 * beams * 0.7
     elif not coalesce:
         assert result.used - 2 == 40 * beams
+
+
+@pytest.mark.skipif(not host.FINDS_EAGER, reason="4.57 asks each layer's cache for its length")
+@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("replay", ["off", "always"])
+def test_layers_that_were_cut_out(missing: int, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that stay keep their numbers, and the cache has nothing for the others."""
+    monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 4)
+    model = copy.deepcopy(zoo.load("llama"))
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    model.model.layers[2].self_attn.layer_idx = 2
+    model.config.num_hidden_layers = 3
+    del model.model.layers[missing]
+    inputs = zoo.inputs_for("llama", batch=5)
+    with harness.configured(replay=replay):
+        for options in (dict(num_beams=3), dict(num_beams=4, early_stopping=True, eos_token_id=[24, 7, 9, 11, 13])):
+            for is_dict in (True, False):
+                more = dict(max_new_tokens=20, return_dict_in_generate=is_dict)
+                expected = "accelerated" if missing else "fallback"
+                harness.compare(model, inputs, expected=expected, **options, **more)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # the repository is importable under pytest
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path[:0] = map(str, (Path(__file__).resolve().parents[2], Path(__file__).resolve().parents[1] / "shared"))
 
 import harness
 import pytest

@@ -129,13 +129,12 @@ class TreeEnsemble(StandIn):
         self._key = self._key_of(state)
         if self._key is None:
             return
-        self.replayer.remembers = True
-        kept = recordings.take_up(self._owner, self._key, state, self.replayer)
+        kept = recordings.take_up(self.owner, self._key, state, self.replayer)
         if kept is not None:
             self.session, self._replayed = kept.session, kept.replayed
             self._products, self._search = kept.products, kept.search
             self._replayed.replayer = self.replayer
-        self.session.tree.remember(self.replayer.has_captured)
+        recordings.remember(self.session.tree, self.replayer, self._device)
 
     def search(self, policy: CollectingPolicy) -> CollectingSearch:
         """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
@@ -153,7 +152,7 @@ class TreeEnsemble(StandIn):
 
     def hand_on(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
-        if self._key is None or self.replayer is None or not self.replayer.captured:
+        if not self.session.tree.remembers or self.replayer is None or not self.replayer.captured:
             return
         state, models, tree = self._state(), self.inner.models, self.session.tree
         state.rewind()
@@ -161,14 +160,17 @@ class TreeEnsemble(StandIn):
             self._is_handed_on = True
             captured = {epoch: its for epoch, its in self.replayer.captured.items() if tree.recalls(epoch)}
             recording = recordings.Recording(state, captured)
-            recordings.keep(self._owner, self._key, recording, lambda: snapshot(models), self._device)
+            recordings.keep(self.owner, self._key, recording, lambda: snapshot(models), self._device)
 
     def _shrink(self, replayer: Replayer) -> None:
         """Sentences leave; there will be two copies for a while."""
         tree = self.session.tree
-        if tree.remembers and not recordings.may_keep(self.session.remembered_bytes, self._device):
-            self._key, replayer.remembers = None, False
+        is_first = tree.remembers and not tree.departures
+        if is_first and not recordings.may_keep(self._state().nbytes(), self._device):
             tree.forget()
+            replayer.forget()
+            if self._search is not None:
+                self._search[1].forget()
         replayer.shrink()
 
     def close(self) -> None:
@@ -179,9 +181,10 @@ class TreeEnsemble(StandIn):
             self.session.tree.close()
 
     @property
-    def _owner(self) -> torch.nn.Module:
+    def owner(self) -> torch.nn.Module:
         """What keeps the recordings: the model or, of several, the generator's ensemble."""
-        owner: torch.nn.Module = self.inner.single_model if self.inner.models_size == 1 else self.inner
+        models = self.inner.models
+        owner: torch.nn.Module = models[0] if len(models) == 1 else self.inner
         return owner
 
     def _state(self) -> State:
@@ -191,7 +194,9 @@ class TreeEnsemble(StandIn):
     def _key_of(self, state: State) -> Hashable:
         surroundings = recordings.surroundings(self._device)
         temperature, averaged = self._request.generator.temperature, type(self.inner).forward_decoder
-        how = (temperature, averaged, self.shortlist is None, self._own_caches)
+        # An ensemble's models may be exchanged while others hold on to the old ones.
+        models = tuple(map(id, self.inner.models))
+        how = (temperature, averaged, models, self.shortlist is None, self._own_caches)
         return None if surroundings is None else (state.shape(), surroundings, how)
 
     def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:

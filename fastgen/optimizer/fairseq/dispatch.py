@@ -65,7 +65,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
                 look_at(request, result)
             arena.settle()
             if ensemble.replayer is not None:
-                replays.note(request.generator.model.single_model, ensemble.replayer)
+                replays.note(request.generator.model.single_model, ensemble.replayer, ensemble.owner)
     if ensemble is None or ensemble.reason:
         _record(request, "stock", ensemble.reason if ensemble else reason, start)
         return result

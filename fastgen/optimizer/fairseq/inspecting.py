@@ -8,26 +8,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastgen import config
 from fastgen.cache.admission import Sample, Verdict, judge
 from fastgen.cache.inspection import KINDS, Inspection, Layer
 from fastgen.optimizer.fairseq.requests import Request, unsupported_reason
-from fastgen.optimizer.fairseq.slim import read
+from fastgen.optimizer.fairseq.slim import SENTENCES, read
+
+_NOT_PLAIN = "something else than plain linear layers makes its keys and values"
 
 
 @torch.no_grad()
 def inspect(generator: Any, sample: Mapping[str, Any]) -> Inspection:
     """See `fastgen.inspect`."""
-    models = [*generator.model.models]
-    request = Request(generator, dict(sample), None, None, None)
+    models, request = [*generator.model.models], _first_sentences(generator, sample)
     if reason := unsupported_reason(request):
         raise ValueError(f"This call has no slim caches: {reason}.")
-    hypotheses = generator.generate(models, request.sample)
+    with config.configured(tier="stock", strict=False):
+        hypotheses = generator.generate(
+            models, request.sample, prefix_tokens=request.prefix_tokens, bos_token=request.bos_token
+        )
     found: dict[nn.Module, tuple[bool, dict[str, Verdict]]] = {}
 
-    def look(module: Any, given: Sample) -> None:
+    def look(module: Any, given: Sample | None) -> None:
         _, worst = found.setdefault(module, (module.encoder_decoder_attention, {}))
         for kind in KINDS:
-            verdict = judge(given, kind)
+            verdict = Verdict(None, None, reason=_NOT_PLAIN) if given is None else judge(given, kind)
             worst[kind] = max(worst.get(kind, verdict), verdict, key=_badness)
 
     read(request, hypotheses, models, look)
@@ -37,9 +42,24 @@ def inspect(generator: Any, sample: Mapping[str, Any]) -> Inspection:
         for name, module in model.named_modules()
     }
     layers = tuple(Layer(module, names[module], is_across, verdicts) for module, (is_across, verdicts) in found.items())
-    if not layers:
-        raise ValueError("This call has no slim caches: something else than plain linear layers projects.")
     return Inspection(request.model_name, layers)
+
+
+def _first_sentences(generator: Any, sample: Mapping[str, Any]) -> Request:
+    """A request for a few sentences of the sample; of a language model, with its prompts as fairseq's task has them."""
+    if "net_input" not in sample:
+        raise ValueError("A sample without net_input says nothing of what the models are to read.")
+    request = Request(generator, dict(sample), None, None, None)
+    inputs = {
+        name: value[:SENTENCES] if torch.is_tensor(value) and len(value) == request.batch else value
+        for name, value in sample["net_input"].items()
+    }
+    request.sample["net_input"] = inputs
+    if not generator.model.has_encoder():
+        request.bos_token = generator.eos
+        prompts = inputs["src_tokens"]
+        request.prefix_tokens = prompts[:, 1:] if bool(prompts[:, 0].eq(generator.eos).all()) else prompts
+    return request
 
 
 def _badness(verdict: Verdict) -> tuple[bool, float]:

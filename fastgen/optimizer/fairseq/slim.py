@@ -18,7 +18,7 @@ from fastgen.cache.tree import additive_mask
 from fastgen.optimizer.fairseq.requests import Request
 from fastgen.optimizer.fairseq.views import is_plain, replaced
 
-_SENTENCES = 2  # are looked at, of the call that keys and values alone are judged on
+SENTENCES = 2  # are looked at, of the call that keys and values alone are judged on
 _AUTOCAST = "what autocast rounds are keys and values"
 
 
@@ -127,7 +127,8 @@ def look_at(request: Request, hypotheses: list[Any]) -> None:
             report.log(f"{request.model_name} stores keys and values: a trial failed ({type(error).__name__}: {error})")
 
 
-Look = Callable[[Any, Sample], None]  # at an attention module and what it is given
+# At an attention module and what it is given; None where something else than plain linear layers projects.
+Look = Callable[[Any, "Sample | None"], None]
 
 
 class _Noting:
@@ -136,7 +137,9 @@ class _Noting:
     def __init__(self) -> None:
         self._reasons: dict[nn.Module, dict[str, str | None]] = {}
 
-    def __call__(self, module: nn.Module, sample: Sample) -> None:
+    def __call__(self, module: nn.Module, sample: Sample | None) -> None:
+        if sample is None:  # it keeps its keys and values in any case
+            return
         reasons = self._reasons.setdefault(module, {})
         for kind in ("k", "v"):
             reasons[kind] = reasons.get(kind) or judge(sample, kind).reason
@@ -145,10 +148,9 @@ class _Noting:
 
 @torch.no_grad()
 def read(request: Request, hypotheses: list[Any], models: list[Any], look: Look) -> None:
-    """Have these models of the request read what its first sentences have come to, and `look` at each attention whose
-    keys and values plain linear layers make."""
+    """Have these models of the request read what its first sentences have come to, and `look` at each attention."""
     generator = request.generator
-    for sentence in range(min(_SENTENCES, len(hypotheses))):
+    for sentence in range(min(SENTENCES, len(hypotheses))):
         inputs = request.sample["net_input"]
         one = {
             name: value[sentence : sentence + 1] if torch.is_tensor(value) and len(value) == request.batch else value
@@ -184,7 +186,9 @@ class _LookedAt:
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Any = None, **more: Any
     ) -> tuple[Tensor, Any]:
         module = self._module
-        if _is_plain(module):  # or they keep their keys and values in any case
+        if not _is_plain(module):
+            self._look(module, None)
+        else:
             queries = module.q_proj(query).unflatten(2, (module.num_heads, -1)).permute(1, 2, 0, 3)  # [1, H, P, D]
             bias = more.get("attn_mask")
             bias = None if bias is None else bias[None, None]

@@ -33,6 +33,8 @@ class State:
     def rewind(self) -> None:
         """Have the buffers again that it had before it grew or sentences left."""
         self.session.rewind()
+        if self.search is not None:
+            self.search[1].rewind()
 
     def shape(self) -> Hashable:
         """What states must have in common for one to be filled with the other."""
@@ -44,7 +46,7 @@ class State:
         )
 
     def nbytes(self) -> int:
-        return self.session.remembered_bytes
+        return self.session.remembered_bytes + (0 if self.search is None else self.search[1].state.nbytes)
 
     def close(self) -> None:
         """Let go of all keys and values."""

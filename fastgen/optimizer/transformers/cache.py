@@ -333,7 +333,9 @@ def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
     """What the host would have returned as `past_key_values`: one row per beam, gathered on demand."""
     paths = tree.paths()
     own = DynamicCache()
-    own.layers = [_Rows(layer.needed(), layer.slim, paths) for layer in tree.layers]
+    own.layers = [
+        _Rows(layer.needed(), layer.slim, paths) if layer.stored() else DynamicLayer() for layer in tree.layers
+    ]
     if not isinstance(cache, EncoderDecoderCache):
         return own
     cross = DynamicCache()

@@ -118,22 +118,19 @@ class TreeDecoder:
         self._key = self._key_of(state)
         if self._key is None:
             return
-        self.replayer.remembers = True
         kept = recordings.take_up(self.model, self._key, state, self.replayer)
         if kept is None:
             # From now on in memory of its own: later calls will write to it.
             self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
-            self._hand_source()
-            self.tree.remember(self.replayer.has_captured)
-            return
-        for field in dataclasses.fields(kept):
-            setattr(self, field.name, getattr(kept, field.name))
+        else:
+            for field in dataclasses.fields(kept):
+                setattr(self, field.name, getattr(kept, field.name))
         self._hand_source()
-        self.tree.remember(self.replayer.has_captured)
+        recordings.remember(self.tree, self.replayer, self._device)
 
     def hand_on(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
-        if self._key is None or self.replayer is None or not self.replayer.captured:
+        if not self.tree.remembers or self.replayer is None or not self.replayer.captured:
             return
         state, tree = self._whole or self._state(), self.tree
         state.rewind()
@@ -237,15 +234,17 @@ class TreeDecoder:
         self._hand_source()
 
     def _shrink(self, replayer: replay.Replayer) -> None:
-        if self._whole is None and self._key is not None:
+        if self._whole is None and self.tree.remembers:
             whole = self._state()
             # There will be two copies for a while.
             if recordings.may_keep(whole.nbytes(), self._device):
                 whole.remember()
                 self._whole = whole
             else:
-                self._key, replayer.remembers = None, False
                 self.tree.forget()
+                replayer.forget()
+                if self.search is not None:
+                    self.search[1].forget()
         replayer.shrink()
 
     def cache_bytes(self) -> int:

@@ -271,6 +271,9 @@ def unsupported_model(model: Any) -> str | None:
     """Why this model cannot decode over the tree, whatever the request; None if it can."""
     if hasattr(model, "_reorder_cache"):
         return "the model reorders its cache itself"
+    numbers = {module.layer_idx for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)}
+    if numbers and 0 not in numbers:  # which is asked for how long the cache is
+        return "its first layer has been cut out, and the others keep their numbers"
     if name := unfoldable_attention(model):
         return f"{name} computes attention itself instead of calling an attention function"
     for module in model.modules():

@@ -29,7 +29,7 @@ class State:
     search: tuple[Hashable, StaticSearch] | None  # if its steps are captured too
 
     def __post_init__(self) -> None:
-        self._tensors_of_source: list[list[Tensor]] | None = None
+        self._before: tuple[Any, ...] | None = None  # of the source, what others are about to take the place of
 
     @property
     def products(self) -> Products:
@@ -45,17 +45,20 @@ class State:
 
     def remember(self) -> None:
         """Sentences are about to leave: note the source's buffers, which others take the place of."""
-        self._tensors_of_source = [layer.tensors for layer in self._source_layers()]
-        self._hidden = self.session.hidden
+        tensors = [layer.tensors for layer in self._source_layers()]
+        self._before = tensors, self.session.hidden, self.session.slim.source
 
     def rewind(self) -> None:
         """Have the buffers again that it had before it grew or, if it was told to `remember`, sentences left."""
         self.tree.rewind()
-        if self._tensors_of_source is None:
+        if self.search is not None:
+            self.search[1].rewind()
+        if self._before is None:
             return
-        for layer, tensors in zip(self._source_layers(), self._tensors_of_source, strict=True):
-            layer.tensors = tensors
-        self.session.hidden, self._tensors_of_source = self._hidden, None
+        tensors, self.session.hidden, self.session.slim.source = self._before
+        for layer, its in zip(self._source_layers(), tensors, strict=True):
+            layer.tensors = its
+        self._before = None
 
     def shape(self) -> Hashable:
         """What states must have in common for one to be filled with the other; None if it can be with none."""
@@ -71,7 +74,8 @@ class State:
         )
 
     def nbytes(self) -> int:
-        return self.tree.remembered_bytes + sum(tensor.nbytes for tensor in self._source())
+        search = 0 if self.search is None else self.search[1].live.nbytes
+        return self.tree.remembered_bytes + sum(tensor.nbytes for tensor in self._source()) + search
 
     def close(self) -> None:
         """Let go of all keys and values: there are cycles, and memory is not to wait for the garbage collector."""
