@@ -141,6 +141,7 @@ _switch = _Switch()
 _hosts = (
     _Host("transformers", "fastgen.optimizer.transformers", "transformers.generation.utils"),
     _Host("fairseq", "fastgen.optimizer.fairseq", "fairseq.sequence_generator", repairs=("fairseq.checkpoint_utils",)),
+    _Host("whisper", "fastgen.optimizer.whisper", "whisper.decoding"),
 )
 
 

@@ -114,7 +114,7 @@ def test_the_status_of_this_process() -> None:
     assert status.version == fastgen.__version__
     assert status.calls == (call("compat"),)
     assert status.counters == {"fast": 0, "compat": 1, "stock": 0}
-    assert [host.name for host in status.hosts] == ["transformers", "fairseq"]
+    assert [host.name for host in status.hosts] == ["transformers", "fairseq", "whisper"]
     with fastgen.disabled():
         assert not fastgen.status().enabled
         assert str(fastgen.status()).startswith(f"fastgen {fastgen.__version__}, disabled")

@@ -146,14 +146,15 @@ class DiverseSearch:
             group.settle(scores[0], length)
         return torch.tensor(goes_on, device=self._device)
 
-    def result(self, count: int) -> Hypotheses:
+    def result(self, count: int, limit: int | None = None) -> Hypotheses:
         """The best `count` hypotheses of each sentence, those that have not ended included where a group is not done.
 
-        Tokens are `[B, count, longest + 1]`, filled up with padding, or shorter where that exceeds the maximal length.
+        Tokens are `[B, count, longest]`, of up to `limit` (by default the maximal length) and filled up with padding.
         """
+        ends = self.policy.ends
         found = [self._best(sentence, count) for sentence in range(self._batch)]
         lengths = [len(hypothesis.tokens) for best in found for hypothesis in best]
-        width = min(max(lengths) + 1, self.policy.max_length)
+        width = min(max(lengths) + bool(ends), self.policy.max_length if limit is None else limit)
         tokens = self._tokens.new_full((self._batch, count, width), self.policy.pad)
         rows = torch.full_like(tokens[:, :, self.policy.prompt_length :], -1, dtype=torch.int32)
         scores = torch.tensor([[hypothesis.score for hypothesis in best] for best in found], device=self._device)
@@ -162,10 +163,8 @@ class DiverseSearch:
                 length = len(hypothesis.tokens)
                 tokens[sentence, place, :length] = hypothesis.tokens
                 rows[sentence, place, : len(hypothesis.rows)] = hypothesis.rows
-                if length < width:
-                    tokens[sentence, place, length] = self.policy.ends[
-                        0
-                    ]  # whichever of them it was, as the host had it
+                if length < width and ends:
+                    tokens[sentence, place, length] = ends[0]  # as the host had it, whichever it was
         return Hypotheses(tokens, rows, scores)
 
     def _best(self, sentence: int, count: int) -> list[_Ended]:

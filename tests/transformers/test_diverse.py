@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -250,7 +251,9 @@ def test_a_model_that_stays_with_the_host() -> None:
     model = zoo.transformers.XGLMForCausalLM(config).eval()
     inputs = _inputs("gpt2", ragged=False)
     output = _run(model, inputs, tier="stock")
-    assert "computes attention itself" in report.calls()[-1].reason or report.calls()[-1].tier == "stock"
+    assert "tier='stock'" in report.calls()[-1].reason
+    zoo.generate(model, {**inputs, **DIVERSE})
+    assert "computes attention itself" in report.calls()[-1].reason
     _check(model, inputs, output)
 
 
@@ -263,6 +266,7 @@ def test_a_model_that_stays_with_the_host() -> None:
         (dict(diversity_penalty=None), r"diversity_penalty=None should be greater than 0"),
         (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions: not available"),
         (dict(guidance_scale=1.5), "guidance_scale: not available"),
+        (dict(streamer=SimpleNamespace(put=print, end=print)), "streamer: not available"),
     ],
 )
 def test_options_that_contradict(options: dict[str, Any], message: str) -> None:
@@ -367,7 +371,33 @@ def test_like_the_hosts_scorer(seed: int, early: Any) -> None:
     torch.testing.assert_close(found.scores.flatten(), expected["sequence_scores"])
 
 
-def test_the_maximal_length_is_the_hosts() -> None:
+@pytest.mark.parametrize("ends", [24, None])
+def test_the_users_maximal_length(ends: int | None) -> None:
     criteria = [MaxLengthCriteria(max_length=5)]
-    output = zoo.generate(zoo.load("bart"), {**_inputs("bart"), **DIVERSE, "stopping_criteria": criteria})
-    assert output.shape[1] <= 6
+    options = {**DIVERSE, "stopping_criteria": criteria, "eos_token_id": ends}
+    output = zoo.generate(zoo.load("bart"), {**_inputs("bart"), **options})
+    assert output.shape[1] == 5
+
+
+def test_the_cache_is_that_of_the_next_step() -> None:
+    """As the host's searches return it: the last beams' keys, one row for each."""
+    model, inputs = zoo.load("gpt2"), _inputs("gpt2", ragged=False)
+    outputs = [_run(model, inputs, tier=tier, min_new_tokens=12).past_key_values for tier in ("compat", "stock")]
+    mine, theirs = ([layer.keys for layer in cache.layers] for cache in outputs)
+    search: list[DiverseSearch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DiverseSearch, "result", _noting(DiverseSearch.result, search))
+        _run(model, inputs, min_new_tokens=12)
+    with torch.no_grad(), fastgen.disabled():
+        expected = model(search[0].running()[:, :-1]).past_key_values
+    for keys in (mine, theirs):
+        for layer, of in zip(keys, expected.layers, strict=True):
+            torch.testing.assert_close(layer, of.keys, atol=1e-5, rtol=1e-4)
+
+
+def _noting(function: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    def noting(self: Any, *args: Any) -> Any:
+        calls.append(self)
+        return function(self, *args)
+
+    return noting

@@ -131,15 +131,19 @@ def test_paths(beams: int, coalesce: bool, forced: bool, monkeypatch: pytest.Mon
 @pytest.mark.skipif(not host.FINDS_EAGER, reason="4.57 asks each layer's cache for its length")
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.parametrize("replay", ["off", "always"])
-def test_layers_that_were_cut_out(missing: int, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "bart", "marian"])
+def test_layers_that_were_cut_out(family: str, missing: int, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that stay keep their numbers, and the cache has nothing for the others."""
     monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 4)
-    model = copy.deepcopy(zoo.load("llama"))
-    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
-    model.model.layers[2].self_attn.layer_idx = 2
-    model.config.num_hidden_layers = 3
-    del model.model.layers[missing]
-    inputs = zoo.inputs_for("llama", batch=5)
+    model = copy.deepcopy(zoo.load(family))
+    layers = model.get_decoder().layers
+    layers.append(copy.deepcopy(layers[1]))
+    for name in ("self_attn", "encoder_attn"):
+        if hasattr(layers[2], name):
+            getattr(layers[2], name).layer_idx = 2
+    setattr(model.config, "num_hidden_layers" if family == "llama" else "decoder_layers", 3)
+    del layers[missing]
+    inputs = zoo.inputs_for(family, batch=5)
     with harness.configured(replay=replay):
         for options in (dict(num_beams=3), dict(num_beams=4, early_stopping=True, eos_token_id=[24, 7, 9, 11, 13])):
             for is_dict in (True, False):

@@ -51,7 +51,7 @@ def _first_sentences(generator: Any, sample: Mapping[str, Any]) -> Request:
         raise ValueError("A sample without net_input says nothing of what the models are to read.")
     request = Request(generator, dict(sample), None, None, None)
     inputs = {
-        name: value[:SENTENCES] if torch.is_tensor(value) and len(value) == request.batch else value
+        name: value[:SENTENCES] if torch.is_tensor(value) and value.shape[:1] == (request.batch,) else value
         for name, value in sample["net_input"].items()
     }
     request.sample["net_input"] = inputs

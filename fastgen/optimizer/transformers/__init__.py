@@ -67,8 +67,9 @@ def _provide_diverse(patches: PatchSet, module: ModuleType) -> None:
     methods = getattr(module, "GENERATION_MODES_MAPPING", {})
     mode = next((mode for mode, name in methods.items() if name.endswith("/group-beam-search")), None)
     if mode is not None:
-        patches.replace(module, "GENERATION_MODES_MAPPING", {**methods, mode: "_group_beam_search"})
+        # In this order, for another thread may look in between; they are taken back in the other.
         patches.replace(module.GenerationMixin, "_group_beam_search", _diverse(module.GenerationMixin._beam_search))
+        patches.replace(module, "GENERATION_MODES_MAPPING", {**methods, mode: "_group_beam_search"})
 
 
 def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., Any]:
@@ -109,13 +110,14 @@ def _diverse(stock: Callable[..., Any]) -> Callable[..., Any]:
         stopping_criteria: Any,
         generation_config: Any,
         synced_gpus: bool = False,
+        streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
         from fastgen.optimizer.transformers import dispatch
         from fastgen.optimizer.transformers.group_search import check, group_beam_search
         from fastgen.optimizer.transformers.requests import Request
 
-        check(generation_config, synced_gpus)
+        check(generation_config, synced_gpus, streamer)
         args = (self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
         return dispatch.run(Request(*args, model_kwargs, diverse=group_beam_search), stock)
 

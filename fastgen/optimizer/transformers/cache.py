@@ -192,6 +192,14 @@ class FollowingLayer(SourceLayer):
         return self.first.spanned()
 
 
+class _Skipped:
+    """A layer that the model does not have."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.slim = self.module = None
+
+
 class SourceCache(Cache):
     """Cross-attention's cache."""
 
@@ -219,8 +227,8 @@ class SourceCache(Cache):
         if noted is not None:
             caches.noted, layer.slim, layer.module = None, noted.slim, noted.module
             caches.attend_by(layer)
-        assert layer_idx == len(self.layers)
-        self.layers.append(layer)
+        self.layers += [_Skipped() for _ in range(len(self.layers), layer_idx + 1)]
+        self.layers[layer_idx] = layer
         return key_states, value_states
 
     def _first(self) -> SourceLayer:
@@ -340,6 +348,9 @@ def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
         return own
     cross = DynamicCache()
     for layer in cache.cross_attention_cache.layers:
+        if isinstance(layer, _Skipped):
+            cross.layers.append(DynamicLayer())
+            continue
         everything = torch.arange(layer.keys.shape[2], device=paths.device).expand(paths.shape[0], -1)
         cross.layers.append(_Rows(layer.spanned(), layer.slim, everything))
     return EncoderDecoderCache(own, cross)

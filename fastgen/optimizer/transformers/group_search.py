@@ -32,8 +32,8 @@ def group_beam_search(
 ) -> Any:
     """The host's options `num_beam_groups` and `diversity_penalty`, see `fastgen.decoding.diverse_search`.
 
-    Arguments and result are those of the host's `_beam_search`. Where a group of a sentence is done, its rows of
-    `scores` and `logits` mean nothing.
+    Arguments and result are those of the host's `_beam_search`, without attentions and hidden states. Where a group of
+    a sentence is done, its rows of `scores` and `logits` mean nothing.
     """
     config = generation_config
     policy = DiversePolicy(
@@ -64,13 +64,13 @@ def group_beam_search(
             all_logits += (logits,)
         if all_scores is not None:
             all_scores += (scores,)
-        if search.done or bool(torch.all(stopping_criteria(search.running(), all_scores))):
-            break
         if kwargs.get("past_key_values") is not None:
             kwargs["past_key_values"] = _reordered(self, kwargs["past_key_values"], parents)
+        if search.done or bool(torch.all(stopping_criteria(search.running(), all_scores))):
+            break
         outputs = self(**host.next_inputs(self, search.running(), kwargs), return_dict=True)
 
-    found = search.result(config.num_return_sequences)
+    found = search.result(config.num_return_sequences, getattr(stopping_criteria, "max_length", None))
     tokens = found.tokens.flatten(0, 1)
     if not keeps:
         return tokens
@@ -85,7 +85,7 @@ def group_beam_search(
     )
 
 
-def check(config: Any, synced_gpus: bool) -> None:
+def check(config: Any, synced_gpus: bool, streamer: Any) -> None:
     """Raise ValueError if options contradict each other."""
     beams, groups, penalty = config.num_beams, config.num_beam_groups, config.diversity_penalty
     if config.do_sample:
@@ -101,6 +101,7 @@ def check(config: Any, synced_gpus: bool) -> None:
         "output_hidden_states": config.output_hidden_states and config.return_dict_in_generate,
         "guidance_scale": config.guidance_scale not in (None, 1),
         "synced_gpus": synced_gpus,
+        "streamer": streamer is not None,
     }
     if options := [name for name, is_asked_for in missing.items() if is_asked_for]:
         raise ValueError(f"{', '.join(options)}: not available with num_beam_groups > 1.")
@@ -111,19 +112,19 @@ class _Processing:
 
     def __init__(self, processors: Any, config: Any) -> None:
         self._penalty, self._beams = float(config.diversity_penalty), config.num_beams
-        size = config.num_beams // config.num_beam_groups
-        processors = [_of_groups(processor, config.num_beams, size) for processor in processors]
+        self._size = config.num_beams // config.num_beam_groups
+        processors = [_of_groups(processor, config.num_beams, self._size) for processor in processors]
         first = next((i for i, one in enumerate(processors) if type(one) is not _BEFORE), len(processors))
         self._before, self._after = LogitsProcessorList(processors[:first]), LogitsProcessorList(processors[first:])
 
     def __call__(self, group: int, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
         """See `fastgen.decoding.diverse_search.Process`."""
         scores = self._before(tokens, scores)
-        others = chosen.view(-1, self._beams)[:, : len(tokens) * self._beams // len(chosen) * group]
-        if others.shape[1]:
+        others = chosen.view(-1, self._beams)[:, : group * self._size]
+        if group:
             counts = torch.zeros(len(others), scores.shape[1], device=scores.device)
             counts.scatter_add_(1, others, torch.ones_like(others, dtype=counts.dtype))
-            scores = scores - (self._penalty * counts).repeat_interleave(len(scores) // len(others), dim=0)
+            scores = scores - (self._penalty * counts).repeat_interleave(self._size, dim=0)
         # A processor of the user's may look at what other groups have chosen, too.
         processed: Tensor = self._after(tokens, scores, current_tokens=chosen, beam_group_idx=group)
         return processed

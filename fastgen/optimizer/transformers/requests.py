@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerationMixin
 
 from fastgen.optimizer.transformers.cache import unsupported_cache
 from fastgen.optimizer.transformers.host import FINDS_EAGER
-from fastgen.optimizer.transformers.modules import unfoldable_attention
+from fastgen.optimizer.transformers.modules import of_steps, unfoldable_attention
 
 _KNOWN_KWARGS = frozenset(
     """attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs inputs_embeds
@@ -271,7 +271,7 @@ def unsupported_model(model: Any) -> str | None:
     """Why this model cannot decode over the tree, whatever the request; None if it can."""
     if hasattr(model, "_reorder_cache"):
         return "the model reorders its cache itself"
-    numbers = {module.layer_idx for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)}
+    numbers = {module.layer_idx for module in of_steps(model) if isinstance(getattr(module, "layer_idx", None), int)}
     if numbers and 0 not in numbers:  # which is asked for how long the cache is
         return "its first layer has been cut out, and the others keep their numbers"
     if name := unfoldable_attention(model):

@@ -1,0 +1,100 @@
+"""What the host's decoding task calls in place of its own inference."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+from whisper.model import MultiHeadAttention, ResidualAttentionBlock, TextDecoder, Whisper
+
+from fastgen import arena, config, memory, report
+from fastgen.decoding.watched import are_of, is_watched
+from fastgen.optimizer.whisper.decoder import TreeDecoder
+
+
+class TreeInference:
+    """One decoding of a segment, or of several. The host's loop, filters and search rules are its own.
+
+    Rows are beams, or samples of a segment; the host hands over one row of audio features for each segment.
+    """
+
+    def __init__(self, model: Any, stock: Any) -> None:
+        """`stock`: the host's inference, for what cannot run over the tree."""
+        self.model, self._stock = model, stock
+        self._begin()
+
+    def _begin(self) -> None:
+        self._decoder: TreeDecoder | None = None
+        self._reason: str | None = None
+        self._size: tuple[int, int] | None = None  # segments and rows of each, once they are known
+        self._start, self._steps = time.perf_counter(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    @memory.relief()
+    def logits(self, tokens: Tensor, audio_features: Tensor) -> Tensor:
+        """Of all tokens at first, int64 `[rows, length]`, then of the last: float32 `[rows, length or 1, V]`."""
+        if self._size is None:
+            self._decide(tokens, audio_features)
+        self._steps += 1
+        if self._decoder is None:
+            logits: Tensor = self._stock.logits(tokens, audio_features)
+            return logits
+        with arena.of(self.model):
+            return self._decoder.read(tokens) if self._steps == 1 else self._decoder.step(tokens[:, -1:])
+
+    def _decide(self, tokens: Tensor, audio_features: Tensor) -> None:
+        segments, settings = len(audio_features), config.current()
+        self._size = segments, max(len(tokens) // max(segments, 1), 1)
+        self._reason = "tier='stock' is configured" if settings.tier == "stock" else None
+        if self._reason is None:
+            self._reason = unsupported_reason(self.model, tokens, audio_features)
+            if self._reason is not None and settings.strict:
+                raise report.FallbackError(self._reason)
+        if self._reason is None:
+            self._decoder = TreeDecoder(self.model, audio_features, *self._size, prompt_length=tokens.shape[1])
+
+    def rearrange_kv_cache(self, source_indices: list[int]) -> None:
+        """Row i goes on with what row `source_indices[i]` has read."""
+        if self._decoder is None:
+            self._stock.rearrange_kv_cache(source_indices)
+        elif source_indices != list(range(len(source_indices))):
+            self._decoder.reorder(source_indices)
+
+    def cleanup_caching(self) -> None:
+        """The decoding has ended, however it did."""
+        self._stock.cleanup_caching()
+        decoder, self._decoder = self._decoder, None
+        cache_bytes = None
+        if decoder is not None:
+            cache_bytes = decoder.nbytes
+            decoder.close()
+            arena.settle()
+        if self._size is not None:
+            seconds, tier = time.perf_counter() - self._start, "stock" if decoder is None else "compat"
+            name = type(self.model).__name__
+            report.record(
+                report.Call("whisper", name, tier, self._reason, *self._size, self._steps, seconds, cache_bytes)
+            )
+        self._begin()
+
+
+def unsupported_reason(model: Any, tokens: Tensor, audio_features: Tensor) -> str | None:
+    """Why this decoding has to run on the host's own cache, in words for the user; None if it need not."""
+    if torch.is_grad_enabled():
+        return "gradients are enabled"
+    if torch.is_autocast_enabled(tokens.device.type):
+        return "autocast rounds between the layers"
+    if audio_features.ndim != 3 or not len(audio_features) or len(tokens) % len(audio_features):
+        return f"audio features of shape {tuple(audio_features.shape)} are not one row for each segment"
+    if type(model) is not Whisper or not are_of({"whisper"}, model.decoder.modules()):
+        return f"{type(model).__name__} is not whisper's own model"
+    kinds = {TextDecoder, ResidualAttentionBlock, MultiHeadAttention}
+    if any("forward" in vars(module) for module in model.decoder.modules() if type(module) in kinds):
+        return "a module's forward has been replaced"
+    if is_watched(model.decoder.modules()):
+        return "something of yours looks at the model's modules, or has replaced them"
+    return None

@@ -1,0 +1,202 @@
+"""OpenAI's whisper package: token for token against itself, with random tiny models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fastgen
+from fastgen import report
+from fastgen.cache.tree import BeamTree
+
+whisper = pytest.importorskip("whisper")
+from whisper.decoding import DecodingOptions  # noqa: E402
+from whisper.model import ModelDimensions, Whisper  # noqa: E402
+
+from fastgen.optimizer.whisper import decoder  # noqa: E402
+
+END = 50257
+
+
+def tiny(positions: int = 50, seed: int = 0, wide: int = 32, ending: float = 1.5) -> Any:
+    """A model whose beams cross; the larger `ending`, the sooner they end."""
+    torch.manual_seed(seed)
+    sizes = dict(n_mels=80, n_audio_ctx=positions, n_vocab=51865, n_text_ctx=64)
+    for part in ("audio", "text"):
+        sizes |= {f"n_{part}_state": wide, f"n_{part}_head": 4, f"n_{part}_layer": 2}
+    model = Whisper(ModelDimensions(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5) if parameter.ndim == 2 else parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.decoder.token_embedding.weight[END] *= ending
+    return model
+
+
+MODEL = tiny()
+SOUND = torch.randn(3, 80, 100, generator=torch.Generator().manual_seed(1))
+
+
+def decode(model: Any, sound: torch.Tensor, **options: Any) -> list[Any]:
+    torch.manual_seed(3)
+    options = {"language": "en", "sample_len": 24, "fp16": False, **options}
+    results = whisper.decode(model, sound, DecodingOptions(**options))
+    return results if isinstance(results, list) else [results]
+
+
+def compare(model: Any, sound: torch.Tensor, tier: str = "compat", **options: Any) -> list[Any]:
+    with fastgen.disabled():
+        expected = decode(model, sound, **options)
+    report.reset()
+    with fastgen.configured(strict=tier == "compat"):
+        found = decode(model, sound, **options)
+    assert [call.tier for call in report.calls()] == [tier], report.calls()
+    for one, other in zip(expected, found, strict=True):
+        assert one.tokens == other.tokens and one.text == other.text
+        for name in ("avg_logprob", "no_speech_prob", "compression_ratio", "temperature"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), abs=1e-5), name
+    return expected
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "five beams": dict(beam_size=5),
+    "one beam": dict(beam_size=1),
+    "patience": dict(beam_size=3, patience=2.0),
+    "length penalty": dict(beam_size=4, length_penalty=0.6),
+    "greedy": dict(),
+    "samples": dict(temperature=0.7, best_of=4),
+    "one sample": dict(temperature=1.0),
+    "prompt": dict(beam_size=4, prompt=list(range(100, 120)), prefix=[300, 400]),
+    "translation": dict(beam_size=3, task="translate", language="de"),
+    "no timestamps": dict(beam_size=5, without_timestamps=True, suppress_tokens=""),
+    "one token": dict(beam_size=5, sample_len=1),
+    "up to the last position": dict(beam_size=3, sample_len=200),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_decode(options: dict[str, Any]) -> None:
+    lengths = set()
+    for sound in SOUND:
+        (result,) = compare(MODEL, sound, **options)
+        lengths.add(len(result.tokens))
+    assert options.get("sample_len") == 1 or max(lengths) > 3
+
+
+def test_some_end_early() -> None:
+    each = [(tiny(seed=seed, ending=4), sound) for seed in range(3) for sound in SOUND]
+    lengths = {len(compare(model, sound, beam_size=4)[0].tokens) for model, sound in each}
+    assert len(lengths) > 2, lengths
+
+
+def test_several_segments() -> None:
+    """Greedily, as the host does. With beams it fails, and says the same with us."""
+    compare(MODEL, SOUND)
+    for block in (fastgen.disabled(), fastgen.configured()):
+        with pytest.raises((AssertionError, RuntimeError)), block:
+            decode(MODEL, SOUND, beam_size=3)
+    compare(MODEL, SOUND[0], beam_size=3)
+
+
+def test_languages_are_detected() -> None:
+    compare(MODEL, SOUND[0], beam_size=3, language=None)
+
+
+def _transcribed(model: Any, sound: torch.Tensor, **options: Any) -> Any:
+    torch.manual_seed(3)
+    return whisper.transcribe(model, sound, language="en", fp16=False, sample_len=12, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(beam_size=3),
+        dict(beam_size=3, best_of=2, temperature=(0.0, 0.6), logprob_threshold=0.0),  # no result is good enough
+        dict(condition_on_previous_text=False, word_timestamps=True),
+    ],
+    ids=["beams", "temperatures", "words"],
+)
+def test_transcribe(options: dict[str, Any]) -> None:
+    model = tiny(1500)
+    sound = torch.randn(16000 * 40, generator=torch.Generator().manual_seed(2)) * 0.1
+    with fastgen.disabled():
+        expected = _transcribed(model, sound, **options)
+    report.reset()
+    with fastgen.configured(strict=True):
+        found = _transcribed(model, sound, **options)
+    calls = report.calls()
+    assert len(calls) >= 2 and {call.tier for call in calls} == {"compat"}
+    if "temperature" in options:
+        assert {call.beams for call in calls} == {3, 2}, "beams, and then samples"
+    assert [one["tokens"] for one in expected["segments"]] == [one["tokens"] for one in found["segments"]]
+    assert expected["text"] == found["text"]
+
+
+def test_weights_that_change() -> None:
+    model = tiny(wide=64)
+    before = compare(model, SOUND[0], beam_size=3)
+    with torch.no_grad():
+        model.decoder.token_embedding.weight.copy_(tiny(seed=5, wide=64).decoder.token_embedding.weight)
+        model.decoder.blocks[0].mlp[0].weight.mul_(-1)
+    assert compare(model, SOUND[0], beam_size=3)[0].tokens != before[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda model: model.decoder.blocks[0].attn.key.register_forward_hook(lambda *_: None), "looks at"),
+        (lambda model: setattr(model.decoder, "forward", model.decoder.forward), "forward has been replaced"),
+        (lambda model: setattr(model, "__class__", type("Mine", (Whisper,), {})), "is not whisper's own"),
+    ],
+)
+def test_what_stays_with_the_host(change: Any, reason: str) -> None:
+    model = tiny()
+    change(model)
+    compare(model, SOUND[0], tier="stock", beam_size=3)
+    assert reason in report.calls()[-1].reason
+    with fastgen.configured(strict=True), pytest.raises(fastgen.FallbackError, match=reason):
+        decode(model, SOUND[0])
+    with fastgen.configured(tier="stock"):
+        decode(tiny(), SOUND[0], beam_size=2)
+    assert report.calls()[-1].tier == "stock"
+
+
+def test_the_report() -> None:
+    compare(MODEL, SOUND[0], beam_size=5)
+    (call,) = report.calls()
+    assert (call.host, call.model, call.batch, call.beams) == ("whisper", "Whisper", 1, 5)
+    assert call.steps and call.seconds and call.cache_bytes
+    (host,) = [host for host in fastgen.status().hosts if host.name == "whisper"]
+    assert host.state == "accelerated" and host.version == whisper.__version__
+
+
+def test_disabled() -> None:
+    def inference() -> str:
+        return type(whisper.decoding.DecodingTask(MODEL, DecodingOptions()).inference).__name__
+
+    assert inference() == "TreeInference"
+    with fastgen.disabled():
+        assert inference() == "PyTorchInference"
+
+
+def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(BeamTree, "advance", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            decode(MODEL, SOUND[0], beam_size=3)
+    compare(MODEL, SOUND[0], beam_size=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("reorder", lambda self, sources: None),
+        ("_feed_forward", lambda self, block, x: torch.zeros_like(x)),
+    ],
+)
+def test_negative_controls(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder.TreeDecoder, name, wrong)
+    with pytest.raises(AssertionError):
+        for seed in range(4):
+            compare(tiny(seed=seed), SOUND[0], beam_size=5)
