@@ -172,12 +172,43 @@ def test_the_report() -> None:
 
 
 def test_disabled() -> None:
-    def inference() -> str:
-        return type(whisper.decoding.DecodingTask(MODEL, DecodingOptions()).inference).__name__
+    def inference() -> Any:
+        return whisper.decoding.DecodingTask(MODEL, DecodingOptions()).inference
 
-    assert inference() == "TreeInference"
+    assert "logits" in vars(inference()) and isinstance(inference(), whisper.decoding.PyTorchInference)
     with fastgen.disabled():
-        assert inference() == "PyTorchInference"
+        assert "logits" not in vars(inference())
+
+
+def test_a_decoding_that_has_begun_ends_as_it_began() -> None:
+    expected = compare(MODEL, SOUND[0], beam_size=3)
+    task = whisper.decoding.DecodingTask(MODEL, DecodingOptions(language="en", sample_len=24, fp16=False, beam_size=3))
+    with fastgen.disabled():
+        assert task.run(SOUND[:1])[0].tokens == expected[0].tokens
+    assert report.calls()[-1].tier == "compat"
+
+
+def test_a_users_own_inference(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(whisper.decoding.PyTorchInference):  # type: ignore[misc,name-defined]
+        calls = 0
+
+        def logits(self, *args: Any) -> Any:
+            Mine.calls += 1
+            return super().logits(*args)
+
+    monkeypatch.setattr(whisper.decoding, "PyTorchInference", Mine)
+    report.reset()
+    decode(MODEL, SOUND[0], beam_size=3)
+    assert Mine.calls > 3 and not report.calls()
+
+
+def test_half_precision() -> None:
+    """The host casts the weights to the type of the sound; tokens may differ, their likelihood hardly."""
+    with fastgen.disabled():
+        (expected,) = decode(MODEL, SOUND[0], fp16=True, sample_len=6)
+    with fastgen.configured(strict=True):
+        (found,) = decode(MODEL, SOUND[0], fp16=True, sample_len=6)
+    assert found.avg_logprob == pytest.approx(expected.avg_logprob, rel=0.02)
 
 
 def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import types
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from fastgen._patching import PatchSet, require_signature
 
 # What the host's `DecodingTask` and its decoders ask of their inference.
-_INFERENCE = {
-    "__init__": ("self", "model", "initial_token_length"),
+_METHODS = {
     "logits": ("self", "tokens", "audio_features"),
     "rearrange_kv_cache": ("self", "source_indices"),
     "cleanup_caching": ("self",),
@@ -17,18 +19,31 @@ _INFERENCE = {
 
 
 def install(patches: PatchSet, module: ModuleType) -> None:
-    """Replace the class that runs the model, in `module`, which is whisper.decoding.
+    """Have each inference of `module`, which is whisper.decoding, run the model over the tree.
 
     Raises SeamMismatch if this version's differs from the one that ours was written for.
     """
-    stock = module.PyTorchInference
-    for name, parameters in _INFERENCE.items():
-        require_signature(getattr(stock, name), parameters)
+    inference = module.PyTorchInference
+    require_signature(inference.__init__, ("self", "model", "initial_token_length"))
+    for name, parameters in _METHODS.items():
+        require_signature(getattr(inference, name), parameters)
+    methods = {name: getattr(inference, name) for name in _METHODS}
+    patches.replace(inference, "__init__", _wrapped(inference, inference.__init__, methods))
 
-    def inference(model: Any, initial_token_length: int) -> Any:
+
+def _wrapped(
+    kind: type, stock: Callable[..., None], methods: dict[str, Callable[..., Any]]
+) -> Callable[[Any, Any, int], None]:
+    @functools.wraps(stock)
+    def __init__(self: Any, model: Any, initial_token_length: int) -> None:
+        stock(self, model, initial_token_length)
+        if type(self) is not kind:  # a user's own may do anything
+            return
         # The host is still being imported when this module is: its parts are loaded at the first call.
         from fastgen.optimizer.whisper.inference import TreeInference
 
-        return TreeInference(model, stock(model, initial_token_length))
+        ours = TreeInference(model, {name: types.MethodType(method, self) for name, method in methods.items()})
+        for name in methods:  # of this object: a decoding that has begun ends as it began
+            setattr(self, name, getattr(ours, name))
 
-    patches.replace(module, "PyTorchInference", inference)
+    return __init__

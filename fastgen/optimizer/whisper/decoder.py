@@ -117,7 +117,13 @@ class TreeDecoder:
         return self._multiplied(narrow, activation(self._multiplied(wide, block.mlp_ln(x))))
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self._multiplied(self._head, self._decoder.ln(x)).float()
+        return self._products(self._head, self._decoder.ln(x), _cast).float()
+
+
+def _cast(layer: nn.Module, rows: Tensor) -> Tensor:
+    """The product, in the type of its rows, as the host has it."""
+    weight: Any = layer.weight
+    return F.linear(rows, weight.to(rows.dtype))
 
 
 def _head_of(embedding: nn.Embedding) -> nn.Linear:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ class TreeInference:
     Rows are beams, or samples of a segment; the host hands over one row of audio features for each segment.
     """
 
-    def __init__(self, model: Any, stock: Any) -> None:
-        """`stock`: the host's inference, for what cannot run over the tree."""
+    def __init__(self, model: Any, stock: dict[str, Callable[..., Any]]) -> None:
+        """`stock`: the host's methods, for what cannot run over the tree."""
         self.model, self._stock = model, stock
         self._begin()
 
@@ -31,9 +32,6 @@ class TreeInference:
         self._size: tuple[int, int] | None = None  # segments and rows of each, once they are known
         self._start, self._steps = time.perf_counter(), 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stock, name)
-
     @memory.relief()
     def logits(self, tokens: Tensor, audio_features: Tensor) -> Tensor:
         """Of all tokens at first, int64 `[rows, length]`, then of the last: float32 `[rows, length or 1, V]`."""
@@ -41,7 +39,7 @@ class TreeInference:
             self._decide(tokens, audio_features)
         self._steps += 1
         if self._decoder is None:
-            logits: Tensor = self._stock.logits(tokens, audio_features)
+            logits: Tensor = self._stock["logits"](tokens, audio_features)
             return logits
         with arena.of(self.model):
             return self._decoder.read(tokens) if self._steps == 1 else self._decoder.step(tokens[:, -1:])
@@ -60,13 +58,13 @@ class TreeInference:
     def rearrange_kv_cache(self, source_indices: list[int]) -> None:
         """Row i goes on with what row `source_indices[i]` has read."""
         if self._decoder is None:
-            self._stock.rearrange_kv_cache(source_indices)
+            self._stock["rearrange_kv_cache"](source_indices)
         elif source_indices != list(range(len(source_indices))):
             self._decoder.reorder(source_indices)
 
     def cleanup_caching(self) -> None:
         """The decoding has ended, however it did."""
-        self._stock.cleanup_caching()
+        self._stock["cleanup_caching"]()
         decoder, self._decoder = self._decoder, None
         cache_bytes = None
         if decoder is not None:
