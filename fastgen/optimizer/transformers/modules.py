@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,7 +98,11 @@ def unfoldable_attention(model: torch.nn.Module) -> str | None:
 
 
 def _is_fsmts(owner: Any, name: str) -> bool:
-    return owner.__name__ == name and owner.__module__ == _FSMT and FINDS_EAGER
+    """Whether it is this class of FSMT, in a version that numbers a token by what is in the cache."""
+    if owner.__name__ != name or owner.__module__ != _FSMT or not FINDS_EAGER:
+        return False
+    numbering = sys.modules[_FSMT].SinusoidalPositionalEmbedding.forward
+    return "past_key_values_length" in inspect.signature(numbering).parameters
 
 
 def takes_plain_mask(model: torch.nn.Module) -> bool:
