@@ -151,6 +151,19 @@ def remember(tree: BeamTree, replayer: Replayer, device: torch.device) -> None:
     tree.remember(replayer.has_captured, fits)
 
 
+def forget(tree: BeamTree, replayer: Replayer, search: Any) -> None:
+    """The call keeps nothing any longer, its `search` neither, if it has one whose steps are captured."""
+    tree.forget()
+    replayer.forget()
+    if search is not None:
+        search.forget()
+
+
+def recorded(state: Any, tree: BeamTree, replayer: Replayer) -> Recording:
+    """What the call has captured in memory to which the tree of its `state` comes back."""
+    return Recording(state, {epoch: its for epoch, its in replayer.captured.items() if tree.recalls(epoch)})
+
+
 def keep(
     model: nn.Module, key: Hashable, recording: Recording, look: Callable[[], Snapshot], device: torch.device
 ) -> None:

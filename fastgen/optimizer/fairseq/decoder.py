@@ -158,8 +158,7 @@ class TreeEnsemble(StandIn):
         state.rewind()
         if self._key_of(state) == self._key:
             self._is_handed_on = True
-            captured = {epoch: its for epoch, its in self.replayer.captured.items() if tree.recalls(epoch)}
-            recording = recordings.Recording(state, captured)
+            recording = recordings.recorded(state, tree, self.replayer)
             recordings.keep(self.owner, self._key, recording, lambda: snapshot(models), self._device)
 
     def _shrink(self, replayer: Replayer) -> None:
@@ -167,10 +166,7 @@ class TreeEnsemble(StandIn):
         tree = self.session.tree
         is_first = tree.remembers and not tree.departures
         if is_first and not recordings.may_keep(self._state().nbytes(), self._device):
-            tree.forget()
-            replayer.forget()
-            if self._search is not None:
-                self._search[1].forget()
+            recordings.forget(tree, replayer, self._search and self._search[1])
         replayer.shrink()
 
     def close(self) -> None:

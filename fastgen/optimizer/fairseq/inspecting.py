@@ -50,11 +50,7 @@ def _first_sentences(generator: Any, sample: Mapping[str, Any]) -> Request:
     if "net_input" not in sample:
         raise ValueError("A sample without net_input says nothing of what the models are to read.")
     request = Request(generator, dict(sample), None, None, None)
-    inputs = {
-        name: value[:SENTENCES] if torch.is_tensor(value) and value.shape[:1] == (request.batch,) else value
-        for name, value in sample["net_input"].items()
-    }
-    request.sample["net_input"] = inputs
+    request.sample["net_input"] = inputs = request.inputs_of(slice(SENTENCES))
     if not generator.model.has_encoder():
         request.bos_token = generator.eos
         prompts = inputs["src_tokens"]

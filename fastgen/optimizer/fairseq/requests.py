@@ -54,6 +54,13 @@ class Request:
     def batch(self) -> int:
         return 0 if self.source is None else int(self.source.shape[0])
 
+    def inputs_of(self, sentences: slice) -> dict[str, Any]:
+        """The models' inputs for some sentences of the batch."""
+        return {
+            name: value[sentences] if torch.is_tensor(value) and value.shape[:1] == (self.batch,) else value
+            for name, value in self.sample["net_input"].items()
+        }
+
     @property
     def model_name(self) -> str:
         return type(getattr(self.generator.model, "single_model", self.generator.model)).__name__

@@ -151,11 +151,7 @@ def read(request: Request, hypotheses: list[Any], models: list[Any], look: Look)
     """Have these models of the request read what its first sentences have come to, and `look` at each attention."""
     generator = request.generator
     for sentence in range(min(SENTENCES, len(hypotheses))):
-        inputs = request.sample["net_input"]
-        one = {
-            name: value[sentence : sentence + 1] if torch.is_tensor(value) and len(value) == request.batch else value
-            for name, value in inputs.items()
-        }
+        one = request.inputs_of(slice(sentence, sentence + 1))
         encoded = generator.model.forward_encoder(one) if generator.model.has_encoder() else []
         tokens = hypotheses[sentence][0]["tokens"]
         before = torch.cat([tokens.new_tensor([request.start]), tokens[:-1]])[None]

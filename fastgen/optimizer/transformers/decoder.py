@@ -136,8 +136,7 @@ class TreeDecoder:
         state.rewind()
         if self._key_of(state) == self._key:
             self._is_handed_on = True
-            captured = {epoch: its for epoch, its in self.replayer.captured.items() if tree.recalls(epoch)}
-            recording = recordings.Recording(state, captured)
+            recording = recordings.recorded(state, tree, self.replayer)
             recordings.keep(self.model, self._key, recording, lambda: snapshot(self.model), self._device)
 
     def _key_of(self, state: State) -> Hashable:
@@ -241,10 +240,7 @@ class TreeDecoder:
                 whole.remember()
                 self._whole = whole
             else:
-                self.tree.forget()
-                replayer.forget()
-                if self.search is not None:
-                    self.search[1].forget()
+                recordings.forget(self.tree, replayer, self.search and self.search[1])
         replayer.shrink()
 
     def cache_bytes(self) -> int:

@@ -61,14 +61,16 @@ def _computes_attention_itself(forward: Any) -> bool:
 
 def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
     """Wrappers, by class and attribute, for the model's modules to be folded at their boundary."""
-    wrappers: dict[tuple[type, str], Wrapper] = {}
-    for owner in _hand_written(model):
-        if _is_fsmts(owner, "Attention"):
-            wrappers[owner, "forward"] = _folded_with_time_first
-        elif owner.__name__ in _FOLDED_AT_THE_BOUNDARY:
-            mask_name = _FOLDED_AT_THE_BOUNDARY[owner.__name__]
-            wrappers[owner, "forward"] = functools.partial(_folded, mask_name=mask_name)
-    return wrappers
+    wrappers = {(owner, "forward"): _folding(owner) for owner in _hand_written(model)}
+    return {seam: wrapper for seam, wrapper in wrappers.items() if wrapper is not None}
+
+
+def _folding(owner: Any) -> Wrapper | None:
+    """What folds a class that computes attention itself; None if nothing does."""
+    if _is_fsmts(owner, "Attention"):
+        return _folded_with_time_first
+    mask_name = _FOLDED_AT_THE_BOUNDARY.get(owner.__name__)
+    return None if mask_name is None else functools.partial(_folded, mask_name=mask_name)
 
 
 def replayable_inputs(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
@@ -91,10 +93,7 @@ def replayable_inputs(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]
 
 def unfoldable_attention(model: torch.nn.Module) -> str | None:
     """The name of an attention class that cannot be folded, if the model has one."""
-    for owner in _hand_written(model):
-        if owner.__name__ not in _FOLDED_AT_THE_BOUNDARY and not _is_fsmts(owner, "Attention"):
-            return owner.__name__
-    return None
+    return next((owner.__name__ for owner in _hand_written(model) if _folding(owner) is None), None)
 
 
 def _is_fsmts(owner: Any, name: str) -> bool:
