@@ -100,6 +100,47 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | N
     return output.view(batch, key_heads, group, beams, value.shape[-1])
 
 
+def stream_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    own_key: Tensor,
+    own_value: Tensor,
+    bias: Tensor,
+    own_bias: Tensor | None,
+    scale: float,
+) -> Tensor:
+    """Two-stream attention of all beams over their sentence's shared keys (Qi et al. 2020, equations 6 and 7).
+
+    Each beam has two query rows. The first stream's key is among the shared ones; the second stream's nobody sees but
+    itself.
+
+    Args:
+        query: `[B*M, H, 2, D]`.
+        key: `[B, H, K, D]`; value: `[B, H, K, Dv]`, same dtype as the query.
+        own_key: `[B*M, H, D]`; own_value: `[B*M, H, Dv]`: of the second stream.
+        bias: added to the scores of the shared keys, broadcastable to `[B, H, M, 2, K]`.
+        own_bias: `[B, H, M]`, added to those of the second stream's own key; or None.
+        scale: factor of the scores.
+
+    Returns: `[B*M, 2, H, Dv]`.
+    """
+    batch, heads, keys, size = key.shape
+    beams = query.shape[0] // batch
+    rows = query.view(batch, beams, heads, 2, size).transpose(1, 2)  # [B, H, M, 2, D]
+    own_keys, own_values = (own.view(batch, beams, heads, -1).transpose(1, 2) for own in (own_key, own_value))
+    scores = query.new_empty(batch, heads, beams, 2, keys + 1)
+    shared = torch.matmul(rows.flatten(2, 3), key.transpose(2, 3)).view(batch, heads, beams, 2, keys)
+    torch.add(bias, shared, alpha=scale, out=scores[..., :keys])
+    own_score = (rows[:, :, :, 1] * own_keys).sum(-1) * scale  # [B, H, M]
+    scores[..., 0, keys] = torch.finfo(query.dtype).min
+    scores[..., 1, keys] = own_score if own_bias is None else own_score + own_bias
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    output = torch.matmul(weights[..., :keys].flatten(2, 3), value).view(batch, heads, beams, 2, -1)
+    output[:, :, :, 1] += weights[..., 1, keys, None] * own_values
+    return output.permute(0, 2, 3, 1, 4).reshape(batch * beams, 2, heads, -1)
+
+
 def _per_group(bias: Tensor, key_heads: int, group: int) -> Tensor:
     """`[B, 1 or H, M, K]` -> `[B, 1 or Hkv, 1 or G, M, K]`."""
     return bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (key_heads, group))

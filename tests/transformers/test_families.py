@@ -56,8 +56,8 @@ def test_stock_search_is_worth_comparing(family: str) -> None:
     assert spread > 0.5, "logits are flat"
 
 
-# gemma2's and gpt_oss's eager attention insist on float32 inside
-@pytest.mark.parametrize("family", sorted(set(zoo.ACCELERATED) - {"gemma2", "gpt_oss"}))
+# The attention of these insists on float32 inside.
+@pytest.mark.parametrize("family", sorted(set(zoo.ACCELERATED) - {"gemma2", "gpt_oss", "prophetnet"}))
 def test_weights_are_no_chaos(family: str) -> None:
     """Stock in float64 finds the same: what differs in float32 is then an error, not rounding of a wild model."""
     model = zoo.load(family)

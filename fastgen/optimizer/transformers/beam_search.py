@@ -131,7 +131,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
             outputs.past_key_values = decoder.cache
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs
-        return decoder.run(model.forward, inputs)
+        return decoder.run(lambda **inputs: model.forward(**inputs), inputs)  # looked up within the session
 
     forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
     proxy.__dict__["forward"] = forward

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fastgen.decoding.watched import are_of
+from fastgen.optimizer.transformers import streams
 from fastgen.optimizer.transformers.host import FINDS_EAGER
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "layer_state")
@@ -43,7 +44,7 @@ _MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder'
 # `model_type` of the configurations that the test suite compares with stock, in both tiers.
 _TESTED = frozenset(
     """bart bert bert-generation blenderbot fsmt gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
-    mistral mt5 olmo opt pegasus phi3 qwen3 speech_to_text t5 trocr umt5 whisper""".split()
+    mistral mt5 olmo opt pegasus phi3 prophetnet qwen3 speech_to_text t5 trocr umt5 whisper""".split()
 )
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -61,7 +62,7 @@ def _computes_attention_itself(forward: Any) -> bool:
 
 def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
     """Wrappers, by class and attribute, for the model's modules to be folded at their boundary."""
-    wrappers = {(owner, "forward"): _folding(owner) for owner in _hand_written(model)}
+    wrappers = {(owner, "forward"): _folding(owner) for owner in {type(module) for module in model.modules()}}
     return {seam: wrapper for seam, wrapper in wrappers.items() if wrapper is not None}
 
 
@@ -69,6 +70,8 @@ def _folding(owner: Any) -> Wrapper | None:
     """What folds a class that computes attention itself; None if nothing does."""
     if _is_fsmts(owner, "Attention"):
         return _folded_with_time_first
+    if (streamed := streams.folding(owner)) is not None:
+        return streamed
     mask_name = _FOLDED_AT_THE_BOUNDARY.get(owner.__name__)
     return None if mask_name is None else functools.partial(_folded, mask_name=mask_name)
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation import logits_process, stopping_criteria
 from transformers.generation.utils import GenerationMixin
 
+from fastgen.optimizer.transformers import streams
 from fastgen.optimizer.transformers.cache import unsupported_cache
 from fastgen.optimizer.transformers.host import FINDS_EAGER
 from fastgen.optimizer.transformers.modules import of_steps, unfoldable_attention
@@ -224,6 +225,9 @@ def unsupported_reason(request: Request) -> str | None:
         return reason
     if reason := unsupported_model(model):
         return reason
+    prompt_mask = kwargs.get("decoder_attention_mask")
+    if prompt_mask is not None and streams.sees_padding(model) and not bool(prompt_mask.bool().all()):
+        return "its steps attend to the padding of a prompt"
     source_mask = kwargs.get("attention_mask") if isinstance(cache, EncoderDecoderCache) else None
     if source_mask is not None and not bool(source_mask.bool().flatten(1).any(1).all()):
         return "a source is empty, and how that is attended to depends on the host's attention function"
@@ -274,6 +278,8 @@ def unsupported_model(model: Any) -> str | None:
     numbers = {module.layer_idx for module in of_steps(model) if isinstance(getattr(module, "layer_idx", None), int)}
     if numbers and 0 not in numbers:  # which is asked for how long the cache is
         return "its first layer has been cut out, and the others keep their numbers"
+    if reason := streams.unsupported_model(model):
+        return reason
     if name := unfoldable_attention(model):
         return f"{name} computes attention itself instead of calling an attention function"
     for module in model.modules():

@@ -1,0 +1,177 @@
+"""Models whose step has two rows a beam: the last token's, and a query's for the next one.
+
+ProphetNet (Qi et al. 2020, https://arxiv.org/abs/2001.04063, section 3.2) has a main stream and, for each of the
+next n tokens, a predicting stream, which sees the main one and itself. What is generated follows from the first of
+those alone, and they do not see each other: the others are left out of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.attention import stream_attention
+from fastgen.optimizer.transformers.host import FINDS_EAGER
+
+Forward = Callable[..., Any]
+
+_PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet"
+_STREAMS = 2  # main and predicting
+_AHEAD = (0, 1)  # so many positions are they ahead of the last token
+_OWN_BUCKET = 0  # of the distance from a predicting stream to itself
+
+
+def folding(owner: Any) -> Callable[[Forward], Forward] | None:
+    """What folds a class of such a model; None if it is of no such model."""
+    if owner.__module__ != _PROPHETNET or not FINDS_EAGER:
+        return None
+    return _PROPHETNETS.get(owner.__name__)
+
+
+def unsupported_model(model: Any) -> str | None:
+    """Why this model, one of those above, cannot decode over the tree; None if it can or is another."""
+    decoders = [m for m in model.modules() if folding(type(m)) is _prophetnets_decoder]
+    if decoders and folding(type(model)) is not _prophetnets_logits:
+        return "of ProphetNet, only ProphetNetForConditionalGeneration has been tried"
+    if any(decoder.position_embeddings.padding_idx for decoder in decoders):
+        return "ProphetNet steps only with pad_token_id=0, for its positions begin behind it"
+    return None
+
+
+def sees_padding(model: Any) -> bool:
+    """Whether tokens generated attend to the padding of a prompt."""
+    return folding(type(model)) is not None
+
+
+def _folding_session(rows: Tensor | None, positions: int) -> Any:
+    """The session whose step has these rows, `[B*M, positions, ...]`; None if there is none."""
+    from fastgen.optimizer.transformers import session as sessions
+
+    session = sessions.current()
+    if rows is None or session is None or not session.is_active or rows.shape[1] != positions:
+        return None
+    return session if session.folds_rows(rows.shape[0]) else None
+
+
+def _prophetnets_logits(forward: Forward) -> Forward:
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(self, *args, **kwargs).arguments
+        if _folding_session(call.get("decoder_input_ids"), 1) is None:
+            return forward(self, *args, **kwargs)
+        names = ("decoder_input_ids", "attention_mask", "encoder_outputs", "past_key_values", "use_cache")
+        outputs = self.prophetnet(**{name: call.get(name) for name in names}, return_dict=True)
+        host: Any = sys.modules[_PROPHETNET]
+        logits = self.lm_head(outputs.last_hidden_state_ngram)
+        return host.ProphetNetSeq2SeqLMOutput(logits=logits, past_key_values=outputs.past_key_values)
+
+    return step
+
+
+def _prophetnets_decoder(forward: Forward) -> Forward:
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def decoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(self, *args, **kwargs).arguments
+        tokens: Any = call.get("input_ids")
+        if (session := _folding_session(tokens, 1)) is None:
+            return forward(self, *args, **kwargs)
+        host: Any = sys.modules[_PROPHETNET]
+        tree, embeddings = session.tree, self.position_embeddings
+        # Numbered from 1 on. Its `forward` would number them anew.
+        position = torch.as_tensor(tree.position, device=tokens.device).view(1, 1) + 1
+        main = self.word_embeddings(tokens) + embeddings._forward(position)  # [B*M, 1, d]
+        # The host takes row n - 1 for stream n = 0, 1, ...: the last one for the first.
+        predicting = self.ngram_embeddings.weight[-1] + embeddings._forward(position + 1)
+        states = self.embeddings_layer_norm(torch.cat([main, predicting.expand_as(main)], dim=1))
+
+        # Slots are numbered from 0 on. [B or 1, 2, width]
+        places = torch.stack([tree.positions() + 1 - ahead for ahead in _AHEAD], dim=1)
+        relative = places - position
+        buckets = host.compute_relative_buckets(self.num_buckets, self.relative_max_distance, relative).long()
+        bias = session.cross_bias(call.get("encoder_attention_mask"), states.dtype)
+        if bias is not None:
+            bias = bias.expand(-1, self.config.num_decoder_attention_heads, -1, -1)  # the host insists
+        for layer in self.layers:
+            states = layer(
+                states,
+                encoder_hidden_states=call.get("encoder_hidden_states"),
+                encoder_attn_mask=bias,
+                main_relative_position_buckets=buckets,
+                past_key_values=call.get("past_key_values"),
+            )[0]
+        return host.ProphetNetDecoderModelOutput(
+            last_hidden_state=states[:, :1],
+            last_hidden_state_ngram=states[:, 1:],
+            past_key_values=call.get("past_key_values"),
+        )
+
+    return decoder
+
+
+def _prophetnets_attention(forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def attend(
+        self: Any,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        extended_predict_attention_mask: Any = None,
+        main_relative_position_buckets: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if (session := _folding_session(hidden_states, _STREAMS)) is None:
+            masks = attention_mask, extended_predict_attention_mask, main_relative_position_buckets
+            return forward(self, hidden_states, past_key_values, *masks, **kwargs)
+        batch, beams, heads = session.tree.batch, session.tree.beams, self.num_attn_heads
+
+        def per_head(states: Tensor) -> Tensor:
+            return states.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [B*M, H, 2, D]
+
+        query = per_head(self.query_proj(hidden_states))
+        key, value = per_head(self.key_proj(hidden_states)), per_head(self.value_proj(hidden_states))
+        cache = past_key_values.self_attention_cache
+        keys, values = cache.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
+        session.folded()
+
+        # What a query gives to each distance, by buckets of these, [B, M, 2, buckets, H]
+        by_bucket = self.relative_pos_embeddings(hidden_states).view(batch, beams, _STREAMS, self.num_buckets, heads)
+        by_bucket = by_bucket.permute(0, 4, 1, 2, 3)  # [B, H, M, 2, buckets]
+        index = main_relative_position_buckets[:, None, None].expand(batch, heads, beams, -1, -1)
+        bias = by_bucket.gather(-1, index) + session.self_bias(None, query.dtype)[:, :, :, None]
+        own_bias = by_bucket[:, :, :, 1, _OWN_BUCKET]
+        own = key[:, :, 1], value[:, :, 1]
+        output = stream_attention(query, keys, values, *own, bias, own_bias, self.head_dim**-0.5)
+        return self.out_proj(output.flatten(2)), None, None
+
+    return attend
+
+
+def _prophetnets_source_attention(forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def attend(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if (session := _folding_session(hidden_states, _STREAMS)) is None:
+            return forward(self, hidden_states, *args, **kwargs)
+        rows = hidden_states.view(session.tree.batch, -1, hidden_states.shape[-1])  # [B*M, 2, d] -> [B, M*2, d]
+        output, *rest = forward(self, rows, *args, **kwargs)
+        session.folded()
+        return (output.reshape(hidden_states.shape), *rest)
+
+    return attend
+
+
+_PROPHETNETS = {
+    "ProphetNetForConditionalGeneration": _prophetnets_logits,
+    "ProphetNetDecoder": _prophetnets_decoder,
+    "ProphetNetNgramSelfAttention": _prophetnets_attention,
+    "ProphetNetAttention": _prophetnets_source_attention,
+}

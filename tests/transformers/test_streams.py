@@ -1,0 +1,116 @@
+"""ProphetNet, whose steps have two rows a beam: prompts, numbers of streams, and what stays with the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import pytest
+import torch
+import transformers
+import zoo
+
+from fastgen import attention
+from fastgen.optimizer.transformers import streams
+from fastgen.optimizer.transformers.host import FINDS_EAGER
+
+pytestmark = pytest.mark.skipif(not FINDS_EAGER, reason="before 5.0 its attention is not folded")
+
+OPTIONS: dict[str, Any] = dict(num_beams=4, num_return_sequences=2, max_new_tokens=20)
+PROMPT = torch.tensor([[zoo.START, 7, 9, 11], [zoo.START, 40, 6, 7], [zoo.START, 8, 8, 50]])
+
+
+def _built(seed: int = 0, cls: str = "ProphetNetForConditionalGeneration", **options: Any) -> Any:
+    config = zoo.load("prophetnet").config.to_dict() | options
+    torch.manual_seed(seed)
+    model = getattr(transformers, cls)(transformers.ProphetNetConfig(**config)).eval().requires_grad_(False)
+    zoo._roughen(model)
+    model.generation_config.eos_token_id = 9
+    return model
+
+
+@pytest.mark.parametrize("ngram", [1, 2, 4])
+def test_any_number_of_streams(ngram: int) -> None:
+    harness.compare(_built(ngram=ngram), zoo.inputs_for("prophetnet"), **OPTIONS)
+
+
+@pytest.mark.parametrize("buckets", [2, 32])
+def test_buckets(buckets: int) -> None:
+    """Of distances; the largest ones share the last one."""
+    harness.compare(
+        _built(num_buckets=buckets, relative_max_distance=buckets + 3), zoo.inputs_for("prophetnet"), **OPTIONS
+    )
+
+
+@pytest.mark.parametrize("tier", ["fast", "compat"])
+def test_prompts(tier: str) -> None:
+    inputs = {**zoo.inputs_for("prophetnet"), "decoder_input_ids": PROMPT}
+    harness.compare(zoo.load("prophetnet"), inputs, tier=tier, **OPTIONS)
+    mask = torch.ones_like(PROMPT)
+    harness.compare(zoo.load("prophetnet"), {**inputs, "decoder_attention_mask": mask}, tier=tier, **OPTIONS)
+
+
+def test_padded_prompts_stay_with_the_host() -> None:
+    """Its steps see the padding, the tree would not."""
+    mask = torch.ones_like(PROMPT)
+    mask[1, 0] = 0
+    inputs = {**zoo.inputs_for("prophetnet"), "decoder_input_ids": PROMPT, "decoder_attention_mask": mask}
+    harness.compare(zoo.load("prophetnet"), inputs, expected="fallback", **OPTIONS)
+
+
+@pytest.mark.parametrize("batch", [1, 5])
+def test_long_outputs(batch: int) -> None:
+    """The tree grows, is pruned, and sentences leave it."""
+    inputs = zoo.inputs_for("prophetnet", batch=batch)
+    harness.compare(zoo.load("prophetnet"), inputs, num_beams=3, max_new_tokens=58, eos_token_id=None)
+    harness.compare(zoo.load("prophetnet"), inputs, num_beams=3, max_new_tokens=58, return_dict_in_generate=False)
+
+
+@pytest.mark.parametrize("cls", ["ProphetNetForCausalLM"])
+def test_others_stay_with_the_host(cls: str) -> None:
+    model = _built(cls=cls, add_cross_attention=False)
+    inputs = dict(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT))
+    harness.compare(model, inputs, expected="fallback", num_beams=3, max_new_tokens=8)
+
+
+def test_positions_behind_padding_stay_with_the_host() -> None:
+    """The host's own steps refuse them."""
+    assert "pad_token_id" in (streams.unsupported_model(_built(pad_token_id=1)) or "")
+    assert streams.unsupported_model(zoo.load("prophetnet")) is None
+
+
+def test_only_two_rows_a_beam() -> None:
+    """Streams that nobody asks for are not computed."""
+    model, rows = _built(ngram=4), []
+    head = model.lm_head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape))
+    layer = model.prophetnet.decoder.layers[0].register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape))
+    try:
+        harness.run_fastgen(model, zoo.inputs_for("prophetnet"), num_beams=2, max_new_tokens=3, eos_token_id=None)
+    finally:
+        head.remove()
+        layer.remove()
+    assert rows[2:] == [(6, 2, 32), (6, 1, 32)] * 2  # after the prompt's, with all five
+
+
+def _blind(patch: pytest.MonkeyPatch) -> None:
+    """The predicting stream does not see itself."""
+
+    def attend(*args: Any) -> torch.Tensor:
+        query, key, value, own_key, own_value, bias, own_bias, scale = args
+        return attention.stream_attention(
+            query, key, value, own_key, own_value, bias, own_bias + torch.finfo(query.dtype).min, scale
+        )
+
+    patch.setattr(streams, "stream_attention", attend)
+
+
+def _level(patch: pytest.MonkeyPatch) -> None:
+    """Both streams stand at the same place."""
+    patch.setattr(streams, "_AHEAD", (0, 0))
+
+
+@pytest.mark.parametrize("broken", [_blind, _level])
+def test_negative_controls(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError):
+        harness.compare(zoo.load("prophetnet"), zoo.inputs_for("prophetnet"), output_scores=True, **OPTIONS)
