@@ -65,6 +65,22 @@ def _bart(batch: int, length: int, new: int, beams: int) -> Job:
     return _random_job(transformers.BartForConditionalGeneration(config), batch, length, new, beams)
 
 
+def _prophetnet(batch: int, length: int, new: int, beams: int) -> Job:
+    """As many layers as ProphetNet-large, half as wide."""
+    config = transformers.ProphetNetConfig(
+        vocab_size=30522,
+        hidden_size=512,
+        num_encoder_layers=12,
+        num_decoder_layers=12,
+        num_encoder_attention_heads=8,
+        num_decoder_attention_heads=8,
+        encoder_ffn_dim=2048,
+        decoder_ffn_dim=2048,
+        max_position_embeddings=512,
+    )
+    return _random_job(transformers.ProphetNetForConditionalGeneration(config), batch, length, new, beams)
+
+
 def _transformer_base(batch: int, beams: int = 4) -> Job:
     config = transformers.MarianConfig(
         vocab_size=32000,
@@ -170,6 +186,11 @@ SCENARIOS = {
     ),
     "bart-8x512": Scenario(
         "BART-base shape, 8 x 512 -> 64, 4 beams", lambda _: _bart(8, 512, 64, beams=4), at_least=4.0
+    ),
+    "prophetnet-8x512": Scenario(
+        "ProphetNet-large's layers, 512 wide, 8 x 512 -> 64, 5 beams",
+        lambda _: _prophetnet(8, 512, 64, beams=5),
+        at_least=2.5,
     ),
     "transformer-base-32": Scenario(
         "transformer-base shape, 32 x 25 -> 30, 4 beams", lambda _: _transformer_base(32), at_least=1.8
