@@ -7,7 +7,7 @@ positions are the same but for rounding. Those of padding become zeros: cross-at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,14 @@ _ENCODERS = frozenset(
     """BartEncoder BertGenerationEncoder BertModel BlenderbotEncoder M2M100Encoder MarianEncoder MBartEncoder MT5Stack
     PegasusEncoder T5Stack UMT5Stack""".split()
 )
+# Of models that are encoders alone, with or without a head: its base model, and what it may be given. Of what they
+# return, all with three dimensions has positions, and these with two.
+_ALONE = frozenset(
+    """AlbertModel BertModel CamembertModel DistilBertModel ElectraModel MPNetModel RobertaModel
+    XLMRobertaModel""".split()
+)
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+_SPANS = ("start_logits", "end_logits")
 _SEARCHES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _MIN_SAVING = 0.1  # of the padded batch's cost
 # What one more group costs, in tokens. Its products read all weights once more, which takes as long as multiplying
@@ -67,28 +75,86 @@ def _encode_groups(
     generation_config: Any,
     groups: list[tuple[list[int], int]],
 ) -> dict[str, Any]:
-    mask, joined = model_kwargs["attention_mask"], None
-    for rows, length in groups:
-        index = torch.tensor(rows, device=inputs.device)
-        part = {**model_kwargs, "attention_mask": mask[index, :length]}
-        # Some encoders draw a number for each layer even in evaluation mode: the random stream sees one call.
-        with torch.random.fork_rng(devices=[], enabled=joined is not None):
-            outputs = stock(model, inputs[index, :length], part, input_name, generation_config)["encoder_outputs"]
-        if joined is None:
-            joined = type(outputs)(**{name: _room(value, *inputs.shape) for name, value in outputs.items()})
-        for name, value in outputs.items():
-            if value.dim() == 3:
-                joined[name][index, :length] = value
-            else:
-                joined[name][index] = value
-    report.note_encoder(sum(len(rows) * length for rows, length in groups), inputs.numel())
-    model_kwargs["encoder_outputs"] = joined
+    mask = model_kwargs["attention_mask"]
+
+    def read(rows: Tensor, length: int) -> Any:
+        part = {**model_kwargs, "attention_mask": mask[rows, :length]}
+        return stock(model, inputs[rows, :length], part, input_name, generation_config)["encoder_outputs"]
+
+    model_kwargs["encoder_outputs"] = _joined(read, groups, inputs)
     return model_kwargs
 
 
-def _room(value: Tensor, batch: int, length: int) -> Tensor:
+def run(model: Any, inputs: Mapping[str, Any]) -> Any:
+    """See `fastgen.encode`."""
+    if config.current().tier == "stock":
+        return model(**inputs)
+    if reason := _unsupported(model, inputs):
+        if config.current().strict:
+            raise report.FallbackError(reason)
+        report.log_once(f"{reason}; its padding is computed", type(model).__name__)
+        return model(**inputs)
+    with sessions.multiplying(Products(config.current().packing), model):
+        groups = _groups_of(model, inputs["attention_mask"])
+        if groups is None:
+            return model(**inputs)
+
+        def read(rows: Tensor, length: int) -> Any:
+            return model(**{name: value[rows, :length] for name, value in inputs.items()})
+
+        return _joined(read, groups, inputs["input_ids"])
+
+
+def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Why this model cannot read these inputs in groups, or None."""
+    ids, base = inputs.get("input_ids"), getattr(model, "base_model", model)
+    name = type(model).__name__
+    if type(base).__name__ not in _ALONE or not is_the_hosts_own(model):
+        return f"{name} is none of the encoders that were compared with the padded call"
+    if getattr(model.config, "is_decoder", False) or is_watched(model.modules()):
+        return f"{name} is used as a decoder, or has hooks or replaced parts"
+    if model.training or torch.is_grad_enabled():
+        return "the model is in training mode" if model.training else "gradients are enabled: use torch.no_grad()"
+    asked = ("output_attentions", "output_hidden_states")
+    if any(getattr(model.config, option, False) for option in asked) or not model.config.return_dict:
+        return f"its configuration asks for one of {', '.join(asked)}, or for tuples"
+    if unknown := sorted(set(inputs) - set(_INPUTS)):
+        return f"{', '.join(unknown)} cannot be divided into groups"
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or "attention_mask" not in inputs:
+        return "it needs input_ids, one row for each text, and their attention_mask"
+    if any(not isinstance(value, Tensor) or value.shape != ids.shape for value in inputs.values()):
+        return f"not all of its inputs have the shape of input_ids, {tuple(ids.shape)}"
+    return None
+
+
+def _joined(read: Callable[[Tensor, int], Any], groups: list[tuple[list[int], int]], ids: Tensor) -> Any:
+    """The outputs of all groups, each read by `read(rows, length)`, as if of the one batch `ids` `[B, N]`."""
+    joined = None
+    for rows, width in groups:
+        index = torch.tensor(rows, device=ids.device)
+        # Some encoders draw a number for each layer even in evaluation mode: the random stream sees one call.
+        with torch.random.fork_rng(devices=[], enabled=joined is not None):
+            outputs = read(index, width)
+        if joined is None:
+            joined = type(outputs)(**{name: _room(name, value, *ids.shape) for name, value in outputs.items()})
+        for name, value in outputs.items():
+            if _has_positions(name, value):
+                joined[name][index, :width] = value
+            else:
+                joined[name][index] = value
+    report.note_encoder(sum(len(rows) * width for rows, width in groups), ids.numel())
+    return joined
+
+
+def _room(name: str, value: Tensor, batch: int, length: int) -> Tensor:
     """Zeros for all rows: states `[B, N, D]`, or a pooled `[B, D]`."""
-    return value.new_zeros((batch, length, *value.shape[2:]) if value.dim() == 3 else (batch, *value.shape[1:]))
+    return value.new_zeros(
+        (batch, length, *value.shape[2:]) if _has_positions(name, value) else (batch, *value.shape[1:])
+    )
+
+
+def _has_positions(name: str, value: Tensor) -> bool:
+    return value.dim() == 3 or name in _SPANS
 
 
 def _groups(
@@ -106,14 +172,19 @@ def _groups(
     encoder = model.get_encoder()
     if type(encoder).__name__ not in _ENCODERS or not type(encoder).__module__.startswith("transformers.models."):
         return None
+    groups = _groups_of(encoder, mask)
+    return None if groups is None or is_watched(encoder.modules()) else groups
+
+
+def _groups_of(encoder: Any, mask: Tensor) -> list[tuple[list[int], int]] | None:
+    """The same from a mask `[B, N]`."""
     lengths = mask.sum(1)
     is_padded_right = mask == (torch.arange(mask.shape[1], device=mask.device) < lengths[:, None])
     if not bool(is_padded_right.all() & (lengths > 0).all()):
         return None
-    weights = _CALLS_WEIGHTS.get(inputs.device.type, _CALLS_WEIGHTS_ELSEWHERE)
+    weights = _CALLS_WEIGHTS.get(mask.device.type, _CALLS_WEIGHTS_ELSEWHERE)
     fixed = _WEIGHTS_TOKENS + weights / (12 * encoder.config.hidden_size**2)
-    groups = split([int(length) for length in lengths.tolist()], inputs.shape[1], fixed)
-    return None if groups is None or is_watched(encoder.modules()) else groups
+    return split([int(length) for length in lengths.tolist()], mask.shape[1], fixed)
 
 
 def split(lengths: Sequence[int], width: int, fixed: float) -> list[tuple[list[int], int]] | None:
