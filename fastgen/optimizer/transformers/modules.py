@@ -44,7 +44,7 @@ _MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder'
 # `model_type` of the configurations that the test suite compares with stock, in both tiers.
 _TESTED = frozenset(
     """bart bert bert-generation blenderbot fsmt gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
-    mistral mt5 olmo opt pegasus phi3 prophetnet qwen3 speech_to_text t5 trocr umt5 whisper""".split()
+    mistral mt5 olmo opt pegasus phi3 prophetnet qwen3 speech_to_text t5 trocr umt5 unilm whisper""".split()
 )
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -113,8 +113,8 @@ def takes_plain_mask(model: torch.nn.Module) -> bool:
 
 
 def is_the_hosts_own(model: torch.nn.Module) -> bool:
-    """Whether all of the model's classes are the host's or torch's."""
-    return are_of({"transformers"}, model.modules())
+    """Whether all of the model's classes are the host's, torch's or our own (`fastgen.models`)."""
+    return are_of({"transformers", "fastgen"}, model.modules())
 
 
 def is_tested(model: Any) -> bool:

@@ -2,7 +2,8 @@
 
 ProphetNet (Qi et al. 2020, https://arxiv.org/abs/2001.04063, section 3.2) has a main stream and, for each of the
 next n tokens, a predicting stream, which sees the main one and itself. What is generated follows from the first of
-those alone, and they do not see each other: the others are left out of a step.
+those alone, and they do not see each other: the others are left out of a step. UniLM (`fastgen.models.unilm`) has a
+`[MASK]` behind the last token.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fastgen.optimizer.transformers.host import FINDS_EAGER
 Forward = Callable[..., Any]
 
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet"
+_UNILM = "fastgen.models.unilm.modeling"
 _STREAMS = 2  # main and predicting
 _AHEAD = (0, 1)  # so many positions are they ahead of the last token
 _OWN_BUCKET = 0  # of the distance from a predicting stream to itself
@@ -29,9 +31,11 @@ _OWN_BUCKET = 0  # of the distance from a predicting stream to itself
 
 def folding(owner: Any) -> Callable[[Forward], Forward] | None:
     """What folds a class of such a model; None if it is of no such model."""
-    if owner.__module__ != _PROPHETNET or not FINDS_EAGER:
-        return None
-    return _PROPHETNETS.get(owner.__name__)
+    if owner.__module__ == _UNILM and owner.__name__ == "UnilmSelfAttention":
+        return _unilms_attention
+    if owner.__module__ == _PROPHETNET and FINDS_EAGER:
+        return _PROPHETNETS.get(owner.__name__)
+    return None
 
 
 def unsupported_model(model: Any) -> str | None:
@@ -165,6 +169,22 @@ def _prophetnets_source_attention(forward: Forward) -> Forward:
         output, *rest = forward(self, rows, *args, **kwargs)
         session.folded()
         return (output.reshape(hidden_states.shape), *rest)
+
+    return attend
+
+
+def _unilms_attention(forward: Forward) -> Forward:
+    @functools.wraps(forward)
+    def attend(self: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None) -> Tensor:
+        if (session := _folding_session(hidden_states, _STREAMS)) is None:
+            output: Tensor = forward(self, hidden_states, attention_mask, past_key_values)
+            return output
+        query, key, value = (self._heads(linear(hidden_states)) for linear in (self.query, self.key, self.value))
+        keys, values = past_key_values.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
+        session.folded()
+        own = key[:, :, 1], value[:, :, 1]
+        bias = session.self_bias(None, query.dtype)[:, :, :, None]  # [B, 1, M, 1, width]
+        return stream_attention(query, keys, values, *own, bias, None, self.scaling).flatten(2)
 
     return attend
 
