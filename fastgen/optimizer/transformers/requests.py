@@ -19,11 +19,11 @@ from fastgen.optimizer.transformers.host import FINDS_EAGER
 from fastgen.optimizer.transformers.modules import of_steps, unfoldable_attention
 
 _KNOWN_KWARGS = frozenset(
-    """attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs inputs_embeds
+    """attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs inputs_embeds latents
     logits_to_keep past_key_values position_ids token_type_ids use_cache return_dict""".split()
 )
-# Multimodal models with positions in three dimensions put those first.
-_POSITIONS = ("decoder_position_ids", "position_ids")
+# Multimodal models with positions in three dimensions put those first, and latents need not be of a text.
+_BEGIN_WITH_ROWS = ("decoder_position_ids", "latents", "position_ids")
 _ATTENTION = (None, "eager", "sdpa") if FINDS_EAGER else (None, "sdpa")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # The host's helpers whose rules our loop follows. A model with its own runs them, in the compat tier.
@@ -217,7 +217,7 @@ def unsupported_reason(request: Request) -> str | None:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
     if not request.is_search and not _repeats(request.beams, [request.input_ids, *_tensors(kwargs)]):
         return "rows that should share a prompt differ"
-    for name in _POSITIONS:
+    for name in _BEGIN_WITH_ROWS:
         value = kwargs.get(name)
         if isinstance(value, Tensor) and value.shape[:1] != request.input_ids.shape[:1]:
             return f"{name} of shape {tuple(value.shape)} does not begin with the rows of the batch"
