@@ -1,1 +1,1 @@
-"""Architectures that no host has, as models of transformers: its own `generate` runs them, and fastgen faster."""
+"""Models that no host has, in the host's own form. Nothing here is imported unless a script does."""

@@ -1,4 +1,4 @@
-"""The harness and the zoo of the adapter's tests, and one thread per test process."""
+"""One thread per test process; the kits beside this file, and the adapter's harness and zoo, importable."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch", reason="the models need torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "transformers"))
+for folder in (Path(__file__).parent, Path(__file__).parents[1] / "transformers"):
+    sys.path.insert(0, str(folder))  # whatever pytest's import mode
 
 import torch
 import transformers
