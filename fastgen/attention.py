@@ -110,35 +110,37 @@ def stream_attention(
     own_bias: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Two-stream attention of all beams over their sentence's shared keys (Qi et al. 2020, equations 6 and 7).
+    """Softmax attention of several streams of each beam: over their sentence's shared keys and one of their own.
 
-    Each beam has two query rows. The first stream's key is among the shared ones; the second stream's nobody sees but
-    itself.
+    ProphetNet's n-gram attention (Qi et al. 2020, https://arxiv.org/abs/2001.04063, section 3.2) over the beam tree,
+    and that of UniLM's `[MASK]` behind the last token: the main stream, which comes first, sees the shared keys alone,
+    its own among them. The softmax is in float32.
 
     Args:
-        query: `[B*M, H, 2, D]`.
-        key: `[B, H, K, D]`; value: `[B, H, K, Dv]`, same dtype as the query.
-        own_key: `[B*M, H, D]`; own_value: `[B*M, H, Dv]`: of the second stream.
-        bias: added to the scores of the shared keys, broadcastable to `[B, H, M, 2, K]`.
-        own_bias: `[B, H, M]`, added to those of the second stream's own key; or None.
-        scale: factor of the scores.
+        query: of `S` streams, `[B*M, H, S, D]`.
+        key: `[B, H, K, D]`; value: `[B, H, K, Dv]`, both of the query's dtype.
+        own_key: of all streams but the main one, `[B*M, H, S-1, D]`; own_value: `[B*M, H, S-1, Dv]`.
+        bias: added to the scores of the shared keys, broadcastable to `[B, H, M, S, K]`; own_bias: to those of the
+            others, `[B*M, H, S-1]`, or None.
+        scale: factor of the scores, not of the biases.
 
-    Returns: `[B*M, 2, H, Dv]`.
+    Returns: `[B*M, S, H, Dv]`, contiguous.
     """
-    batch, heads, keys, size = key.shape
-    beams = query.shape[0] // batch
-    rows = query.view(batch, beams, heads, 2, size).transpose(1, 2)  # [B, H, M, 2, D]
-    own_keys, own_values = (own.view(batch, beams, heads, -1).transpose(1, 2) for own in (own_key, own_value))
-    scores = query.new_empty(batch, heads, beams, 2, keys + 1)
-    shared = torch.matmul(rows.flatten(2, 3), key.transpose(2, 3)).view(batch, heads, beams, 2, keys)
-    torch.add(bias, shared, alpha=scale, out=scores[..., :keys])
-    own_score = (rows[:, :, :, 1] * own_keys).sum(-1) * scale  # [B, H, M]
-    scores[..., 0, keys] = torch.finfo(query.dtype).min
-    scores[..., 1, keys] = own_score if own_bias is None else own_score + own_bias
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    output = torch.matmul(weights[..., :keys].flatten(2, 3), value).view(batch, heads, beams, 2, -1)
-    output[:, :, :, 1] += weights[..., 1, keys, None] * own_values
-    return output.permute(0, 2, 3, 1, 4).reshape(batch * beams, 2, heads, -1)
+    (batch, heads, keys, size), streams = key.shape, query.shape[2]
+    folded = query.unflatten(0, (batch, -1)).transpose(1, 2)  # [B, H, M, S, D]
+    beams = folded.shape[2]
+    scores = torch.bmm(folded.reshape(batch * heads, -1, size) * scale, key.flatten(0, 1).transpose(1, 2))
+    scores = scores.view(batch, heads, beams, streams, keys) + bias
+    own = (query[:, :, 1:] * own_key).sum(3) * scale
+    own = own if own_bias is None else own + own_bias
+    own = F.pad(own, (1, 0), value=-torch.inf).unflatten(0, (batch, -1)).transpose(1, 2)  # [B, H, M, S]
+    weights = torch.cat([scores, own[..., None]], dim=4).softmax(4, dtype=torch.float32).to(query.dtype)
+    output = torch.bmm(weights[..., :-1].reshape(batch * heads, -1, keys), value.flatten(0, 1))
+    output = output.view(batch, heads, beams, streams, -1).permute(0, 2, 3, 1, 4)  # [B, M, S, H, Dv]
+    share = weights[..., 1:, -1].permute(0, 2, 3, 1)  # [B, M, S-1, H]
+    theirs = own_value.unflatten(0, (batch, -1)).transpose(2, 3)  # [B, M, S-1, H, Dv]
+    output = torch.cat([output[:, :, :1], output[:, :, 1:] + share[..., None] * theirs], dim=2)
+    return output.flatten(0, 1)
 
 
 def _per_group(bias: Tensor, key_heads: int, group: int) -> Tensor:

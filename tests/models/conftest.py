@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("torch", reason="the models need torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "transformers"):
-    sys.path.insert(0, str(folder))  # whatever pytest's import mode
+# Whatever pytest's import mode.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "transformers"))
 
 import torch
 import transformers

@@ -22,8 +22,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model, eager_attention_forward
 
 from fastgen.models.vae.configuration import Gpt2VaeConfig
-from fastgen.optimizer.transformers.host import FINDS_EAGER
 
+_FINDS_EAGER = hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface")  # 5.x; 4.57 has the others alone
 _IGNORED = -100  # a label that counts for no loss
 # What `generate` could be given of each token. The slot is none of them.
 _PER_TOKEN = ("inputs_embeds", "past_key_values", "position_ids", "token_type_ids")
@@ -60,7 +60,7 @@ class Gpt2VaeAttention(GPT2Attention):
             key, value = past_key_values.update(key, value, self.layer_idx, *positions)
 
         implementation = self.config._attn_implementation
-        if FINDS_EAGER:
+        if _FINDS_EAGER:
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         else:
             is_eager = implementation == "eager"

@@ -115,7 +115,7 @@ class Request:
         return (
             not config.do_sample  # one random stream for the whole batch
             and not self.keeps_all_rows
-            and all(type(processor) in _ROW_LOCAL for processor in self.logits_processor)
+            and all(_is_row_local(processor) for processor in self.logits_processor)
             # A source for each sentence; a caller's own processor may hold others.
             and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)
             and self.stops_by_last_token
@@ -148,7 +148,7 @@ class Request:
         if self.streamer is not None:
             watchers.append(self.streamer)
         return any(
-            not type(watcher).__module__.startswith("transformers.")
+            not type(watcher).__module__.startswith(("transformers.", "fastgen.models."))
             or type(watcher) is logits_process.PrefixConstrainedLogitsProcessor
             for watcher in watchers
         )
@@ -188,6 +188,10 @@ class Request:
             return stopped.view(tokens.shape)
 
         return by_last_token if self.stops_by_last_token else by_hypothesis
+
+
+def _is_row_local(processor: Any) -> bool:
+    return type(processor) in _ROW_LOCAL or type(processor).__module__ == "fastgen.models.unilm.processors"
 
 
 def unsupported_reason(request: Request) -> str | None:

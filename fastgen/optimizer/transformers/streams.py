@@ -147,13 +147,13 @@ def _prophetnets_attention(forward: Forward) -> Forward:
         keys, values = cache.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
         session.folded()
 
-        # What a query gives to each distance, by buckets of these, [B, M, 2, buckets, H]
-        by_bucket = self.relative_pos_embeddings(hidden_states).view(batch, beams, _STREAMS, self.num_buckets, heads)
-        by_bucket = by_bucket.permute(0, 4, 1, 2, 3)  # [B, H, M, 2, buckets]
+        # What a query gives to each distance, by buckets of these.
+        relative = self.relative_pos_embeddings(hidden_states).unflatten(-1, (self.num_buckets, heads))
+        by_bucket = relative.unflatten(0, (batch, beams)).permute(0, 4, 1, 2, 3)  # [B, H, M, 2, buckets]
         index = main_relative_position_buckets[:, None, None].expand(batch, heads, beams, -1, -1)
         bias = by_bucket.gather(-1, index) + session.self_bias(None, query.dtype)[:, :, :, None]
-        own_bias = by_bucket[:, :, :, 1, _OWN_BUCKET]
-        own = key[:, :, 1], value[:, :, 1]
+        own_bias = relative[:, 1:, _OWN_BUCKET].transpose(1, 2)  # [B*M, H, 1]
+        own = key[:, :, 1:], value[:, :, 1:]
         output = stream_attention(query, keys, values, *own, bias, own_bias, self.head_dim**-0.5)
         return self.out_proj(output.flatten(2)), None, None
 
@@ -182,7 +182,7 @@ def _unilms_attention(forward: Forward) -> Forward:
         query, key, value = (self._heads(linear(hidden_states)) for linear in (self.query, self.key, self.value))
         keys, values = past_key_values.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
         session.folded()
-        own = key[:, :, 1], value[:, :, 1]
+        own = key[:, :, 1:], value[:, :, 1:]
         bias = session.self_bias(None, query.dtype)[:, :, :, None]  # [B, 1, M, 1, width]
         return stream_attention(query, keys, values, *own, bias, None, self.scaling).flatten(2)
 
