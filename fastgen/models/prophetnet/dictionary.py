@@ -1,0 +1,37 @@
+"""The vocabulary: BERT's word pieces, whose special tokens are words of the file."""
+
+from __future__ import annotations
+
+from fairseq.data import Dictionary
+
+_SPECIAL = {"bos": "[CLS]", "pad": "[PAD]", "eos": "[SEP]", "unk": "[UNK]"}
+_BEFORE_WORDS = 999  # lines of BERT's vocabulary that are special or unused
+
+
+class BertDictionary(Dictionary):
+    """Numbers the words as their file does, and puts no special tokens of fairseq's before them."""
+
+    @classmethod
+    def load(cls, f: str) -> BertDictionary:
+        """The dictionary in the file `f`: a word and its count on each line, separated by a space.
+
+        Special tokens that are no words of the file come behind them. A word that is there twice counts once, as when
+        the checkpoints were trained. Raises ValueError for a line with no count.
+        """
+        made = cls(add_special_symbols=False)
+        with open(f, encoding="utf-8", errors="ignore") as lines:
+            for number, line in enumerate(lines, 1):
+                word, _, count = line.rstrip("\n").rpartition(" ")
+                if not word or not count.isdigit():
+                    raise ValueError(f"{f}, line {number}: {line.rstrip()!r} is not a word and its count.")
+                made.add_symbol(word, n=int(count))
+        for name, word in _SPECIAL.items():
+            setattr(made, f"{name}_word", word)
+            setattr(made, f"{name}_index", made.add_symbol(word, n=0))
+        made.nspecial = _BEFORE_WORDS
+        return made
+
+    def save(self, f: str) -> None:
+        """Write all words, the special tokens too, as `load` reads them."""
+        names, values = self._get_meta()
+        self._save(f, zip([*names, *self.symbols], [*values, *self.count], strict=True))

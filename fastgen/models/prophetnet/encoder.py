@@ -1,0 +1,18 @@
+"""BERT's encoder: fairseq's own Transformer with learned positions, under the names of published checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fairseq.models.transformer import TransformerEncoderBase
+
+from fastgen.models.prophetnet.checkpoints import rename
+
+
+class ProphetNetEncoder(TransformerEncoderBase):
+    """Post-norm, with a layer norm behind the embeddings, which are not scaled."""
+
+    def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
+        rename(state_dict, f"{name}.", {"emb_layer_norm.": "layernorm_embedding."})
+        upgraded: dict[str, Any] = super().upgrade_state_dict_named(state_dict, name)
+        return upgraded
