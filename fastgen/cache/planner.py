@@ -190,7 +190,8 @@ def plan_on(device: torch.device, dtype: torch.dtype, geometry: Geometry, call: 
     """The plan for a call on this device, whose caches are `wanted` "auto" or slim ("x")."""
     choice = None if wanted == "auto" else asked_for(wanted)
     if choice is not None:
-        choice = Choice(choice.own, choice.source if geometry.source_layers and call.source else "kv")
+        own = choice.own if geometry.own_layers else "kv"
+        choice = Choice(own, choice.source if geometry.source_layers and call.source else "kv")
     elif torch.are_deterministic_algorithms_enabled():  # a timing decides, and each cache rounds in its own way
         choice = Choice()
     rates = _rates_of(device, dtype)

@@ -408,6 +408,12 @@ class BeamTree:
             self._masks[key] = additive_mask(seen, dtype)[:, None]
         return self._masks[key]
 
+    def of_step(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """What `make` returns, made once in a step: what its layers derive from the slots beside the mask."""
+        if (key,) not in self._masks:
+            self._masks[key,] = make()
+        return self._masks[key,]
+
     def close(self) -> None:
         """End the call: the layers' buffers are free, now and not when the garbage collector finds the tree."""
         for layer in self._all():

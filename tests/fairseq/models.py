@@ -15,6 +15,7 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 from torch import Tensor
 
 import fastgen
+import fastgen.models.prophetnet
 
 PAD, EOS, UNK = 1, 2, 3
 ENDS = 1.8  # how much larger the end token's weights are: sentences end at different steps
@@ -43,6 +44,10 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("bart_base", dict(pooler_dropout=0.0)),
     "mbart": ("mbart_large", dict(pooler_dropout=0.0)),
     "m2m": ("transformer_wmt_en_de_big", dict(encoder_normalize_before=True, decoder_normalize_before=True)),
+    "prophetnet": (
+        "ngram_transformer_prophet_base",
+        dict(ngram=3, num_buckets=8, relative_max_distance=12, share_all_embeddings=False),
+    ),
     "lm": ("transformer_lm", {}),
     "lm-gpt": ("transformer_lm_gpt", {}),
     "lm-adaptive": ("transformer_lm", dict(adaptive_softmax_cutoff="12,25", adaptive_softmax_dropout=0.0)),

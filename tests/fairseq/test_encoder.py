@@ -29,7 +29,9 @@ def _both(model: Any, sample: dict[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 @pytest.mark.parametrize("lengths", [(9, 5, 12, 7), (6, 6), (1,)])
-@pytest.mark.parametrize("name", ["post-norm", "pre-norm", "learned", "layernorm-embedding", "bart", "mbart", "align"])
+@pytest.mark.parametrize(
+    "name", ["post-norm", "pre-norm", "learned", "layernorm-embedding", "bart", "mbart", "align", "prophetnet"]
+)
 def test_states(name: str, lengths: tuple[int, ...]) -> None:
     stock, ours = _both(models.load(name), models.batch(lengths))
     # Of up to 12 rows products read the weights where they are.

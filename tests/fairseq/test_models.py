@@ -41,7 +41,7 @@ def test_ragged_prompts(name: str, lengths: tuple[int, ...]) -> None:
     judge.compare(lambda: models.prompted(name, models.prompts(lengths), beam_size=3, max_len_b=16))
 
 
-@pytest.mark.parametrize("name", ["pre-norm", "post-norm", "bart", "align"])
+@pytest.mark.parametrize("name", ["pre-norm", "post-norm", "bart", "align", "prophetnet"])
 def test_sentences_leave(name: str) -> None:
     """Sentences end at different steps, some because a prefix says so, and the others go on."""
     sample, prefix = models.staggered(17)
@@ -73,7 +73,7 @@ def test_languages() -> None:
 def test_long_outputs_outgrow_the_first_buffers() -> None:
     """More steps than are allocated at first, and prompts as long."""
     sample, options = models.batch([5, 9]), dict(beam_size=3, max_len_b=200, min_len=50)
-    for name in ("post-norm", "learned"):
+    for name in ("post-norm", "learned", "prophetnet"):
         expected = judge.compare(lambda name=name: models.generate(name, sample, **options))
         assert len(expected[0][0]["tokens"]) > 50
     judge.compare(lambda: models.prompted("lm", models.prompts([40, 40]), beam_size=3, max_len_b=60, min_len=55))
@@ -89,7 +89,7 @@ def test_other_architectures_fall_back(name: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["post-norm", "bart"])
+@pytest.mark.parametrize("name", ["post-norm", "bart", "prophetnet"])
 def test_half_precision_is_as_good_as_stock(name: str, dtype: torch.dtype) -> None:
     """Forced along one path, the error of the scores is at most twice stock's."""
     import copy

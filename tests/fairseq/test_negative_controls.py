@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import judge
 import models
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.optimizer.fairseq import streams
 from fastgen.optimizer.fairseq.decoder import Prompt
 from fastgen.optimizer.fairseq.session import Session, Source
+from fastgen.optimizer.fairseq.streams import TreeStreamAttention
 
 Patch = pytest.MonkeyPatch
 
@@ -51,7 +54,30 @@ def skip_a_session_step(patch: Patch) -> None:
     )
 
 
-TRANSLATORS = ("post-norm", "bart")
+def shift_the_distances(patch: Patch) -> None:
+    buckets = TreeStreamAttention._buckets
+    patch.setattr(TreeStreamAttention, "_buckets", lambda self: buckets(self).roll(1, 1))
+
+
+def forget_the_clock(patch: Patch) -> None:
+    patch.setattr(BeamTree, "position", property(lambda self: 3))
+
+
+def hide_own_keys(patch: Patch) -> None:
+    attention = streams.stream_attention
+
+    def without(*args: Any) -> torch.Tensor:
+        return attention(*args[:6], torch.full_like(args[6], -torch.inf), args[7])
+
+    patch.setattr(streams, "stream_attention", without)
+
+
+def forget_own_biases(patch: Patch) -> None:
+    attention = streams.stream_attention
+    patch.setattr(streams, "stream_attention", lambda *args: attention(*args[:6], args[6] * 0, args[7]))
+
+
+TRANSLATORS = ("post-norm", "bart", "prophetnet")
 CONTROLS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     freeze_ancestry: (*TRANSLATORS, "lm"),
     overwrite_a_slot: (*TRANSLATORS, "lm"),
@@ -60,6 +86,10 @@ CONTROLS: dict[Callable[[Patch], None], tuple[str, ...]] = {
     forget_source_padding: TRANSLATORS,
     keep_the_wrong_sentences: ("pre-norm",),
     shift_the_prompt: ("lm",),
+    shift_the_distances: ("prophetnet",),
+    forget_the_clock: ("prophetnet",),
+    hide_own_keys: ("prophetnet",),
+    forget_own_biases: ("prophetnet",),
 }
 
 

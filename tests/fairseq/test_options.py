@@ -38,7 +38,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", ["post-norm", "bart", "align"])
+@pytest.mark.parametrize("name", ["post-norm", "bart", "align", "prophetnet"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_options(option: str, name: str) -> None:
     is_fast = option not in ("match_source_len", "beam as wide as the dictionary")
@@ -46,7 +46,7 @@ def test_options(option: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("first_id", [0, 1000], ids=["", "ids of a dataset"])
-@pytest.mark.parametrize("name", ["post-norm", "bart"])
+@pytest.mark.parametrize("name", ["post-norm", "bart", "prophetnet"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies(strategy: str, name: str, first_id: int) -> None:
     """The host's own diverse beam search crashes on a dataset's ids: there the reference has small ones."""
@@ -98,7 +98,7 @@ PREFIXES = {
 }
 
 
-@pytest.mark.parametrize("name", ["post-norm", "bart", "lm"])
+@pytest.mark.parametrize("name", ["post-norm", "bart", "prophetnet", "lm"])
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_prefixes(prefix: str, name: str) -> None:
     tokens = torch.tensor(PREFIXES[prefix], dtype=torch.long)
@@ -128,7 +128,7 @@ def test_language_model_fusion(fused: str, strategy: str | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-@pytest.mark.parametrize("name", ["align", "align-full", "post-norm"])
+@pytest.mark.parametrize("name", ["align", "align-full", "post-norm", "prophetnet"])
 def test_alignments(name: str, kind: str) -> None:
     sample = models.batch([9, 5, 12, 7])
     sample["target"] = torch.full((4, 1), models.EOS)

@@ -9,6 +9,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import judge
+import models
 import prophetnet_kit as kit
 import pytest
 import torch
@@ -21,9 +23,11 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 import fastgen
+from fastgen.cache import tree
 from fastgen.models.prophetnet.attention import NgramMultiheadAttention
 from fastgen.models.prophetnet.dictionary import BertDictionary
 from fastgen.models.prophetnet.relative import bucket_table
+from fastgen.optimizer.fairseq.requests import Request, unsupported_reason
 
 TOLERANCE = 1e-5
 
@@ -280,6 +284,111 @@ def test_the_hosts_search_runs_it(words: BertDictionary, model: Any) -> None:
         for each, (_, score) in zip(hypotheses, reference, strict=True):
             assert abs(float(each["score"]) - score) < 1e-4
     assert len({len(each["tokens"]) for hypotheses in found for each in hypotheses}) > 2
+
+
+# ----------------------------------------------------------------------------------------- over the tree
+# More of it, with fairseq's own dictionary, is in the tests of all architectures.
+def _generated(model: Any, words: Any, sample: Any = None, **options: Any) -> Any:
+    sample = kit.sources() if sample is None else sample
+    prefix = options.pop("prefix", None)
+    generator = SequenceGenerator([model], words, **{"beam_size": 4, "max_len_b": 18, **options})
+    return generator.generate([model], sample, prefix_tokens=prefix)
+
+
+@pytest.mark.parametrize("beams", [1, 2, 5, 8])
+def test_the_tree_finds_what_the_host_finds(words: BertDictionary, model: Any, beams: int) -> None:
+    for sample in (kit.sources(), kit.sources(left=False), kit.sources((6,)), kit.sources((1, 20), seed=3)):
+        for options in ({}, {"len_penalty": 1.5}, {"len_penalty": 0.3, "min_len": 6}, {"temperature": 1.4}):
+            run = functools.partial(_generated, model, words, sample, beam_size=beams, **options)
+            judge.compare(run, is_fast=True)
+
+
+def test_far_distances_and_slots_that_were_pruned(
+    words: BertDictionary, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far back as the last bucket, whose keys lie anywhere among the slots by then, up to the last position."""
+    monkeypatch.setattr(tree, "FIRST_STEPS", 3)
+    pruned: list[int] = []
+    prune = tree.BeamTree._prune
+
+    def noting(self: Any, slots: Tensor) -> None:
+        pruned.append(slots.shape[1])
+        prune(self, slots)
+
+    monkeypatch.setattr(tree.BeamTree, "_prune", noting)
+    expected = judge.compare(lambda: _generated(model, words, max_len_b=100, min_len=45), is_fast=True)
+    assert pruned and max(len(each["tokens"]) for found in expected for each in found) > 45
+
+
+def test_sentences_leave(words: BertDictionary, model: Any) -> None:
+    prefix = torch.zeros(4, 9, dtype=torch.long)
+    for row, end in enumerate((1, 8, 4)):
+        prefix[row, :end] = torch.arange(30, 30 + end)
+        prefix[row, end] = kit.SEP
+    expected = judge.compare(lambda: _generated(model, words, prefix=prefix, min_len=0), is_fast=True)
+    assert len({len(found[0]["tokens"]) for found in expected}) == 4
+
+
+def test_ensembles(words: BertDictionary, model: Any) -> None:
+    """Of other buckets and streams, whose distances are the same."""
+    pair = [model, kit.build(words, seed=1, ngram=1, num_buckets=6, relative_max_distance=9)]
+    judge.compare(lambda: SequenceGenerator(pair, words, beam_size=3, max_len_b=14).generate(pair, kit.sources()))
+
+
+def test_one_copy_of_each_source(words: BertDictionary, model: Any) -> None:
+    """Keys and values of four sentences, however many beams, and of what the main stream has written."""
+    sizes = []
+    for beams in (2, 4):
+        _, (call,) = judge.ours(lambda beams=beams: _generated(model, words, beam_size=beams, min_len=9, max_len_b=9))
+        assert (call.tier, call.steps) == ("compat", 10)
+        sizes.append(call.cache_bytes)
+    layers, positions, numbers = 3, 10, 2 * 32 * 4
+    of_sources = layers * 4 * positions * numbers + 4 * positions * 4  # and which are padding
+    of_tree = layers * 4 * numbers * 10  # for each beam: a slot a step
+    assert sizes == [of_sources + beams * of_tree for beams in (2, 4)]
+
+
+def _own_features(model: Any) -> str:
+    class Mine(type(model.decoder)):  # type: ignore[misc]
+        def extract_features(self, *args: Any, **kwargs: Any) -> Any:
+            return super().extract_features(*args, **kwargs)
+
+    model.decoder.__class__ = Mine
+    return "Mine has its own extract_features"
+
+
+def _own_attention(model: Any) -> str:
+    class Mine(NgramMultiheadAttention):
+        pass
+
+    model.decoder.layers[1].self_attn.__class__ = Mine
+    return "attention with Mine"
+
+
+def _own_layer(model: Any) -> str:
+    class Mine(type(model.decoder.layers[1])):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model.decoder.layers[1].__class__ = Mine
+    return "Mine has its own forward"
+
+
+@pytest.mark.parametrize("change", [_own_features, _own_attention, _own_layer])
+def test_what_is_changed_stays_with_the_host(words: BertDictionary, model: Any, change: Any) -> None:
+    model = copy.deepcopy(model)
+    reason = change(model)
+    judge.compare_fallback(lambda: _generated(model, words), reason)
+
+
+@torch.no_grad()
+def test_such_attention_elsewhere_stays_with_the_host() -> None:
+    """Another decoder feeds it one stream."""
+    other = copy.deepcopy(models.load("post-norm"))
+    other.decoder.layers[0].self_attn = NgramMultiheadAttention(32, 4, ngram=1, buckets=8, max_distance=20).eval()
+    generator = SequenceGenerator([other], models.dictionary(), beam_size=2)
+    reason = unsupported_reason(Request(generator, models.batch(), None, None, None))
+    assert reason is not None and "attention with NgramMultiheadAttention" in reason
 
 
 # ----------------------------------------------------------------------------------------- checkpoints

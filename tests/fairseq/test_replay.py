@@ -38,7 +38,7 @@ def test_identical(name: str) -> None:
 
 def test_sentences_leave() -> None:
     sample, prefix = models.staggered(17)
-    for name in ("pre-norm", "bart"):
+    for name in ("pre-norm", "bart", "prophetnet"):
         judge.compare(lambda name=name: models.generate(name, sample, prefix=prefix, beam_size=3, max_len_b=25))
         assert replays.counts(models.load(name)).replays > 5
 

@@ -35,7 +35,7 @@ def test_translators(name: str) -> None:
     for beams in (1, 3, 5):
         for left in (True, False):
             judge.compare(lambda b=beams, le=left: models.generate(name, models.batch(left=le), beam_size=b))
-            assert_stored("x" if name == "no-cross" else "x+e")
+            assert_stored({"no-cross": "x", "prophetnet": "e+kv"}.get(name, "x+e"))
 
 
 @pytest.mark.parametrize("name", models.LANGUAGE_MODELS)

@@ -38,12 +38,12 @@ class _TreeAttention:
         return {}
 
     def _queries(self, query: Tensor) -> Tensor:
-        """`[1, B*M, C]` -> `[B*M, H, 1, D]`."""
-        return self._module.q_proj(query).view(-1, self._heads, 1, self._size)
+        """`[1, B*M, C]` -> `[B*M, H, 1, D]`; several streams of a beam, as ProphetNet's, become rows side by side."""
+        return self._module.q_proj(query).transpose(0, 1).reshape(-1, self._heads, 1, self._size)
 
-    def _output(self, rows: Tensor) -> Tensor:
+    def _output(self, rows: Tensor, streams: int = 1) -> Tensor:
         """`[B*M, 1, H, D]` -> `[1, B*M, C]`."""
-        return self._module.out_proj(rows.flatten(2).transpose(0, 1))
+        return self._module.out_proj(rows.flatten(1).unflatten(0, (-1, streams)).transpose(0, 1))
 
     def _latent(self, inputs: Tensor) -> Tensor:
         """What a slim cache stores of the layer's `inputs`, `[length, rows, C]`."""
@@ -126,25 +126,25 @@ class TreeCrossAttention(_TreeAttention):
         need_head_weights: bool = False,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend from `query` `[1, B*M, C]`.
+        """Attend from `query` `[1, B*M, C]`, or `[S, B*M, C]` of `S` streams.
 
         `key`, the source `[N, B, C]`, and its padding, nonzero `[B, N]`, are looked at in the first step only.
-        Returns the output and the weights of each head, `[H, B*M, 1, N]`, if they are wanted. Weights averaged
+        Returns the output and the weights of each head, `[H, B*M, S, N]`, if they are wanted. Weights averaged
         over the heads, which the host asks every layer for, are looked at by nobody.
         """
         self.see(key, key_padding_mask)
         assert self.source is not None
-        queries, source = self._queries(query), self.source
+        queries, source, streams = self._queries(query), self.source, len(query)
         if not need_head_weights:
-            return self._output(attend(queries, source.stored, self.slim, source.bias, self._scale)), None
+            return self._output(attend(queries, source.stored, self.slim, source.bias, self._scale), streams), None
         keys, values = keys_and_values(source.stored, self.slim)
         queries = fold_beams(queries, self._session.tree.batch, self._heads)
-        scores = (queries[:, :, 0] * self._scale) @ keys.transpose(2, 3)  # [B, H, M, N]
+        scores = (queries[:, :, 0] * self._scale) @ keys.transpose(2, 3)  # [B, H, M*S, N]
         if source.bias is not None:
             scores += source.bias
         weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
         output = unfold_beams((weights @ values)[:, :, None])
-        return self._output(output), weights.transpose(0, 1).flatten(1, 2)[:, :, None]
+        return self._output(output, streams), weights.transpose(0, 1).flatten(1, 2).unflatten(1, (-1, streams))
 
     def see(self, source: Tensor, padding: Tensor | None, is_masked: bool = False) -> None:
         """Attend to this source, `[N, B, C]`, from now on, unless there is one already; see `project`."""

@@ -24,6 +24,7 @@ from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.shortlist import Shortlist, unnormalised
 from fastgen.optimizer.fairseq.slim import plan_for, slim_of
 from fastgen.optimizer.fairseq.state import State, identity_of
+from fastgen.optimizer.fairseq.streams import TreeStreamAttention, attends_in_streams
 from fastgen.optimizer.fairseq.unchanged import snapshot
 from fastgen.optimizer.fairseq.views import replaced, with_products
 from fastgen.products import Products
@@ -297,7 +298,8 @@ def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Prod
 
     for layer in decoder.layers:
         module = layer.self_attn
-        own = TreeSelfAttention(with_products(module, products), session, slim_for(module, choice.own))
+        kind = TreeStreamAttention if attends_in_streams(module) else TreeSelfAttention
+        own = kind(with_products(module, products), session, slim_for(module, choice.own))
         attention: dict[str, Any] = {"self_attn": own}
         if (module := layer.encoder_attn) is not None:
             slim = slim_for(module, choice.source)

@@ -15,6 +15,7 @@ from fastgen.decoding import replays
 from fastgen.decoding.replay import Replayer
 from fastgen.decoding.watched import are_of, is_watched
 from fastgen.optimizer.fairseq.requests import Request
+from fastgen.optimizer.fairseq.streams import has_streams
 from fastgen.optimizer.fairseq.views import replaced
 
 
@@ -33,7 +34,7 @@ def replayer_for(request: Request) -> Replayer | None:
     if type(request.generator.search) is search.PrefixConstrainedBeamSearch:
         return None
     modules = [module for model in ensemble.models for module in model.decoder.modules()]
-    return None if is_watched(modules) or not are_of({"fairseq"}, modules) else Replayer(source.device)
+    return None if is_watched(modules) or not are_of({"fairseq", "fastgen"}, modules) else Replayer(source.device)
 
 
 class ReplayedSteps:
@@ -88,6 +89,8 @@ class ReplayedSteps:
 
     def _of_tensors(self, decoder: Any, number: int) -> Any:
         """The decoder without its look at whether any token is padding, which the tree hides in any case."""
+        if has_streams(decoder):  # does not look
+            return replaced(decoder, embed_positions=lambda *_, **__: self._positions[number])
 
         def extract_features(tokens: Tensor, encoder_out: Any = None, **_: Any) -> tuple[Tensor, dict[str, Any]]:
             source, padding = source_of(encoder_out) if encoder_out is not None else (None, None)

@@ -15,6 +15,8 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
+from fastgen.optimizer.fairseq import streams
+
 _ENSEMBLES = (EnsembleModel, EnsembleModelWithAlignment)
 _STRATEGIES = tuple(
     getattr(search, name)
@@ -116,14 +118,14 @@ def unsupported_decoder(decoder: Any) -> str | None:
     kind = type(decoder).__name__
     if not isinstance(decoder, TransformerDecoderBase):
         return f"{kind} is not fairseq's Transformer decoder"
-    if name := own_method(decoder, TransformerDecoderBase, *_DECODER_METHODS):
+    if name := own_method(decoder, streams.decoder_class(decoder), *_DECODER_METHODS):
         return f"{kind} has its own {name}"
     if decoder.training:
         return "the model is in training mode"
     if getattr(decoder, "cross_self_attention", False):
         return "its decoder attends to source and target at once (cross_self_attention)"
     for layer in decoder.layers:
-        if reason := _unsupported_layer(layer):
+        if reason := _unsupported_layer(layer, streams.attention_class(decoder)):
             return reason
     if any(getattr(module, "apply_during_inference", False) for module in decoder.modules()):
         return "dropout is kept during generation (retain_dropout)"
@@ -145,7 +147,7 @@ def is_own(thing: Any, home: ModuleType, name: str) -> bool:
     return name not in vars(thing) and getattr(function, "__globals__", None) is vars(home)
 
 
-def _unsupported_layer(layer: Any) -> str | None:
+def _unsupported_layer(layer: Any, self_attention: Any) -> str | None:
     kind = type(layer).__name__
     if not isinstance(layer, TransformerDecoderLayerBase):
         return f"its layers are {kind}, not fairseq's Transformer layers"
@@ -153,16 +155,16 @@ def _unsupported_layer(layer: Any) -> str | None:
         return f"{kind} has its own forward"
     if getattr(layer, "onnx_trace", False):
         return "it is prepared for export to ONNX"
-    for attention in (layer.self_attn, layer.encoder_attn):
-        if attention is not None and (reason := unsupported_attention(attention)):
+    for attention, known in ((layer.self_attn, self_attention), (layer.encoder_attn, MultiheadAttention)):
+        if attention is not None and (reason := unsupported_attention(attention, known)):
             return reason
     return None
 
 
-def unsupported_attention(attention: Any) -> str | None:
-    """Why ours cannot stand in for this attention module, None if it can."""
+def unsupported_attention(attention: Any, known: Any = MultiheadAttention) -> str | None:
+    """Why ours cannot stand in for this attention module, which is to be of the class `known`; None if it can."""
     kind = type(attention).__name__
-    if type(attention) is not MultiheadAttention or "forward" in vars(attention):
+    if type(attention) is not known or "forward" in vars(attention):
         return f"it computes attention with {kind} of its own"
     if getattr(attention, "use_xformers", False):
         return "it computes attention with xformers"

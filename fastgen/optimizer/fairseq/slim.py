@@ -16,6 +16,7 @@ from fastgen.cache.admission import Sample, judge
 from fastgen.cache.slim import Choice, Projections, Slim, slim_cache, state_of
 from fastgen.cache.tree import additive_mask
 from fastgen.optimizer.fairseq.requests import Request
+from fastgen.optimizer.fairseq.streams import STREAMS, attends_in_streams, has_streams
 from fastgen.optimizer.fairseq.views import is_plain, replaced
 
 SENTENCES = 2  # are looked at, of the call that keys and values alone are judged on
@@ -36,10 +37,11 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
     across = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
     models, heads = len(request.generator.model.models), own.num_heads
     width = across[0].kdim if across else 0
-    counts = models * len(decoder.layers), models * len(across)
+    counts = models * sum(not attends_in_streams(layer.self_attn) for layer in decoder.layers), models * len(across)
     geometry = planner.Geometry(*counts, heads, heads, own.head_dim, own.embed_dim, width)
     dtype, positions = some.dtype, int(source.shape[1]) if across else 0
-    call = planner.Call(request.batch, request.beams, 1, positions, request.max_steps, dtype.itemsize)
+    rows = request.beams * (STREAMS if has_streams(decoder) else 1)
+    call = planner.Call(request.batch, rows, 1, positions, request.max_steps, dtype.itemsize)
     plan = planner.plan_on(source.device, dtype, geometry, call, wanted)
     reasons = [_refused(model.decoder, wanted) for model in request.generator.model.models]
     return plan.choice, "; ".join(filter(None, (str(plan), *reasons)))
@@ -106,8 +108,8 @@ def _refused(decoder: Any, kind: str) -> str | None:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether plain linear layers make this attention module's keys and values."""
-    return all(map(is_plain, _layers(module)))
+    """Whether plain linear layers make this attention module's keys and values, and nothing but these its scores."""
+    return not attends_in_streams(module) and all(map(is_plain, _layers(module)))
 
 
 def _modules(decoder: Any) -> list[Any]:
