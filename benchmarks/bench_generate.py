@@ -81,6 +81,14 @@ def _prophetnet(batch: int, length: int, new: int, beams: int) -> Job:
     return _random_job(transformers.ProphetNetForConditionalGeneration(config), batch, length, new, beams)
 
 
+def _unilm(batch: int, length: int, new: int, beams: int) -> Job:
+    """UniLM-base; stock's side is the same model over the host's cache."""
+    from fastgen.models.unilm import UnilmConfig, UnilmForSeq2Seq
+
+    config = UnilmConfig(vocab_size=28996, max_position_embeddings=768, mask_token_id=103)
+    return _random_job(UnilmForSeq2Seq(config), batch, length, new, beams)
+
+
 def _transformer_base(batch: int, beams: int = 4) -> Job:
     config = transformers.MarianConfig(
         vocab_size=32000,
@@ -191,6 +199,9 @@ SCENARIOS = {
         "ProphetNet-large's layers, 512 wide, 8 x 512 -> 64, 5 beams",
         lambda _: _prophetnet(8, 512, 64, beams=5),
         at_least=2.5,
+    ),
+    "unilm-8x512": Scenario(
+        "UniLM-base shape, 8 x 512 -> 64, 5 beams", lambda _: _unilm(8, 512, 64, beams=5), at_least=3.0
     ),
     "transformer-base-32": Scenario(
         "transformer-base shape, 32 x 25 -> 30, 4 beams", lambda _: _transformer_base(32), at_least=1.8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import harness
@@ -113,17 +112,6 @@ def test_status_says_so() -> None:
     assert report.counters()["stock"] == 0
 
 
-def test_a_class_of_its_own_stays_with_the_host() -> None:
-    model = copy.deepcopy(kit.model())
-
-    class Mine(type(model.bert.encoder.layer[0].attention.self)):  # type: ignore[misc]
-        def forward(self, hidden_states: Any, attention_mask: Any = None, past_key_values: Any = None) -> Any:
-            return super().forward(hidden_states, attention_mask, past_key_values) * 1.0
-
-    model.bert.encoder.layer[0].attention.self.__class__ = Mine
-    harness.compare(model, _inputs(), expected="fallback", num_beams=3, max_new_tokens=5)
-
-
 def _blind(patch: pytest.MonkeyPatch) -> None:
     """The `[MASK]` does not see itself."""
     patch.setattr(
@@ -144,5 +132,5 @@ def _generous(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("broken", [_blind, _generous])
 def test_negative_controls(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, fastgen.FallbackError)):  # on 4.57 a trial notices
         harness.compare(kit.model(), _inputs(), num_beams=4, max_new_tokens=12, output_scores=True)

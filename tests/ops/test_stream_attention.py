@@ -51,3 +51,12 @@ def test_each_stream_has_its_keys(
                 torch.testing.assert_close(output[row, stream, head].double(), expected, atol=error, rtol=error)
     now = (query, key, value, own_key, own_value, bias, own_bias)
     assert all(torch.equal(a.double(), b) for a, b in zip(given, now, strict=True)), "an input was changed"
+
+
+def test_biases_that_are_shared_or_missing() -> None:
+    random = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(*shape, 4, generator=random) for shape in ((6, 3, 2), (2, 3, 9), (2, 3, 9)))
+    own_key, own_value = torch.randn(2, 6, 3, 1, 4, generator=random)
+    bias, none = torch.randn(2, 1, 3, 1, 9, generator=random), torch.zeros(6, 3, 1)
+    whole = stream_attention(query, key, value, own_key, own_value, bias.expand(-1, 3, -1, 2, -1), none, 0.3)
+    assert torch.equal(stream_attention(query, key, value, own_key, own_value, bias, None, 0.3), whole)

@@ -340,4 +340,5 @@ def _positions(input_ids: Tensor, attention_mask: Tensor | None, length: int | T
     width = input_ids.shape[1]
     if attention_mask is None or attention_mask.ndim != 2:
         return torch.arange(width, device=input_ids.device)[None] + length
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -width:]
+    positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -width:]
+    return positions.contiguous()  # of the same strides in each step, so that steps can be replayed
