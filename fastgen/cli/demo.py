@@ -378,25 +378,45 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
         prog="fastgen-demo",
         description="Decode with stock transformers and with fastgen, and compare outputs, time and memory.",
         epilog="Exit status: 0 if all outputs are identical, 1 if some differ, 2 if the input is unusable.",
     )
-    parser.add_argument("--model", metavar="NAME_OR_PATH", help="your seq2seq or causal model (default: a shipped one)")
-    parser.add_argument("--input", type=Path, metavar="FILE", help="your inputs, one a line")
-    parser.add_argument("--beams", type=_positive, default=5, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=_positive, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="decode only the first N inputs")
-    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: torch's)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument(
+    result.add_argument("--model", metavar="NAME_OR_PATH", help="your seq2seq or causal model (default: a shipped one)")
+    result.add_argument("--input", type=Path, metavar="FILE", help="your inputs, one a line")
+    result.add_argument(
+        "--beams", type=_positive, default=5, metavar="N", help="beams of the search (default: %(default)s)"
+    )
+    result.add_argument(
+        "--batch-size",
+        type=_positive,
+        default=64,
+        metavar="N",
+        help="inputs that decode together (default: %(default)s)",
+    )
+    result.add_argument(
+        "--max-new-tokens",
+        type=_positive,
+        default=128,
+        metavar="N",
+        help="of each output, at most (default: %(default)s)",
+    )
+    result.add_argument("--limit", type=_positive, metavar="N", help="decode only the first N inputs")
+    result.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: torch's)")
+    result.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where to decode (default: %(default)s)"
+    )
+    result.add_argument(
         "--samples", type=_positive, default=4, metavar="N", help="outputs to show (default: %(default)s)"
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser.parse_args(argv)
+    result.add_argument("--quiet", action="store_true", help="no progress bar")
+    return result
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    return parser().parse_args(argv)
 
 
 @contextlib.contextmanager

@@ -55,28 +55,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
             if action.dest in ("batch_size", "max_tokens"):
                 action.type = _count_or_auto
                 action.help = f"{action.help or ''} ('{AUTO}': the largest that fits, found by doubling)".strip()
-        group = parser.add_argument_group("fastgen")
-        group.add_argument(
-            "--workers",
-            dest="fastgen_workers",
-            type=whole_number,
-            default=WORKERS,
-            metavar="N",
-            help="processes for post-processing; 0: none, it runs between batches (default: %(default)s)",
-        )
-        group.add_argument(
-            "--resume",
-            dest="fastgen_resume",
-            action="store_true",
-            help="go on with the killed or interrupted run that wrote to --results-path",
-        )
-        group.add_argument(
-            "--refill",
-            dest="fastgen_refill",
-            choices=tuple(REFILL),
-            default=AUTO,
-            help="keep the batch full, waiting sentences in the places of finished ones; auto: on a GPU (default)",
-        )
+        add_own_flags(parser)
         args = options.parse_args_and_arch(parser, arguments)
     own = argparse.Namespace(
         workers=args.fastgen_workers,
@@ -94,6 +73,32 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
     if own.resume and not args.results_path:
         raise InputError("--resume needs --results-path, the folder of the run to go on with.")
     return args, own
+
+
+def add_own_flags(parser: argparse.ArgumentParser) -> None:
+    """What fastgen-generate has beside fairseq's flags."""
+    group = parser.add_argument_group("fastgen")
+    group.add_argument(
+        "--workers",
+        dest="fastgen_workers",
+        type=whole_number,
+        default=WORKERS,
+        metavar="N",
+        help="processes for post-processing; 0: none, it runs between batches (default: %(default)s)",
+    )
+    group.add_argument(
+        "--resume",
+        dest="fastgen_resume",
+        action="store_true",
+        help="go on with the killed or interrupted run that wrote to --results-path",
+    )
+    group.add_argument(
+        "--refill",
+        dest="fastgen_refill",
+        choices=tuple(REFILL),
+        default=AUTO,
+        help="keep the batch full, waiting sentences in the places of finished ones; auto: on a GPU (default)",
+    )
 
 
 def _count_or_auto(text: str) -> int | str:

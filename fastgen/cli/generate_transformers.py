@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--tokenizer", metavar="NAME", help="default: the model's")
     result.add_argument("--task-prefix", default="", metavar="TEXT", help="put before each input, as T5 needs")
     result.add_argument("--source-lang", metavar="LANG", help="as the tokenizer calls it: en, en_XX, eng_Latn, ...")
-    result.add_argument("--target-lang", metavar="LANG")
+    result.add_argument("--target-lang", metavar="LANG", help="the same, of the output")
     result.add_argument(
         "--dtype",
         choices=("auto", "float32", "float16", "bfloat16"),

@@ -12,8 +12,6 @@ pytest.importorskip("fairseq", reason="fastgen-generate needs fairseq")
 
 import fairseq_kit
 import prophetnet_kit as kit
-import torch
-from fairseq.data import indexed_dataset
 
 import fastgen
 
@@ -21,18 +19,7 @@ import fastgen
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("prophetnet")
-    samples = [kit.sources(seed=seed)["net_input"]["src_tokens"] for seed in range(4)]
-    for side in ("src", "tgt"):
-        kit.write_vocabulary(folder / f"dict.{side}.txt")
-        prefix = folder / f"test.src-tgt.{side}"
-        builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=kit.WORDS)
-        for row in torch.cat(samples):
-            builder.add_item(row[row.ne(kit.SPECIAL["pad"])].int())
-        builder.finalize(f"{prefix}.idx")
-    weights = kit.published(kit.build(kit.vocabulary(folder)).state_dict())
-    history = {"criterion_name": "x", "optimizer_name": "x", "lr_scheduler_state": {}, "num_updates": 0, "best_loss": 0}
-    state = {"args": kit.arguments(data=str(folder)), "model": weights, "optimizer_history": [history]}
-    torch.save({**state, "extra_state": {}}, folder / "checkpoint.pt")
+    kit.write_job(folder)
     return [
         str(folder), "--path", str(folder / "checkpoint.pt"), "--user-dir", kit.USER_DIR,
         "--task", "translation_prophetnet", "--cpu", "--num-workers", "0", "--max-tokens", "60", "--max-len-b", "12",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fairseq.data import indexed_dataset
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from torch import Tensor
 
@@ -96,3 +97,19 @@ def targets(rows: int, length: int = 11, seed: int = 1) -> Tensor:
     random = torch.Generator().manual_seed(seed)
     words = torch.randint(26, WORDS, (rows, length - 1), generator=random)
     return torch.cat([torch.full((rows, 1), SEP), words], dim=1)
+
+
+def write_job(folder: Path) -> None:
+    """What a command needs: data in the folder itself, and `checkpoint.pt` beside it in the published layout."""
+    samples = [sources(seed=seed)["net_input"]["src_tokens"] for seed in range(4)]
+    for side in ("src", "tgt"):
+        write_vocabulary(folder / f"dict.{side}.txt")
+        prefix = folder / f"test.src-tgt.{side}"
+        builder = indexed_dataset.make_builder(f"{prefix}.bin", impl="mmap", vocab_size=WORDS)
+        for row in torch.cat(samples):
+            builder.add_item(row[row.ne(SPECIAL["pad"])].int())
+        builder.finalize(f"{prefix}.idx")
+    weights = published(build(vocabulary(folder)).state_dict())
+    history = {"criterion_name": "x", "optimizer_name": "x", "lr_scheduler_state": {}, "num_updates": 0, "best_loss": 0}
+    state = {"args": arguments(data=str(folder)), "model": weights, "optimizer_history": [history]}
+    torch.save({**state, "extra_state": {}}, folder / "checkpoint.pt")

@@ -1,20 +1,19 @@
 """Every generative class of transformers that can be built tiny: accelerated or a reasoned fallback, never different.
 
-    python tests/transformers/test_sweep.py > table.md
+    python tests/transformers/test_sweep.py docs/data/models.json
 
-writes the table that the README shows.
+examines all classes and writes what came of each; `python docs/tools/generated.py` then writes it into the docs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
+import json
 import signal
 import sys
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,39 +286,29 @@ def test_known_outcomes() -> None:
     assert outcome.state == "fallback" or outcome.detail.startswith("stock:"), outcome
 
 
-# ---------------------------------------------------------------------------------------------- the table
-def table(outcomes: list[Outcome]) -> str:
-    """Markdown: what is accelerated, what falls back and why, what could not be tried and why; alike ones together."""
-    count = Counter(outcome.state for outcome in outcomes)
-    lines = [
-        f"transformers {transformers.__version__}: {count['accelerated']} classes accelerated, "
-        f"{count['fallback']} fall back, {count['not tried']} could not be tried tiny, {count['different']} differ.",
-        "",
-        "| outcome | why | classes |",
-        "| --- | --- | --- |",
-    ]
-    alike: dict[tuple[str, str], list[str]] = {}
-    for outcome in outcomes:
-        why = re.sub(r"'?\b[A-Z]\w+(Config|ConditionalGeneration)\b'?|\d[\d.e+-]*", "…", outcome.detail)
-        why = re.sub(r"\b\w*Attention(?= computes)|(?<=in a )\w+", "…", why)
-        alike.setdefault((outcome.state, why.replace("|", "\\|")), []).append(outcome.name)
-    order = ["different", "accelerated", "fallback", "not tried"]
-    for (state, why), names in sorted(alike.items(), key=lambda item: (order.index(item[0][0]), -len(item[1]))):
-        lines.append(f"| {state} ({len(names)}) | {why} | {', '.join(sorted(names, key=str.lower))} |")
-    return "\n".join(lines)
+# ---------------------------------------------------------------------------------------------- the docs' data
+def found(outcomes: list[Outcome]) -> dict[str, Any]:
+    """What the docs' table is made of."""
+    classes = {
+        outcome.name: {"kind": CLASSES[outcome.name], "outcome": outcome.state, "why": outcome.detail}
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.name.lower())
+    }
+    return {"transformers": transformers.__version__, "classes": classes}
 
 
-def main(names: list[str]) -> None:
+def main(path: str) -> None:
+    global SECONDS
+    SECONDS = 120  # a busy machine is no reason to leave a class out
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     fastgen.enable()
     outcomes = []
-    for name in names or CLASSES:
+    for name in CLASSES:
         outcomes.append(examine(name))
         print(f"{outcomes[-1].seconds:5.1f} s  {name}: {outcomes[-1].state}", file=sys.stderr, flush=True)
-    print(table(outcomes))
+    Path(path).write_text(json.dumps(found(outcomes), indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

@@ -1,0 +1,420 @@
+"""The parts of the README and of the docs that follow from data and code, written into the pages.
+
+    python docs/tools/generated.py           # writes them
+    python docs/tools/generated.py --check   # says which are out of date; exit status 1 if any is
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. transformers is needed for one of them, the
+flags of its `GenerationConfig`, and that one is of the version named in the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent.parent
+ROOT = DOCS.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MODELS = DOCS / "data" / "models.json"
+_PART = re.compile(r"( *)(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of \3 -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def names(text: str) -> list[str]:
+    """The generated parts of a page."""
+    return [found[3] for found in _PART.finditer(text)]
+
+
+def written(text: str, only: str | None = None) -> str:
+    """A page with its parts made anew, or one of them."""
+
+    def part(found: re.Match[str]) -> str:
+        indent, begin, name, end = found.groups()
+        if only not in (None, name):
+            return found[0]
+        return f"{indent}{begin}\n{textwrap.indent(PARTS[name]().strip(), indent)}\n\n{indent}{end}"
+
+    return _PART.sub(part, text)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(header), *([_unbroken(cell) for cell in row] for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _unbroken(cell: str) -> str:
+    """Without ends of lines between figures and their units."""
+    figures = re.fullmatch(r"(?:[\d.,x*()/ ]|\b(?:to|s|ms|MB|MiB)\b)+", cell)
+    return cell.replace(" ", "\u00a0") if figures else cell
+
+
+# ---------------------------------------------------------------------------------------------- models
+_KINDS = {
+    "causal": "decoder-only",
+    "seq2seq": "encoder-decoder",
+    "speech": "speech",
+    "image-text": "images and text, on text alone",
+}
+
+
+def _models() -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(MODELS.read_text("utf-8"))
+    return data
+
+
+def _of(outcome: str) -> dict[str, dict[str, str]]:
+    return {name: one for name, one in _models()["classes"].items() if one["outcome"] == outcome}
+
+
+def _listed(classes: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(classes, key=str.lower))
+
+
+def models_count() -> str:
+    accelerated, fallback, untried = (len(_of(outcome)) for outcome in ("accelerated", "fallback", "not tried"))
+    return (
+        f"Of the {len(_models()['classes'])} causal, seq2seq, speech and image-text classes of transformers "
+        f"{_models()['transformers']}, **{accelerated} are accelerated**, {fallback} fall back to the host, "
+        f"{untried} could not be tried with a tiny model, and {len(_of('different'))} differ."
+    )
+
+
+def models_accelerated() -> str:
+    found = _of("accelerated")
+    rows = []
+    for kind, title in _KINDS.items():
+        names = [name for name, one in found.items() if one["kind"] == kind]
+        rows.append((f"{title} ({len(names)})", _listed(names)))
+    return table(("kind", "classes"), rows)
+
+
+def _by_reason(outcome: str) -> str:
+    """Classes with the same reason, but for its numbers and names, in one row."""
+    alike: dict[str, list[str]] = {}
+    for name, one in _of(outcome).items():
+        reasons = dict.fromkeys(map(_general, one["why"].split("; ")))
+        alike.setdefault("; ".join(reasons), []).append(name)
+    rows = sorted(alike.items(), key=lambda row: (-len(row[1]), row[0].lower()))
+    return table(("why", "classes"), ((why, _listed(names)) for why, names in rows))
+
+
+def _general(why: str) -> str:
+    why = re.sub(r"'?\b[A-Z]\w+(Config|ConditionalGeneration)\b'?|\d[\d.e+-]*", "…", why)
+    why = re.sub(r"\b\w*Attention(?= computes)|(?<=in a )\w+", "…", why)
+    return why.replace("…, …, …, …, …", "…").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
+
+
+# ---------------------------------------------------------------------------------------------- commands
+def _flags(actions: Iterable[argparse.Action]) -> str:
+    rows = []
+    for action in actions:
+        if isinstance(action, argparse._HelpAction):
+            continue
+        flag = ", ".join(action.option_strings) or str(action.metavar)
+        if action.choices:
+            value = "{" + ",".join(map(str, action.choices)) + "}"
+        else:
+            value = str(action.metavar or action.dest.upper()) if action.nargs != 0 else ""
+        shown = f"`{flag} {value}`" if action.option_strings and value else f"`{flag}`"
+        default = action.default
+        nothing = default is None or default is argparse.SUPPRESS or default is False or default == ""
+        text = re.sub(r" *\(?default: %\(default\)s\)?", "", action.help or "") % vars(action)
+        text = re.sub(r"^default: ", "by default: ", text)
+        rows.append((shown.replace("|", " or "), "" if nothing else f"`{default}`", text.replace("|", "\\|")))
+    return table(("option", "default", "what"), rows)
+
+
+def command_demo() -> str:
+    from fastgen.cli import demo
+
+    return _flags(demo.parser()._actions)
+
+
+def command_generate() -> str:
+    from fastgen.cli import generate
+
+    parser = argparse.ArgumentParser(add_help=False)
+    generate.add_own_flags(parser)
+    return _flags(parser._actions)
+
+
+def command_generate_transformers() -> str:
+    from fastgen.cli import generate_transformers
+
+    actions = generate_transformers.parser()._actions
+    return _flags(action for action in actions if not action.dest.startswith("generation."))
+
+
+def command_generation_flags() -> str:
+    import transformers
+
+    from fastgen.cli.transformers import flags
+
+    parser = argparse.ArgumentParser(add_help=False)
+    flags.add_flags(parser)
+    shown = ", ".join(
+        f"`{action.option_strings[0]}`" if action.nargs == "?" else f"`{action.option_strings[0]} {action.metavar}`"
+        for action in parser._actions
+    )
+    return f"With transformers {transformers.__version__}: {shown}."
+
+
+# ---------------------------------------------------------------------------------------------- results
+def _result(name: str) -> dict[str, Any]:
+    """The newest of a scenario's results."""
+    found = sorted(RESULTS.glob(f"{name}-20[0-9][0-9]-[0-9][0-9]-[0-9][0-9].json"))
+    if not found:
+        sys.exit(f"there is no result {name} in {RESULTS}")
+    data: dict[str, Any] = json.loads(found[-1].read_text("utf-8"))
+    return data
+
+
+_TRANSFORMERS = """bart-8x1022 bart-8x512 diverse-8x512 gpt2-4x128 gpt2-4x512 transformer-base-32 transformer-base-1
+    transformer-base-greedy ddtp whisper whisper-1 smollm""".split()
+_SHORT = "bart-8x1022 gpt2-4x512 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
+_FAIRSEQ = "wide-8x512 base-32 base-1 bart-8x512 lm-4x256".split()
+_CTRANSLATE2 = "bart-8x512 transformer-base-32 transformer-base-1".split()
+
+
+def _timed(result: dict[str, Any], **labels: str) -> tuple[str, ...]:
+    timed = result["end_to_end"]
+    spread = f"**{timed['ratio']:.2f}x** ({timed['min']:.2f} to {timed['max']:.2f})"
+    return f"{timed['stock']:.2f} s", f"{timed['fastgen']:.2f} s", spread
+
+
+def results_machine() -> str:
+    results = [_result(name) for name in _TRANSFORMERS]
+    machines = {(one["machine"]["cpu"], one["machine"]["threads"]) for one in results}
+    versions = {(one["versions"]["torch"], one["versions"]["transformers"]) for one in results}
+    days = sorted(one["date"][:10] for one in results)
+    (cpu, threads), (torch, transformers) = machines.pop(), versions.pop()
+    if machines or versions:
+        sys.exit("the results are of several machines or versions, which a table must tell apart")
+    return (
+        f"Machine: {cpu} (Zen 5), {threads} cores, {threads} threads, no GPU. Versions: torch {torch}, transformers "
+        f"{transformers}. Measured from {days[0]} to {days[-1]}."
+    )
+
+
+def results_transformers() -> str:
+    rows = []
+    for name in _TRANSFORMERS:
+        result = _result(name)
+        stock, ours = (result["verified"][f"{side}_cache_bytes"] / 2**20 for side in ("stock", "fastgen"))
+        alone, rounds = result["decode_alone"]["ratio"], str(len(result["rounds"]))
+        rows.append((result["what"], *_timed(result), f"{alone:.2f}x", f"{stock:.0f} / {ours:.0f} MiB", rounds))
+    return table(("task", "stock", "fastgen", "end to end", "decoder alone", "cache", "rounds"), rows)
+
+
+def results_short() -> str:
+    rows = [(_result(name)["what"], *_timed(_result(name))) for name in _SHORT]
+    return table(("task", "stock", "fastgen", "faster"), rows)
+
+
+def results_fairseq() -> str:
+    rows = []
+    for name in _FAIRSEQ:
+        result = _result(f"fairseq-{name}")
+        rows.append((result["what"], *_timed(result), str(len(result["rounds"]))))
+    version = _result("fairseq-base-32")["versions"]["fairseq"]
+    title = f"Stock fairseq's `SequenceGenerator` (fairseq {version}) against fastgen, on the same machine:"
+    return f"{title}\n\n{table(('task', 'stock', 'fastgen', 'faster', 'rounds'), rows)}"
+
+
+def results_whisper() -> str:
+    result = _result("whisper-trained")
+    row = (f"Whisper-base, {result['what']}, {result['beams']} beams", *_timed(result), str(len(result["rounds"])))
+    title = f"The package `openai-whisper` {result['versions']['whisper']}, all of `transcribe`:"
+    return f"{title}\n\n{table(('task', 'stock', 'fastgen', 'faster', 'rounds'), [row])}"
+
+
+def results_ctranslate2() -> str:
+    rows = []
+    for name in _CTRANSLATE2:
+        result = _result(f"ctranslate2-{name}")
+        timed = result["end_to_end"]["ctranslate2 / fastgen"]
+        ratio = f"{timed['ratio']:.2f} ({timed['min']:.2f} to {timed['max']:.2f})"
+        same = f"{result['ctranslate2_compared']['same_tokens']:.0%}"
+        seconds = (f"{timed[side]:.2f} s" for side in ("ctranslate2", "fastgen"))
+        rows.append((result["what"], *seconds, ratio, same, str(len(result["rounds"]))))
+    version = _result(f"ctranslate2-{_CTRANSLATE2[0]}")["versions"]["ctranslate2"]
+    header = ("task", f"CTranslate2 {version}", "fastgen", "CTranslate2 / fastgen", "tokens as stock's", "rounds")
+    return table(header, rows)
+
+
+def results_offline() -> str:
+    result = _result("offline")
+    rows = [
+        (name, f"{one['seconds']:.2f} s", f"{one['ratios'][0]:.1f}x" if name != "stock, in order" else "")
+        for name, one in result["summary"].items()
+    ]
+    title = f"{result['what']}, {result['options']['num_beams']} beams ({len(result['rounds'])} round):"
+    return f"{title}\n\n{table(('how', 'seconds', 'faster than stock in order'), rows)}"
+
+
+def results_operators() -> str:
+    wide, narrow = _result("ops-avx512"), _result("ops-avx2")
+
+    def ngrams(against: str) -> str:
+        return " ".join(
+            shown.format(one["ngrams"]["ratios"][against]["ratio"])
+            for one, shown in ((wide, "{:.0f}x"), (narrow, "({:.0f}x)"))
+        )
+
+    def topk(against: str, median: bool = False) -> str:
+        parts = []
+        for one in (wide, narrow):
+            found = [each["ratios"][against]["ratio"] for each in one["topk"]]
+            parts.append((min(found), max(found), statistics.median(found)))
+        (a, b, c), (d, e, f) = parts
+        if median:
+            return f"{a:.1f}x to {b:.1f}x, median {c:.0f}x ({d:.1f}x to {e:.1f}x, median {f:.0f}x)"
+        return f"{a:.1f}x to {b:.1f}x ({d:.1f}x to {e:.1f}x)"
+
+    shapes = wide["topk"]
+    rows_, vocabularies = ({each[name] for each in shapes} for name in ("rows", "vocabulary"))
+    ks = " and ".join(str(k) for k in sorted({each["k"] for each in shapes}))
+    sizes = f"{min(rows_)} to {max(rows_)} rows, V {min(vocabularies):,} to {max(vocabularies):,}, k {ks}"
+    what = f"`topk_log_softmax`, {sizes}"
+    attention = [1 / each["native_over_better"] for each in _result("attention")["results"]]
+    microseconds = wide["ngrams"]["seconds"]["fastgen"] * 1e6
+    rows = [
+        (
+            f"`ban_repeated_ngrams_`, 128 rows, 140 tokens, V 50,264, n 3: {microseconds:.0f} us",
+            "fairseq's Python fallback",
+            ngrams("fairseq"),
+        ),
+        ("the same", "transformers' processor, which copies the scores", ngrams("transformers")),
+        (what, "`log_softmax` + `topk`, per row", topk("log_softmax+topk")),
+        (
+            "the same, and the choice of k candidates from beams x k",
+            "copy, `log_softmax`, sum, `topk` of beams x V",
+            topk("hosts' chain", median=True),
+        ),
+        (
+            f"`beam_attention`, {len(attention)} shapes",
+            "the better of torch's own and two batched products",
+            f"{min(attention):.1f}x to {max(attention):.1f}x, median {statistics.median(attention):.1f}x",
+        ),
+    ]
+    return table(("operator", "against", "faster with AVX-512 (with AVX2)"), rows)
+
+
+def results_slots() -> str:
+    result = _result("cache-smollm")
+    rows = [
+        tuple(f"{mark[name]:,.0f}" for name in ("T", "greedy", "stock", "unpruned", "allocated", "in use", "ancestors"))
+        for mark in result["marks"]
+    ]
+    header = (
+        "new tokens",
+        "greedy search",
+        "stock's copies",
+        "tree, not pruned",
+        "tree, allocated",
+        "in use",
+        "ancestors",
+    )
+    return table(header, rows)
+
+
+def slim_bytes() -> str:
+    rows = []
+    for one in _result("slim")["bytes"]:
+        alone, five, pruned = one["1 beams"], one["5 beams"], one["5 beams, pruned"]
+        stock, claimed = five["stock"], f"{alone[one['of']] / alone['slim without e']:.1f}x ({one['claim']:g}x)"
+        if one["of"] != "stock":  # of self-attention alone
+            rows.append((f"{one['model']}, self-attention", "", claimed, *[""] * 5))
+            continue
+        rows.append(
+            (
+                one["model"],
+                _mb(alone["stock"]),
+                claimed,
+                f"{alone['stock'] / alone['slim']:.1f}x" if one["e"] else "",
+                _mb(stock),
+                f"{stock / five['kv']:.1f}x",
+                f"{stock / five['slim']:.1f}x",
+                f"{stock / pruned['slim']:.1f}x",
+            )
+        )
+    header = (
+        "model",
+        "stock, 1 sequence",
+        "slim, E left out (the paper's figure)",
+        "slim, with E",
+        "stock, 5 beams",
+        "tree of K and V",
+        "slim",
+        "slim and pruned",
+    )
+    return table(header, rows)
+
+
+def _mb(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
+def slim_speed() -> str:
+    rows = []
+    for one in _result("slim")["speed"]:
+        seconds = one["seconds"]
+        ratios = (f"{seconds['kv'] / seconds[kind]:.2f}x" for kind in ("e+kv", "x+kv", "x+e"))
+        milliseconds = (f"{seconds[kind] * 1e3:,.0f} ms" for kind in ("stock", "kv"))
+        rows.append((one["what"], *milliseconds, *ratios, f"`{one['picked']}`", f"{one['behind']:.2f}"))
+    header = ("shape", "stock", "fastgen, K and V", "E", "X", "X and E", "the plan picks", "time / fastest cache's")
+    return table(header, rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "command-demo": command_demo,
+    "command-generate": command_generate,
+    "command-generate-transformers": command_generate_transformers,
+    "command-generation-flags": command_generation_flags,
+    "models-accelerated": models_accelerated,
+    "models-count": models_count,
+    "models-fallback": lambda: _by_reason("fallback"),
+    "models-not-tried": lambda: _by_reason("not tried"),
+    "results-ctranslate2": results_ctranslate2,
+    "results-fairseq": results_fairseq,
+    "results-machine": results_machine,
+    "results-offline": results_offline,
+    "results-operators": results_operators,
+    "results-short": results_short,
+    "results-slots": results_slots,
+    "results-transformers": results_transformers,
+    "results-whisper": results_whisper,
+    "slim-bytes": slim_bytes,
+    "slim-speed": slim_speed,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
+    check = parser.parse_args(argv).check
+    stale = 0
+    for page in pages():
+        text = page.read_text("utf-8")
+        if (new := written(text)) != text:
+            stale += 1
+            print(f"{page.relative_to(ROOT)} {'is out of date' if check else 'written'}")
+            if not check:
+                page.write_text(new, "utf-8")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""What the pages say follows from code and data: options, variables, reasons, tables, pictures."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import draw
+import generated
+import pages
+import pytest
+import transformers
+from pages import DOCS, PAGES, ROOT
+
+import fastgen
+from fastgen import config
+
+OPTIONS = pages.text_of("docs/options.md")
+TROUBLE = pages.text_of("docs/troubleshooting.md")
+PARTS = [(page, part) for page in PAGES for part in generated.names(pages.text_of(page))]
+
+
+# ---------------------------------------------------------------------------------------------- generated parts
+@pytest.mark.parametrize("page, part", PARTS)
+def test_generated_part_is_up_to_date(page: str, part: str) -> None:
+    text = pages.text_of(page)
+    if part == "command-generation-flags" and f"With transformers {transformers.__version__}:" not in text:
+        pytest.skip(f"the page shows the flags of another version than transformers {transformers.__version__}")
+    assert generated.written(text, only=part) == text, "run python docs/tools/generated.py"
+
+
+def test_every_part_is_shown() -> None:
+    assert {part for _, part in PARTS} == set(generated.PARTS)
+    begun = sum(pages.text_of(page).count("<!-- generated:") for page in PAGES)
+    assert begun == len(PARTS), "a part without its end"
+
+
+def test_stale_parts_are_noticed() -> None:
+    page = "docs/results.md"
+    text = pages.text_of(page)
+    assert generated.written(text.replace("7.30x", "9.99x")) == text
+
+
+def test_models_are_those_of_the_sweep() -> None:
+    data = json.loads(generated.MODELS.read_text("utf-8"))
+    outcomes = {one["outcome"] for one in data["classes"].values()}
+    assert outcomes <= {"accelerated", "fallback", "not tried"}, "a class differs from stock"
+    assert all(one["why"] for one in data["classes"].values() if one["outcome"] != "accelerated")
+    assert {one["kind"] for one in data["classes"].values()} == set(generated._KINDS)
+    if data["transformers"] != transformers.__version__:
+        pytest.skip(f"the sweep was of transformers {data['transformers']}, here is {transformers.__version__}")
+    sys.path.insert(0, str(ROOT / "tests" / "transformers"))
+    import test_sweep
+
+    assert {name: one["kind"] for name, one in data["classes"].items()} == test_sweep.CLASSES
+
+
+def test_pictures_are_as_drawn() -> None:
+    for path, svg in draw.drawn():
+        assert path.read_text("utf-8") == svg, "run python docs/tools/draw.py"
+        tree = ElementTree.fromstring(svg)
+        assert tree.get("role") == "img"
+        assert [part.tag.rpartition("}")[2] for part in tree[:2]] == ["title", "desc"]
+        assert all(part.text for part in tree[:2])
+        shown = path.relative_to(DOCS).as_posix()
+        assert shown in pages.text_of("docs/how-it-works.md")
+
+
+# ---------------------------------------------------------------------------------------------- options
+CHOICES = {"tier": config.TIERS, "packing": config.PACKING, "replay": config.REPLAY, "cache": config.CACHES}
+
+
+def _section(name: str) -> str:
+    return OPTIONS.partition(f"\n## `{name}`\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(config.Config), ids=lambda field: field.name)
+def test_option_is_documented(field: dataclasses.Field[object]) -> None:
+    default = f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
+    section, variable = _section(field.name), f"FASTGEN_{field.name.upper()}"
+    assert section, f"there is no section ## `{field.name}`"
+    assert f"| [`{field.name}`](#{field.name}) | `{default}` | `{variable}` |" in OPTIONS
+    assert f"`{variable}" in section
+    begin = section.strip().splitlines()[0]
+    assert re.search(rf"`{re.escape(default)}` (\(default\)|by default)", begin), f"the default is {default}"
+    for choice in CHOICES.get(field.name, ()):
+        assert f'`"{choice}"`' in begin, f"{choice} is not among the values"
+
+
+def test_native_choices_are_documented() -> None:
+    for choice in filter(None, config.NATIVE):
+        assert f"| `{choice}` |" in pages.text_of("docs/operators.md")
+
+
+def _variables() -> set[str]:
+    """Environment variables that the package reads."""
+    found = {f"FASTGEN_{field.name.upper()}" for field in dataclasses.fields(config.Config)}
+    for path in (ROOT / "fastgen").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= set(re.findall(r"\bFASTGEN_[A-Z_]*[A-Z]\b", node.value))
+    return found
+
+
+def test_variables_are_documented() -> None:
+    documented = set(re.findall(r"`(FASTGEN_[A-Z_]+)(?:=\w+)?`", OPTIONS))
+    assert documented == _variables()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_name_no_other_variable(page: str) -> None:
+    assert set(re.findall(r"FASTGEN_[A-Z_]+", pages.text_of(page))) <= _variables()
+
+
+def test_functions_are_documented() -> None:
+    text = "\n".join(map(pages.text_of, PAGES))
+    for name in fastgen.__all__:
+        if inspect.isfunction(getattr(fastgen, name)) or name == "FallbackError":
+            assert f"fastgen.{name}" in text, f"no page names fastgen.{name}"
+
+
+# ---------------------------------------------------------------------------------------------- reasons
+_OPTIMIZER = ROOT / "fastgen" / "optimizer"
+REASONED = [
+    "transformers/cache.py",
+    "transformers/proof.py",
+    "transformers/requests.py",
+    "transformers/streams.py",
+    "fairseq/decoder.py",
+    "fairseq/fast.py",
+    "fairseq/requests.py",
+    "whisper/inference.py",
+]
+
+
+def _texts(node: ast.expr | None) -> list[str]:
+    """What an expression may give: its text, with … for what is filled in."""
+    if isinstance(node, ast.IfExp):
+        return [*_texts(node.body), *_texts(node.orelse)]
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node.value]
+    if isinstance(node, ast.JoinedStr):
+        return ["".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)]
+    return []
+
+
+def reasons(path: Path) -> list[str]:
+    """What the functions return that say why not."""
+    found: list[str] = []
+    for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(function, ast.FunctionDef) and function.returns and ast.unparse(function.returns) == "str | None":
+            for node in ast.walk(function):
+                found += _texts(node.value) if isinstance(node, ast.Return) else []
+    return found
+
+
+@pytest.mark.parametrize("module", REASONED)
+def test_reasons_are_explained(module: str) -> None:
+    found = reasons(_OPTIMIZER / module)
+    assert found
+    missing = [reason for reason in found if f"`{reason}`" not in TROUBLE]
+    assert not missing, "docs/troubleshooting.md says nothing of these reasons"
+
+
+def test_explained_reasons_exist() -> None:
+    """The page's tables name no reason that is gone."""
+    known = {reason for module in REASONED for reason in reasons(_OPTIMIZER / module)}
+    known |= {"tier='stock' is configured", "its steps cannot be captured (…)"}
+    listed = re.findall(r"^\| `([^`]+)` \|", TROUBLE.partition("## Reasons in transformers")[2], re.MULTILINE)
+    assert len(listed) > 60
+    assert set(listed) <= known
