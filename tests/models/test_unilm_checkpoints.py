@@ -132,6 +132,13 @@ def test_s2s_ft(tmp_path: Path) -> None:
     assert_same_output(UnilmForSeq2Seq.from_pretrained(tmp_path, **OURS), model)
 
 
+def test_a_configuration_that_names_the_mask(tmp_path: Path) -> None:
+    file = v1_file(tmp_path, v1(kit.model()))
+    config = kit.config(mask_token_id=7)
+    config.save_pretrained(tmp_path)
+    assert UnilmForSeq2Seq.from_pretrained(file, config=tmp_path / "config.json").config.mask_token_id == 7
+
+
 def test_auto_model_with_a_configuration(tmp_path: Path) -> None:
     model, config = kit.model(), kit.config()
     loaded = AutoModelForCausalLM.from_pretrained(s2s_ft_folder(tmp_path, s2s_ft(model)), config=config)

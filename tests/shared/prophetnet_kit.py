@@ -101,6 +101,7 @@ def targets(rows: int, length: int = 11, seed: int = 1) -> Tensor:
 
 def write_job(folder: Path) -> None:
     """What a command needs: data in the folder itself, and `checkpoint.pt` beside it in the published layout."""
+    folder.mkdir(exist_ok=True)
     samples = [sources(seed=seed)["net_input"]["src_tokens"] for seed in range(4)]
     for side in ("src", "tgt"):
         write_vocabulary(folder / f"dict.{side}.txt")

@@ -25,7 +25,7 @@ _CONFIGURATIONS = ("config.json", "bert_config.json")
 _OTHERS_FILES = ("model.safetensors", "model.safetensors.index.json", f"{_WEIGHTS}.index.json")
 _FIELDS = """vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act
     hidden_dropout_prob attention_probs_dropout_prob max_position_embeddings type_vocab_size initializer_range
-    layer_norm_eps source_type_id target_type_id rel_pos_bins""".split()
+    layer_norm_eps mask_token_id source_type_id target_type_id rel_pos_bins""".split()
 # What `AutoModelForCausalLM` hands on, and a file that is here doesn't need.
 _OF_THE_HUB = (
     "_from_auto adapter_kwargs cache_dir force_download local_files_only revision token trust_remote_code".split()
