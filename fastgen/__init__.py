@@ -244,16 +244,17 @@ def encode(model: Any, **inputs: Any) -> Any:
     """`model(**inputs)` of a transformers encoder, with or without a head, that computes (almost) no padding.
 
     Texts of like length are read together, each group as long as its longest text, where that pays by an estimate.
-    BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA, ALBERT and MPNet; others, and inputs that cannot be
-    divided, are read as they are, with the reason in the log.
+    BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, ELECTRA, ALBERT and MPNet, alone or with a head for masked words,
+    or for classes of texts, tokens or spans; others, and inputs that cannot be divided, are read as they are, with the
+    reason in the log.
 
     Args:
         model: in evaluation mode; call under `torch.no_grad()`.
         inputs: `input_ids` int64 `[B, N]`, padded on the right, and `attention_mask` `[B, N]`; `token_type_ids` and
             `position_ids` `[B, N]`, if any.
 
-    Returns: the model's own output. States and logits of padding are zeros, where the model has numbers that mean
-        nothing; all others are the same but for rounding.
+    Returns: the model's own output. States and logits of padding are zeros (of spans the least numbers there are),
+        where the model has numbers that mean nothing; all others are the same but for rounding.
 
     Raises:
         FallbackError: in strict mode, instead of reading a batch as it is.

@@ -114,7 +114,7 @@ def stream_attention(
 
     ProphetNet's n-gram attention (Qi et al. 2020, https://arxiv.org/abs/2001.04063, section 3.2) over the beam tree,
     and that of UniLM's `[MASK]` behind the last token: the main stream, which comes first, sees the shared keys alone,
-    its own among them. The softmax is in float32.
+    its own among them. The softmax is in float32 at least.
 
     Args:
         query: of `S` streams, `[B*M, H, S, D]`.
@@ -134,7 +134,11 @@ def stream_attention(
     own = (query[:, :, 1:] * own_key).sum(3) * scale
     own = own if own_bias is None else own + own_bias
     own = F.pad(own, (1, 0), value=-torch.inf).unflatten(0, (batch, -1)).transpose(1, 2)  # [B, H, M, S]
-    weights = torch.cat([scores, own[..., None]], dim=4).softmax(4, dtype=torch.float32).to(query.dtype)
+    weights = (
+        torch.cat([scores, own[..., None]], dim=4)
+        .softmax(4, dtype=torch.promote_types(query.dtype, torch.float32))
+        .to(query.dtype)
+    )
     output = torch.bmm(weights[..., :-1].reshape(batch * heads, -1, keys), value.flatten(0, 1))
     output = output.view(batch, heads, beams, streams, -1).permute(0, 2, 3, 1, 4)  # [B, M, S, H, Dv]
     share = weights[..., 1:, -1].permute(0, 2, 3, 1)  # [B, M, S-1, H]

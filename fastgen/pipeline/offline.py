@@ -54,19 +54,23 @@ def generate(
     for name in _NOT_OPTIONS:
         if options.get(name) is not None:
             raise ValueError(f"{name} is not for fastgen.generate; call model.generate instead")
+    if (latents := options.get("latents")) is not None and len(latents) != len(sources):
+        raise ValueError(f"latents has {len(latents)} rows for {len(sources)} sources")
     for index, source in enumerate(sources):
         if len(source) == 0:
             raise ValueError(f"source {index} has no tokens")
     found: list[Any] = [None] * len(sources)
     show = Progress(len(sources), enabled=progress)
-    pad, ends = _special_tokens(model, options)
+    pad, ends = _special_tokens(model, options)[0], _ends(model, options)
     refilling = bool(sources) and why_not_refilled(model, min(sources, key=len), refill, options) is None
     try:
         for part, result, width in generated(model, sources, options, batch_size=batch_size, refill=refilling):
             sequences = getattr(result, "sequences", result)
             for index, hypotheses in zip(part, sequences.unflatten(0, (len(part), -1)), strict=True):
-                own = hypotheses if model.config.is_encoder_decoder else hypotheses[:, width - len(sources[index]) :]
-                found[index] = _without_padding(own, pad, pad in ends)
+                prompt, own = 1, hypotheses
+                if not model.config.is_encoder_decoder:
+                    prompt, own = len(sources[index]), hypotheses[:, width - len(sources[index]) :]
+                found[index] = _without_padding(own, prompt, pad, ends)
                 show.update(1, int(found[index].numel()))
     finally:
         show.close()
@@ -117,7 +121,7 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
         from fastgen.optimizer.transformers.refill import unrefillable
     except ImportError:
         return "fastgen leaves this version of transformers alone"
-    return unrefillable(model, _call(model, [source], options))
+    return unrefillable(model, _call(model, [source], _options_of([0], options)))
 
 
 def generated(
@@ -132,7 +136,7 @@ def generated(
     # The longest first: what doesn't fit into memory shows at once.
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
     parts = [order[first : first + size] for first in range(0, len(order), size)]
-    calls = (_call(model, [sources[index] for index in part], options) for part in parts)
+    calls = (_call(model, [sources[index] for index in part], _options_of(part, options)) for part in parts)
     if refill:
         from fastgen.optimizer.transformers.refill import run
 
@@ -141,6 +145,12 @@ def generated(
         results = ((number, model.generate(**call)) for number, call in enumerate(calls))
     for number, result in results:
         yield parts[number], result, len(sources[parts[number][0]])
+
+
+def _options_of(part: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of these sources: latents have a row for each."""
+    latents = options.get("latents")
+    return options if latents is None else {**options, "latents": latents[part]}
 
 
 def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
@@ -153,6 +163,13 @@ def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[int, list[int]
     ends, pad = first("eos_token_id"), first("pad_token_id")
     ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     return (int([*ends, 0][0]) if pad is None else int(pad)), ends
+
+
+def _ends(model: Any, options: dict[str, Any]) -> list[int]:
+    """The tokens that end a hypothesis; none where it cannot be told which."""
+    given = options.get("generation_config") or model.generation_config
+    ends = options["eos_token_id"] if "eos_token_id" in options else getattr(given, "eos_token_id", None)
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def _call(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -171,10 +188,17 @@ def _call(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[s
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), **options}
 
 
-def _without_padding(hypotheses: Tensor, pad: int, pad_ends: bool) -> Tensor:
-    """Cut the columns off in which every hypothesis, `[n, length]`, is padded; a token that ends one may look so."""
+def _without_padding(hypotheses: Tensor, prompt: int, pad: int, ends: list[int]) -> Tensor:
+    """Cut off the columns behind the end of every hypothesis, `[n, length]`; one that has none ends before padding."""
+    import torch
+
+    generated = hypotheses[:, prompt:]
+    is_end = torch.isin(generated, torch.tensor(ends, dtype=generated.dtype, device=generated.device))
+    # What fills up is padding or, to the host's beam search if padding is token 0, an end.
+    if len(generated) and bool(is_end.any(1).all()):
+        return hypotheses[:, : prompt + int(is_end.int().argmax(1).max()) + 1]
     length = hypotheses.shape[1]
     padded = (hypotheses == pad).all(0).tolist()
     while length and padded[length - 1]:
         length -= 1
-    return hypotheses[:, : min(length + pad_ends, hypotheses.shape[1])]
+    return hypotheses[:, :length]

@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 from argparse import Namespace
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +445,43 @@ def test_training_begins_with_a_pretrained_one(
     begun = ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
     assert args.load_from_pretrained_model is None
     assert all(map(torch.equal, begun.state_dict().values(), model.state_dict().values()))
+
+
+def test_pretrained_checkpoints_hold_meters_too(tmp_path: Path, words: BertDictionary, model: Any) -> None:
+    """As fairseq of 2019 saved them."""
+    import fairseq.logging.meters as meters
+
+    path = tmp_path / "pretrained.pt"
+    meter = meters.AverageMeter()
+    meter.update(3.0)
+    extra = {"train_meters": OrderedDict(train_loss=meter), "val_loss": 2.5}
+    torch.save({"model": kit.published(model.state_dict()), "args": kit.arguments(), "extra_state": extra}, path)
+    begun = _begun(words, path)
+    assert all(map(torch.equal, begun.state_dict().values(), model.state_dict().values()))
+
+
+def _begun(words: BertDictionary, path: Path, **options: Any) -> Any:
+    args = kit.arguments(load_from_pretrained_model=str(path), **options)
+    task = Namespace(source_dictionary=words, target_dictionary=words)
+    return ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
+
+
+def test_a_pretrained_ones_positions_are_cut(tmp_path: Path, words: BertDictionary, model: Any) -> None:
+    path = tmp_path / "pretrained.pt"
+    torch.save(kit.published(model.state_dict()), path)
+    begun = _begun(words, path, max_source_positions=30, max_target_positions=20)
+    for ours, theirs in ((begun.encoder, model.encoder), (begun.decoder, model.decoder)):
+        weight = ours.embed_positions.weight
+        assert len(weight) < len(theirs.embed_positions.weight)
+        assert torch.equal(weight, theirs.embed_positions.weight[: len(weight)])
+    for side in ("source", "target"):
+        with pytest.raises(ValueError, match=f"--max-{side}-positions asks for"):
+            _begun(words, path, **{f"max_{side}_positions": 64})
+
+
+def test_no_stream_at_all_is_refused(words: BertDictionary) -> None:
+    with pytest.raises(ValueError, match="--ngram 0"):
+        kit.build(words, ngram=0)
 
 
 def test_the_separators_embedding_is_doubled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any) -> None:

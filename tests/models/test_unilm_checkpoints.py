@@ -139,6 +139,28 @@ def test_a_configuration_that_names_the_mask(tmp_path: Path) -> None:
     assert UnilmForSeq2Seq.from_pretrained(file, config=tmp_path / "config.json").config.mask_token_id == 7
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (dict(dtype="float17"), ValueError, "dtype='float17'"),
+        (dict(update=3), TypeError, "update"),
+        (dict(tie_word_embeddings=False), ValueError, "tie_word_embeddings=False"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        UnilmForSeq2Seq.from_pretrained(v1_file(tmp_path, v1(kit.model())), **options)
+
+
+def test_positions_that_are_cut(tmp_path: Path) -> None:
+    file = v1_file(tmp_path, v1(kit.model(end=60.0)))
+    with pytest.warns(UserWarning, match="40 positions, and max_position_embeddings is 20"):
+        model = UnilmForSeq2Seq.from_pretrained(file, max_position_embeddings=20, **OURS)
+    inputs = kit.padded(kit.sources(9))
+    with pytest.warns(UserWarning, match="may have 24 tokens, and max_position_embeddings is 20"):
+        model.generate(**inputs, max_new_tokens=15, eos_token_id=kit.SEP)
+
+
 def test_auto_model_with_a_configuration(tmp_path: Path) -> None:
     model, config = kit.model(), kit.config()
     loaded = AutoModelForCausalLM.from_pretrained(s2s_ft_folder(tmp_path, s2s_ft(model)), config=config)

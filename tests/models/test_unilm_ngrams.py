@@ -86,3 +86,22 @@ def test_the_source_does_not_count() -> None:
     assert torch.equal(first(no_repeat_ngram_size=1), first())
     hosts = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])
     assert (first(logits_processor=hosts) != words)[repeats].all()
+
+
+@pytest.mark.parametrize("ignored", [9, [99], [None], [-1], "words"])
+def test_tokens_that_are_none(ignored: Any) -> None:
+    with pytest.raises(ValueError, match="forbid_ignore_ids"):
+        kit.model().generate(torch.tensor([kit.sources(4)[0]]), no_repeat_ngram_size=2, forbid_ignore_ids=ignored)
+
+
+def test_the_calls_list_stands_over_the_models() -> None:
+    """An empty one, too."""
+    model, inputs = kit.model(), kit.padded(kit.sources(9, 4))
+    options = dict(num_beams=2, max_new_tokens=16, no_repeat_ngram_size=1, eos_token_id=None)
+    plain = kit.generate(model, inputs, **options).sequences
+    model.generation_config.forbid_ignore_ids = list(range(5, kit.VOCABULARY))
+    assert not torch.equal(kit.generate(model, inputs, **options).sequences, plain)
+    assert torch.equal(kit.generate(model, inputs, forbid_ignore_ids=[], **options).sequences, plain)
+    assert torch.equal(
+        kit.generate(model, inputs, forbid_ignore_ids=torch.tensor([], dtype=int), **options).sequences, plain
+    )

@@ -112,6 +112,14 @@ def test_status_says_so() -> None:
     assert report.counters()["stock"] == 0
 
 
+def test_attention_that_somebody_has_replaced_stays_with_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = kit.model()
+    kind = type(model.bert.encoder.layer[0].attention.self)
+    stock = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: 2 * stock(self, *args, **kwargs))
+    harness.compare(model, _inputs(), expected="fallback", num_beams=3, max_new_tokens=5)
+
+
 def _blind(patch: pytest.MonkeyPatch) -> None:
     """The `[MASK]` does not see itself."""
     patch.setattr(

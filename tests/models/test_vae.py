@@ -15,6 +15,7 @@ import harness
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 import zoo
 from both_hosts import run_together
 from torch import Tensor
@@ -157,6 +158,82 @@ def test_loss() -> None:
     )
     as_tuple = model(**model.with_slot(text[None]), latents=latent[None], return_dict=False)
     assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], outputs.logits)
+
+
+def test_loss_of_several_batches() -> None:
+    """Trainers that add up gradients say of how many tokens the loss is to be the mean."""
+    model, inputs = load("both"), inputs_of(load("both"), ragged=False)
+    rows = model.with_slot(inputs["input_ids"], labels=inputs["input_ids"])
+    mean, of_100 = (
+        model(**rows, latents=inputs["latents"], **options).loss for options in ({}, {"num_items_in_batch": 100})
+    )
+    torch.testing.assert_close(of_100 * 100, mean * inputs["input_ids"][:, 1:].numel())
+
+
+@ways
+def test_gradient_checkpointing(way: str) -> None:
+    found = []
+    for is_checkpointed in (False, True):
+        model = copy.deepcopy(load(way)).requires_grad_(True).train()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if is_checkpointed:
+            model.gradient_checkpointing_enable()
+        inputs = inputs_of(model, ragged=False)
+        latents = inputs["latents"].requires_grad_()
+        rows = model.with_slot(inputs["input_ids"], labels=inputs["input_ids"])
+        model(**rows, latents=latents * 2.0, use_cache=False).loss.backward()
+        found.append([latents.grad, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(*found)
+    with pytest.raises(ValueError, match="use_reentrant=True"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+@ways
+def test_padded_texts_are_scored_as_alone(way: str) -> None:
+    model = load(way)
+    inputs = inputs_of(model)
+    rows = model.with_slot(inputs["input_ids"], inputs["attention_mask"])
+    logits = model(**rows, latents=inputs["latents"]).logits[:, -1]
+    for row, (text, latent) in enumerate(texts_of(inputs)):
+        torch.testing.assert_close(logits[row], plain_logits(model, text, latent)[-1], rtol=1e-5, atol=1e-5)
+
+
+def test_processors_see_no_slot() -> None:
+    """A bigram ban of the prompt's first token, a forced first token, and a prefix function."""
+    model = load("memory")
+    text, latent = torch.tensor([[7]]), inputs_of(model)["latents"][:1]
+    logits = plain_logits(model, text[0], latent[0])[-1]
+    seen: list[list[int]] = []
+
+    def allowed(row: int, tokens: Tensor) -> list[int]:
+        seen.append(tokens.tolist())
+        return list(range(5, zoo.VOCAB))
+
+    def scores(**options: Any) -> Tensor:
+        given = {"input_ids": text, "latents": latent}
+        return harness.run_stock(model, given, max_new_tokens=2, eos_token_id=None, **options, **DETAILS).scores[0][0]
+
+    assert torch.isfinite(scores(no_repeat_ngram_size=2)).all()
+    assert int(scores(forced_bos_token_id=33).argmax()) == 33
+    assert torch.isfinite(scores(bad_words_ids=[[7, 7, 9], [7, 8]])[9])
+    scores(prefix_allowed_tokens_fn=allowed)
+    assert seen[0] == [7] and len(seen[1]) == 2
+    torch.testing.assert_close(scores(no_repeat_ngram_size=2), logits, rtol=1e-5, atol=2e-5)
+    for options in (dict(no_repeat_ngram_size=2), dict(forced_bos_token_id=33), dict(prefix_allowed_tokens_fn=allowed)):
+        inputs = {"input_ids": text, "latents": latent}
+        harness.compare(model, inputs, num_beams=3, max_new_tokens=8, **options)
+
+
+def test_the_slot_is_in_no_sequence() -> None:
+    model = load("memory")
+    inputs = inputs_of(model)
+    for options in (dict(), dict(return_dict_in_generate=True)):
+        output = harness.run_stock(model, inputs, num_beams=2, max_new_tokens=4, eos_token_id=None, **options)
+        sequences = getattr(output, "sequences", output)
+        assert torch.equal(sequences[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
+        assert sequences.shape[1] == inputs["input_ids"].shape[1] + 4
 
 
 # ---------------------------------------------------------------------------------------------- on fastgen
@@ -469,12 +546,27 @@ def test_from_a_checkpoint_of_optimus(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, plain_logits(model, text, latent), rtol=1e-5, atol=1e-5)
 
 
+def test_auto_classes(tmp_path: Path) -> None:
+    model = load("both")
+    model.save_pretrained(tmp_path)
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)) is Gpt2VaeLMHeadModel
+
+
+def test_a_short_first_call_decides_nothing() -> None:
+    """A model that is tried first has not been tried when nothing comes behind the prompt."""
+    model = copy.deepcopy(load("both"))
+    inputs = inputs_of(model)
+    harness.compare(model, inputs, num_beams=3, max_new_tokens=1, expected="fallback")
+    harness.compare(model, inputs, num_beams=3, max_new_tokens=8)
+
+
 # ---------------------------------------------------------------------------------------------- errors
 def test_latents_that_do_not_fit() -> None:
     model = load("both")
     prompt = torch.full((3, 2), 7)
     for latents, message in [
         (None, "latents are missing: one row of latent_size=5 numbers"),
+        ([[0.0] * SIZE] * 3, "latents are a list, and not a tensor"),
         (torch.zeros(3, 4), r"latents of shape \(3, 4\) are not rows of latent_size=5 numbers"),
         (torch.zeros(SIZE), r"latents of shape \(5,\) are not rows"),
         (torch.zeros(2, SIZE), "latents has 2 rows for input_ids of 3"),
@@ -484,10 +576,12 @@ def test_latents_that_do_not_fit() -> None:
                 call(input_ids=prompt, latents=latents)
     with pytest.raises(ValueError, match="latents are missing"):
         model.generate()
+    with pytest.raises(ValueError, match="input_ids are given twice"):
+        model.generate(prompt, input_ids=prompt, latents=torch.zeros(3, SIZE))
     with pytest.raises(ValueError, match="position_ids cannot be given together with latents"):
         model.generate(prompt, latents=torch.zeros(3, SIZE), position_ids=prompt)
     headless = copy.deepcopy(model)
-    headless.generation_config.bos_token_id = None
+    headless.generation_config.bos_token_id = headless.config.bos_token_id = None
     with pytest.raises(ValueError, match="bos_token_id is not set, and input_ids are missing"):
         headless.generate(latents=torch.zeros(3, SIZE))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import sys
 from typing import Any
 
 import harness
@@ -79,17 +82,69 @@ def test_positions_behind_padding_stay_with_the_host() -> None:
     assert streams.unsupported_model(zoo.load("prophetnet")) is None
 
 
-def test_only_two_rows_a_beam() -> None:
+def test_only_two_rows_a_beam(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that nobody asks for are not computed."""
-    model, rows = _built(ngram=4), []
-    head = model.lm_head.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape))
-    layer = model.prophetnet.decoder.layers[0].register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].shape))
-    try:
-        harness.run_fastgen(model, zoo.inputs_for("prophetnet"), num_beams=2, max_new_tokens=3, eos_token_id=None)
-    finally:
-        head.remove()
-        layer.remove()
-    assert rows[2:] == [(6, 2, 32), (6, 1, 32)] * 2  # after the prompt's, with all five
+    shapes: list[torch.Size] = []
+
+    def noting(*args: Any) -> torch.Tensor:
+        shapes.append(args[0].shape)
+        return attention.stream_attention(*args)
+
+    monkeypatch.setattr(streams, "stream_attention", noting)
+    model = _built(ngram=4)
+    harness.run_fastgen(model, zoo.inputs_for("prophetnet"), num_beams=2, max_new_tokens=3, eos_token_id=None)
+    assert shapes == [(6, 4, 2, 8)] * 2 * len(model.prophetnet.decoder.layers)
+
+
+def test_compiled_steps() -> None:
+    """It is not compiled, for its attention is written out; that is no reason to fail."""
+    with harness.configured(compile=True):
+        harness.compare(zoo.load("prophetnet"), zoo.inputs_for("prophetnet"), num_beams=3, max_new_tokens=6)
+
+
+def _hook_on_the_model(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.register_forward_hook(lambda *_: None)
+
+
+def _hook_on_positions(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.prophetnet.decoder.position_embeddings.register_forward_hook(lambda *_: None)
+
+
+def _forward_of_its_own(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.forward = functools.partial(model.forward)
+
+
+def _other_head(model: Any, patch: pytest.MonkeyPatch) -> None:
+    stock = type(model).forward
+
+    def banned(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = stock(self, *args, **kwargs)
+        outputs.logits[..., 53] = -1e4
+        return outputs
+
+    patch.setattr(type(model), "forward", banned)
+
+
+def _other_buckets(model: Any, patch: pytest.MonkeyPatch) -> None:
+    kind = type(model.prophetnet.decoder.layers[0].self_attn)
+    stock = kind.get_predict_relative_pos_embeddings
+    patch.setattr(kind, "get_predict_relative_pos_embeddings", lambda self, *args: 2 * stock(self, *args))
+
+
+def _other_softmax(model: Any, patch: pytest.MonkeyPatch) -> None:
+    host = sys.modules[type(model).__module__]
+    stock = host.softmax
+    patch.setattr(host, "softmax", lambda states, *args, **kwargs: stock(states / 2, *args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_hook_on_the_model, _hook_on_positions, _forward_of_its_own, _other_head, _other_buckets, _other_softmax],
+)
+def test_what_is_changed_stays_with_the_host(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(zoo.load("prophetnet"))
+    change(model, monkeypatch)
+    harness.compare(model, zoo.inputs_for("prophetnet"), expected="fallback", num_beams=3, max_new_tokens=8)
 
 
 def _blind(patch: pytest.MonkeyPatch) -> None:

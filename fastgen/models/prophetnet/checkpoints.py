@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from fastgen.optimizer.fairseq.checkpoints import allowed
+
 _X_SEP, _SEP = 2, 102  # BERT's numbers of the two separators
+
+_TABLES = {"source": "encoder.embed_positions.weight", "target": "decoder.embed_positions.weight"}
 
 
 def rename(state_dict: dict[str, Any], prefix: str, names: Mapping[str, str]) -> None:
@@ -24,9 +27,11 @@ def load_pretrained(model: Any, path: str, is_sep_doubled: bool) -> None:
     """Begin with the weights in the file `path`: a checkpoint, or a state dict alone.
 
     `is_sep_doubled`: [X_SEP], which ended sentences when the model was trained, becomes a copy of [SEP]'s embedding.
-    Raises RuntimeError if the weights are of another shape.
+    Tables of positions are cut to the lengths that the model has.
+
+    Raises ValueError if they are shorter, and RuntimeError if other weights have another shape.
     """
-    with torch.serialization.safe_globals([argparse.Namespace]):
+    with allowed():  # for whatever else is in a checkpoint
         state = torch.load(path, map_location="cpu", weights_only=True)
     weights = dict(state.get("model", state))
     if model.decoder.share_input_output_embed:
@@ -35,4 +40,9 @@ def load_pretrained(model: Any, path: str, is_sep_doubled: bool) -> None:
         for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
             weights[name] = weights[name].clone()
             weights[name][_X_SEP] = weights[name][_SEP]
+    for side, table in _TABLES.items():
+        wanted, found = model.state_dict()[table].shape[0], len(weights[table])
+        if found < wanted:
+            raise ValueError(f"--max-{side}-positions asks for {wanted - found} positions more than {path} has.")
+        weights[table] = weights[table][:wanted]
     model.load_state_dict(weights)

@@ -13,7 +13,7 @@ class BertDictionary(Dictionary):
 
     @classmethod
     def load(cls, f: str) -> BertDictionary:
-        """The dictionary in the file `f`: a word and its count on each line, separated by a space.
+        """The dictionary in the file `f`: a word and its count on each line, separated by white space.
 
         Special tokens that are no words of the file come behind them. A word that is there twice counts once, as when
         the checkpoints were trained. Raises ValueError for a line with no count.
@@ -21,10 +21,10 @@ class BertDictionary(Dictionary):
         made = cls(add_special_symbols=False)
         with open(f, encoding="utf-8", errors="ignore") as lines:
             for number, line in enumerate(lines, 1):
-                word, _, count = line.rstrip("\n").rpartition(" ")
-                if not word or not count.isdigit():
+                word, *count = line.rsplit(maxsplit=1)[:2] or [""]
+                if len(count) != 1 or not count[0].isdigit():
                     raise ValueError(f"{f}, line {number}: {line.rstrip()!r} is not a word and its count.")
-                made.add_symbol(word, n=int(count))
+                made.add_symbol(word, n=int(count[0]))
         for name, word in _SPECIAL.items():
             setattr(made, f"{name}_word", word)
             setattr(made, f"{name}_index", made.add_symbol(word, n=0))

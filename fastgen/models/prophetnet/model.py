@@ -56,6 +56,8 @@ class NgramTransformerProphetModel(FairseqEncoderDecoderModel):
         Raises ValueError if embeddings that cannot be shared are to be.
         """
         base_architecture(args)
+        if args.ngram < 1:
+            raise ValueError(f"--ngram {args.ngram} is not 1 or more.")
         for name in ("max_source_positions", "max_target_positions"):
             if getattr(args, name, None) is None:
                 setattr(args, name, _POSITIONS)

@@ -75,12 +75,17 @@ def configuration(
         config = UnilmConfig(**{name: published[name] for name in _FIELDS if published.get(name) is not None})
     config = copy.deepcopy(config)
     fields = {name: value for name, value in fields.items() if name not in _OF_THE_HUB}
-    if unknown := sorted(name for name in fields if not hasattr(config, name)):
+    if unknown := sorted(set(fields) - set(config.to_dict())):
         raise TypeError(f"A published checkpoint is not loaded with {', '.join(unknown)}.")
     config.update(fields)
+    if not config.tie_word_embeddings:
+        raise ValueError("tie_word_embeddings=False: a published checkpoint has no weights of the decoder's own.")
     dtype = torch_dtype if dtype is None else dtype
     if isinstance(dtype, str) and dtype != "auto":
-        dtype = getattr(torch, dtype)
+        named = getattr(torch, dtype, None)
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"dtype={dtype!r} is no dtype of torch.")
+        dtype = named
     return config, torch.float32 if dtype is None else dtype
 
 
@@ -128,6 +133,9 @@ def converted(
         warnings.warn(text, stacklevel=3)
     weights[_SEGMENTS] = weights[_SEGMENTS][: config.type_vocab_size]
     positions = weights[_POSITIONS]
+    if len(positions) > config.max_position_embeddings:
+        text = f"{file} has {len(positions)} positions, and max_position_embeddings is {config.max_position_embeddings}"
+        warnings.warn(f"{text}: source and target together can have no more.", stacklevel=3)
     repeats = -(-config.max_position_embeddings // len(positions))
     weights[_POSITIONS] = positions.repeat(repeats, 1)[: config.max_position_embeddings]
     if wrong := [name for name, shape in shapes.items() if weights[name].shape != shape]:

@@ -11,6 +11,7 @@ at a `[MASK]` one position further on, which attends to all before it and itself
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class UnilmSelfAttention(nn.Module):
         if attention_mask is not None:
             scores = scores.masked_fill(~attention_mask[:, :, -1:], float("-inf"))
         own_score = (own_query * own_key).sum(-1, keepdim=True)  # [rows, H, 1, 1]
-        weights = torch.softmax(torch.cat([scores, own_score], -1), -1, dtype=torch.float32).to(query.dtype)
+        at_least = torch.promote_types(query.dtype, torch.float32)
+        weights = torch.softmax(torch.cat([scores, own_score], -1), -1, dtype=at_least).to(query.dtype)
         weights = F.dropout(weights, dropout)
         mask = torch.matmul(weights[..., :-1], values) + weights[..., -1:] * own_value
         return torch.cat([tokens, mask], 2).transpose(1, 2).flatten(2)
@@ -315,11 +317,28 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         ignored = kwargs.pop(_IGNORED, None)
         config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
-        if ignored is None:
-            ignored = getattr(config, _IGNORED, None) or getattr(self.generation_config, _IGNORED, None)
+        for source in (config, self.generation_config):
+            ignored = getattr(source, _IGNORED, None) if ignored is None else ignored
         if ignored is not None:
-            setattr(config, _IGNORED, ignored)  # a copy, this call's own
+            setattr(config, _IGNORED, self._checked(ignored))  # a copy, this call's own
         return config, model_kwargs
+
+    def _checked(self, ignored: Any) -> list[int]:
+        """`forbid_ignore_ids` as a list of tokens; raises ValueError if they are none."""
+        tokens = ignored.tolist() if isinstance(ignored, Tensor) else ignored
+        if not isinstance(tokens, (list, tuple, set, frozenset)):
+            raise ValueError(f"forbid_ignore_ids={tokens!r} is no list of tokens.")
+        size = self.config.vocab_size
+        if wrong := [token for token in tokens if not isinstance(token, int) or not 0 <= token < size]:
+            raise ValueError(f"forbid_ignore_ids has {wrong[0]!r}, which is no token of {size}.")
+        return list(tokens)
+
+    def _validate_generated_length(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> None:
+        super()._validate_generated_length(generation_config, *args, **kwargs)
+        longest, positions = generation_config.max_length, self.config.max_position_embeddings
+        if longest is not None and longest > positions:
+            text = f"source and target may have {longest} tokens, and max_position_embeddings is {positions}: "
+            warnings.warn(f"{text}what gets longer than that fails.", stacklevel=2)
 
     def _get_logits_processor(
         self, generation_config: GenerationConfig, input_ids_seq_length: int = 0, *args: Any, **kwargs: Any

@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationConfig, GPT2LMHeadModel
+from transformers import GenerationConfig, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    ForcedBOSTokenLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model, eager_attention_forward
@@ -24,9 +29,22 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model, eag
 from fastgen.models.vae.configuration import Gpt2VaeConfig
 
 _FINDS_EAGER = hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface")  # 5.x; 4.57 has the others alone
+_SEEING = (ForcedBOSTokenLogitsProcessor, NoRepeatNGramLogitsProcessor, SequenceBiasLogitsProcessor)
 _IGNORED = -100  # a label that counts for no loss
 # What `generate` could be given of each token. The slot is none of them.
 _PER_TOKEN = ("inputs_embeds", "past_key_values", "position_ids", "token_type_ids")
+
+
+class WithoutSlot(LogitsProcessor):
+    """A processor that looks at which tokens are there, and in which order."""
+
+    def __init__(self, processor: LogitsProcessor) -> None:
+        self.processor = processor
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[rows, V]` of what may follow int64 `input_ids` `[rows, 1 + P]`, of which the first is the slot."""
+        output: Tensor = self.processor(input_ids[:, 1:], scores)
+        return output
 
 
 class LatentMemory(NamedTuple):
@@ -103,6 +121,8 @@ class Gpt2VaeModel(GPT2Model):
         size = self.config.latent_size
         if latents is None:
             raise ValueError(f"latents are missing: one row of latent_size={size} numbers for each text.")
+        if not isinstance(latents, Tensor):
+            raise ValueError(f"latents are a {type(latents).__name__}, and not a tensor.")
         if latents.ndim != 2 or latents.shape[1] != size:
             raise ValueError(f"latents of shape {tuple(latents.shape)} are not rows of latent_size={size} numbers.")
         if latents.shape[0] != rows:
@@ -158,6 +178,16 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """The host's, without `use_reentrant`, which goes through what layers share, as the latent, once for each.
+
+        Raises ValueError for `use_reentrant=True`.
+        """
+        options = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        if options["use_reentrant"]:
+            raise ValueError("use_reentrant=True is not for layers that share a latent: leave it out.")
+        super().gradient_checkpointing_enable(options)
+
     def sample_latents(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Latents of the prior N(0, I), `[count, latent_size]`; the same in any dtype of the model."""
         device = self.device if generator is None else generator.device
@@ -167,18 +197,20 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
     def with_slot(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What `forward` takes for tokens int64 `[B, P]`: what is given, `[B, 1 + P]`, with the latent's slot first.
+        """What `forward` takes for tokens int64 `[B, P]`: what is given, `[B, 1 + P]`, with the latent's slot first,
+        and positions that don't count padding, if there is a mask.
 
-        Without `latent_as_memory` there is no slot: as given.
+        Without `latent_as_memory` there is no slot.
         """
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         inputs = {name: value for name, value in given.items() if value is not None}
         if not self.config.latent_as_memory:
-            return inputs
+            return inputs if attention_mask is None else {**inputs, "position_ids": _positions(attention_mask)}
         # Some token has to be there. Processors that look at the prompt have seen this one: it is penalised already.
         inputs["input_ids"] = torch.cat([input_ids[:, :1], input_ids], dim=1)
         if attention_mask is not None:
             inputs["attention_mask"] = F.pad(attention_mask, (1, 0), value=1)
+            inputs["position_ids"] = _positions(inputs["attention_mask"])
         if labels is not None:
             # The slot says nothing about the first token.
             inputs["labels"] = F.pad(labels[:, 1:], (2, 0), value=_IGNORED)
@@ -219,7 +251,7 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         result = CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
@@ -240,16 +272,20 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         """The host's `generate`, for prompts int64 `[B, P]`, BOS unless given, and latents `[B, latent_size]`.
 
         Returns what the host returns, and counts tokens as it does: the slot is in no sequence and in no length.
-        Processors, criteria and streamers of the caller's own see it in front of the prompt, as its first token again.
+        Processors, criteria and streamers of the caller's own see it in front of the prompt, as its first token again;
+        hidden states and attentions have it too.
 
         Raises ValueError if the latents don't fit, or for inputs that this decoder can't be given.
         """
+        if inputs is not None and options.get("input_ids") is not None:
+            raise ValueError("input_ids are given twice, by name and as the first argument.")
         prompt = options.pop("input_ids", inputs)
         for name in _PER_TOKEN:
             if options.get(name) is not None:
                 raise ValueError(f"{name} cannot be given together with latents: pass input_ids and attention_mask.")
         if prompt is None:
-            prompt = self._begin(latents, self._option("bos_token_id", generation_config, options))
+            bos = self._option("bos_token_id", generation_config, options)
+            prompt = self._begin(latents, getattr(self.config, "bos_token_id", None) if bos is None else bos)
         latents = self.transformer.check(latents, prompt.shape[0])
         if not self.config.latent_as_memory:
             return super().generate(prompt, generation_config, *args, latents=latents, **options)
@@ -257,13 +293,25 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         if mask is None:
             mask = self._padding(prompt, generation_config, options)
         self._count_slot(generation_config, options)
-        output = super().generate(
-            None, generation_config, *args, latents=latents, **self.with_slot(prompt, mask), **options
-        )
+        if (allowed := options.get("prefix_allowed_tokens_fn")) is not None:
+            options["prefix_allowed_tokens_fn"] = lambda row, tokens: allowed(row, tokens[1:])
+        rows = self.with_slot(prompt, mask)
+        del rows["position_ids"]  # the host makes them
+        output = super().generate(None, generation_config, *args, latents=latents, **rows, **options)
         if isinstance(output, Tensor):
             return output[:, 1:]
         output.sequences = output.sequences[:, 1:]
         return output
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        processors = super()._get_logits_processor(*args, **kwargs)
+        if not self.config.latent_as_memory:
+            return processors
+        users = [id(processor) for processor in kwargs.get("logits_processor") or ()]
+        return LogitsProcessorList(
+            WithoutSlot(processor) if isinstance(processor, _SEEING) and id(processor) not in users else processor
+            for processor in processors
+        )
 
     def _option(self, name: str, config: GenerationConfig | None, options: dict[str, Any]) -> Any:
         """An option of `generate` as the caller or else the model has set it, None if neither has."""
@@ -291,3 +339,8 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
             is_set = options.get(name) is not None or length not in (None, default)
             if is_set and self._option(f"{kind}_new_tokens", config, options) is None:
                 options[name] = length + 1
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """int64 `[B, P]`: how many tokens come before each; 0 for padding in front."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)

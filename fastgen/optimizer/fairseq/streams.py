@@ -76,7 +76,7 @@ class TreeStreamAttention(TreeSelfAttention):
         """What is added to the scores of the slots, `[B, H, M, S, width]`, and of own keys, `[B*M, H, S - 1]`."""
         tree, mask = self._session.tree, self._session.tree.mask(None, query.dtype)
         relative = self._module.relative_linear(query).unflatten(2, (self._module.buckets, self._heads))
-        buckets = tree.of_step(("buckets", len(self._module.bucket_of), self._module.buckets), self._buckets)
+        buckets = tree.of_step(("buckets", id(self._module.bucket_of)), self._buckets)
         folded = relative.unflatten(1, (tree.batch, tree.beams)).permute(1, 4, 2, 0, 3)  # [B, H, M, S, buckets]
         index = buckets[:, None, None].expand(tree.batch, self._heads, tree.beams, -1, -1)
         return folded.gather(4, index) + mask[:, :, :, None], relative[1:, :, 0].permute(1, 2, 0)

@@ -17,7 +17,7 @@ from fastgen import config, report
 from fastgen.decoding.watched import is_watched
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
-from fastgen.optimizer.transformers.requests import unsupported_configuration, unsupported_model
+from fastgen.optimizer.transformers.requests import unsupported_configuration, unsupported_model, unsupported_modules
 from fastgen.products import Products
 
 # Compared with the padded call by the test suite. Padding must reach nothing: no convolution, no blocks of positions,
@@ -26,12 +26,13 @@ _ENCODERS = frozenset(
     """BartEncoder BertGenerationEncoder BertModel BlenderbotEncoder M2M100Encoder MarianEncoder MBartEncoder MT5Stack
     PegasusEncoder T5Stack UMT5Stack""".split()
 )
-# Of models that are encoders alone, with or without a head: its base model, and what it may be given. Of what they
-# return, all with three dimensions has positions, and these with two.
+# Of models that are encoders alone: the base model, the heads, and what they may be given. Of what they return, all
+# with three dimensions has positions, and these with two.
 _ALONE = frozenset(
     """AlbertModel BertModel CamembertModel DistilBertModel ElectraModel MPNetModel RobertaModel
     XLMRobertaModel""".split()
 )
+_HEADS = frozenset("Model ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMaskedLM".split())
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _SPANS = ("start_logits", "end_logits")
 _SEARCHES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -89,30 +90,35 @@ def run(model: Any, inputs: Mapping[str, Any]) -> Any:
     """See `fastgen.encode`."""
     if config.current().tier == "stock":
         return model(**inputs)
-    if reason := _unsupported(model, inputs):
+    if reason := _unsupported(model, inputs) or _unreadable(inputs["attention_mask"]):
         if config.current().strict:
             raise report.FallbackError(reason)
         report.log_once(f"{reason}; its padding is computed", type(model).__name__)
         return model(**inputs)
     with sessions.multiplying(Products(config.current().packing), model):
-        groups = _groups_of(model, inputs["attention_mask"])
-        if groups is None:
+        groups = _split_by_length(model, inputs["attention_mask"])
+        if not groups:
             return model(**inputs)
 
         def read(rows: Tensor, length: int) -> Any:
             return model(**{name: value[rows, :length] for name, value in inputs.items()})
 
-        return _joined(read, groups, inputs["input_ids"])
+        return _joined(read, groups, inputs["input_ids"], draws=False)
 
 
 def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
     """Why this model cannot read these inputs in groups, or None."""
     ids, base = inputs.get("input_ids"), getattr(model, "base_model", model)
     name = type(model).__name__
-    if type(base).__name__ not in _ALONE or not is_the_hosts_own(model):
+    head = name.removeprefix(type(base).__name__.removesuffix("Model"))
+    if type(base).__name__ not in _ALONE or head not in _HEADS or not is_the_hosts_own(model):
         return f"{name} is none of the encoders that were compared with the padded call"
     if getattr(model.config, "is_decoder", False) or is_watched(model.modules()):
         return f"{name} is used as a decoder, or has hooks or replaced parts"
+    if getattr(model.config, "chunk_size_feed_forward", 0):
+        return "chunk_size_feed_forward divides texts by their padded length"
+    if reason := unsupported_modules(model, (None, "eager", "sdpa")):
+        return reason
     if model.training or torch.is_grad_enabled():
         return "the model is in training mode" if model.training else "gradients are enabled: use torch.no_grad()"
     asked = ("output_attentions", "output_hidden_states")
@@ -127,13 +133,25 @@ def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _joined(read: Callable[[Tensor, int], Any], groups: list[tuple[list[int], int]], ids: Tensor) -> Any:
-    """The outputs of all groups, each read by `read(rows, length)`, as if of the one batch `ids` `[B, N]`."""
+def _unreadable(mask: Tensor) -> str | None:
+    """Why texts with this mask, `[B, N]`, cannot be read in groups, or None."""
+    if not _is_padded_right(mask):
+        return "a text is empty, or padded elsewhere than on the right"
+    return None
+
+
+def _joined(
+    read: Callable[[Tensor, int], Any], groups: list[tuple[list[int], int]], ids: Tensor, draws: bool = True
+) -> Any:
+    """The outputs of all groups, each read by `read(rows, length)`, as if of the one batch `ids` `[B, N]`.
+
+    `draws`: whether the encoder may draw random numbers, though in evaluation mode.
+    """
     joined = None
     for rows, width in groups:
         index = torch.tensor(rows, device=ids.device)
-        # Some encoders draw a number for each layer even in evaluation mode: the random stream sees one call.
-        with torch.random.fork_rng(devices=[], enabled=joined is not None):
+        # Some encoders draw a number for each layer: the random stream sees one call.
+        with torch.random.fork_rng(devices=[], enabled=draws and joined is not None):
             outputs = read(index, width)
         if joined is None:
             joined = type(outputs)(**{name: _room(name, value, *ids.shape) for name, value in outputs.items()})
@@ -147,10 +165,11 @@ def _joined(read: Callable[[Tensor, int], Any], groups: list[tuple[list[int], in
 
 
 def _room(name: str, value: Tensor, batch: int, length: int) -> Tensor:
-    """Zeros for all rows: states `[B, N, D]`, or a pooled `[B, D]`."""
-    return value.new_zeros(
-        (batch, length, *value.shape[2:]) if _has_positions(name, value) else (batch, *value.shape[1:])
-    )
+    """For all rows, zeros: states `[B, N, D]`, or a pooled `[B, D]`; of spans, the least, where none is to be found."""
+    if not _has_positions(name, value):
+        return value.new_zeros(batch, *value.shape[1:])
+    fill = torch.finfo(value.dtype).min if name in _SPANS else 0.0
+    return value.new_full((batch, length, *value.shape[2:]), fill)
 
 
 def _has_positions(name: str, value: Tensor) -> bool:
@@ -172,19 +191,22 @@ def _groups(
     encoder = model.get_encoder()
     if type(encoder).__name__ not in _ENCODERS or not type(encoder).__module__.startswith("transformers.models."):
         return None
-    groups = _groups_of(encoder, mask)
+    groups = _split_by_length(encoder, mask) if _is_padded_right(mask) else None
     return None if groups is None or is_watched(encoder.modules()) else groups
 
 
-def _groups_of(encoder: Any, mask: Tensor) -> list[tuple[list[int], int]] | None:
-    """The same from a mask `[B, N]`."""
-    lengths = mask.sum(1)
-    is_padded_right = mask == (torch.arange(mask.shape[1], device=mask.device) < lengths[:, None])
-    if not bool(is_padded_right.all() & (lengths > 0).all()):
-        return None
+def _split_by_length(encoder: Any, mask: Tensor) -> list[tuple[list[int], int]] | None:
+    """The same from a mask `[B, N]` of texts that are padded on the right."""
     weights = _CALLS_WEIGHTS.get(mask.device.type, _CALLS_WEIGHTS_ELSEWHERE)
     fixed = _WEIGHTS_TOKENS + weights / (12 * encoder.config.hidden_size**2)
-    return split([int(length) for length in lengths.tolist()], mask.shape[1], fixed)
+    return split([int(length) for length in mask.sum(1).tolist()], mask.shape[1], fixed)
+
+
+def _is_padded_right(mask: Tensor) -> bool:
+    """Whether the mask has only ones and zeros behind them, and no row of zeros."""
+    lengths = mask.sum(1)
+    is_padded_right = mask == (torch.arange(mask.shape[1], device=mask.device) < lengths[:, None])
+    return bool(is_padded_right.all() & (lengths > 0).all())
 
 
 def split(lengths: Sequence[int], width: int, fixed: float) -> list[tuple[list[int], int]] | None:

@@ -46,6 +46,8 @@ def disproof(request: Request, stock: Callable[..., Any], is_replayed: bool = Fa
     attention = getattr(model.config, "_attn_implementation", None)
     key = (attention, model.dtype, request.is_search, request.beams > 1, is_chunked, is_replayed)
     if key not in verdicts:
+        if request.generation_config.max_length - request.input_ids.shape[1] < 2:
+            return "its first calls were too short to try"  # nothing behind the prompt
         devices = [request.input_ids.device] if request.input_ids.is_cuda else []
         with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
             try:

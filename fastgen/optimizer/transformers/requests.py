@@ -286,18 +286,29 @@ def unsupported_model(model: Any) -> str | None:
         return reason
     if name := unfoldable_attention(model):
         return f"{name} computes attention itself instead of calling an attention function"
+    if reason := unsupported_modules(model):
+        return reason
     for module in model.modules():
-        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
-            return "dynamically quantised layers scale a row by the others of its batch"
         config = getattr(module, "config", None)
-        implementation = getattr(config, "_attn_implementation", None)
-        if implementation not in _ATTENTION:
-            return f"attention implementation {implementation!r} has not been proven"
         types = getattr(config, "layer_types", None) or ()
         if unknown := sorted(set(types) - set(_LAYER_TYPES)):
             return f"it has layers of type {', '.join(unknown)}"
         if getattr(config, "attention_chunk_size", None) is not None:
             return "it attends in chunks"
+    return None
+
+
+def unsupported_modules(model: Any, attention: tuple[str | None, ...] = _ATTENTION) -> str | None:
+    """Why rows of this model, an encoder too, may depend on others or on their padding; None if they don't.
+
+    `attention`: implementations that are known.
+    """
+    for module in model.modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            return "dynamically quantised layers scale a row by the others of its batch"
+        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if implementation not in attention:
+            return f"attention implementation {implementation!r} has not been proven"
     return None
 
 

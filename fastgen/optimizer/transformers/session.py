@@ -62,7 +62,8 @@ class Session:
             from fastgen.optimizer.transformers import compiled  # brings the compiler with it
 
             self._compiled_step = compiled.step_of(model)
-            self.patches |= compiled.seam(model)
+            if self._compiled_step is not None:
+                self.patches |= compiled.seam(model)
         # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
         self.spans: list[tuple[int, int]] | None = None
         self.folds = 0  # calls folded so far: proof that the path ran

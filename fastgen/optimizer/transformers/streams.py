@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastgen.attention import stream_attention
+from fastgen.decoding.watched import is_of, is_replaced, is_watched
 from fastgen.optimizer.transformers.host import FINDS_EAGER
 
 Forward = Callable[..., Any]
@@ -45,7 +46,20 @@ def unsupported_model(model: Any) -> str | None:
         return "of ProphetNet, only ProphetNetForConditionalGeneration has been tried"
     if any(decoder.position_embeddings.padding_idx for decoder in decoders):
         return "ProphetNet steps only with pad_token_id=0, for its positions begin behind it"
+    own = [m for m in model.modules() if folding(type(m)) is _unilms_attention]
+    for decoder in decoders:
+        own += [model, model.prophetnet, *decoder.modules()]
+    if own and (is_watched(own) or _are_methods_replaced(own)):
+        return "its steps leave out what hooks, or parts that somebody has replaced, would see"
     return None
+
+
+def _are_methods_replaced(modules: list[Any]) -> bool:
+    kinds = {type(module) for module in modules if type(module).__module__ in (_PROPHETNET, _UNILM)}
+    methods = [(kind, name) for kind in kinds for name, value in vars(kind).items() if inspect.isfunction(value)]
+    host = sys.modules.get(_PROPHETNET)
+    functions = [getattr(host, name) for name in ("softmax", "compute_relative_buckets") if host is not None]
+    return any(is_replaced(*method) for method in methods) or not all(is_of(f, "transformers") for f in functions)
 
 
 def sees_padding(model: Any) -> bool:
