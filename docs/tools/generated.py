@@ -180,8 +180,8 @@ def _result(name: str) -> dict[str, Any]:
     return data
 
 
-_TRANSFORMERS = """bart-8x1022 bart-8x512 diverse-8x512 prophetnet-8x512 unilm-8x512 gpt2-4x128 gpt2-4x512 transformer-base-32 transformer-base-1
-    transformer-base-greedy ddtp whisper whisper-1 smollm""".split()
+_TRANSFORMERS = """bart-8x1022 bart-8x512 diverse-8x512 prophetnet-8x512 unilm-8x512 gpt2-4x128 gpt2-4x512
+    transformer-base-32 transformer-base-1 transformer-base-greedy ddtp whisper whisper-1 smollm""".split()
 _SHORT = "bart-8x1022 gpt2-4x512 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
 _FAIRSEQ = "wide-8x512 base-32 base-1 bart-8x512 lm-4x256".split()
 _CTRANSLATE2 = "bart-8x512 transformer-base-32 transformer-base-1".split()
