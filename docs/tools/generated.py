@@ -187,7 +187,7 @@ _FAIRSEQ = "wide-8x512 base-32 base-1 bart-8x512 lm-4x256".split()
 _CTRANSLATE2 = "bart-8x512 transformer-base-32 transformer-base-1".split()
 
 
-def _timed(result: dict[str, Any], **labels: str) -> tuple[str, ...]:
+def _timed(result: dict[str, Any]) -> tuple[str, ...]:
     timed = result["end_to_end"]
     spread = f"**{timed['ratio']:.2f}x** ({timed['min']:.2f} to {timed['max']:.2f})"
     return f"{timed['stock']:.2f} s", f"{timed['fastgen']:.2f} s", spread

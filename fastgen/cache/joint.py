@@ -155,4 +155,4 @@ class JointTree(BeamTree):
             positions = (positions - lowest).clamp(min=0)
             self.steps -= lowest
         self._ancestry, self._positions, self.batch, self.generated = ancestry, positions, batch, most
-        self._masks.clear()
+        self.forget_masks()

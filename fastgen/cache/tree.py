@@ -171,7 +171,7 @@ class BeamTree:
         self._was_pruned = False
         self.layers: list[TreeLayer] = []
         self.rotations: TreeLayer | None = None  # cosines and sines of the slots' positions, where a layer needs them
-        self._masks: dict[tuple[object, ...], Tensor] = {}  # of this step
+        self._of_step: dict[Hashable, Tensor] = {}  # derived in this step
         self.departures = 0  # times that sentences have left
         self._first = batch, self.capacity
         self._remembered: dict[Hashable, dict[Hashable, Tensor]] = {}  # by epoch and name
@@ -266,7 +266,7 @@ class BeamTree:
         self._ancestry.copy_(other._ancestry)
         self.steps = self.generated = 0
         self._was_pruned = False
-        self._masks.clear()
+        self._of_step.clear()
         theirs: Sequence[TreeLayer | None] = other._all() or [None] * len(self._all())
         for layer, its in zip(self._all(), theirs, strict=True):
             layer.replant(its)
@@ -303,7 +303,7 @@ class BeamTree:
         if self.is_static:
             torch.arange(start, self.used, out=self.slots)
             self._clock.fill_(self.length)
-        self._masks.clear()
+        self._of_step.clear()
 
     def _is_full(self) -> bool:
         return self.generated + self.beams > self.capacity
@@ -356,7 +356,7 @@ class BeamTree:
 
     def forget_masks(self) -> None:
         """Derive them anew: a step begins, or begins again after an attempt in which nothing was computed."""
-        self._masks.clear()
+        self._of_step.clear()
 
     def reorder(self, parents: Tensor) -> None:
         """Beam `(b, m)` continues row `parents[b*M + m]` (int64 `[B*M]`, rows counted over the batch)."""
@@ -378,7 +378,7 @@ class BeamTree:
         self.departures += 1
         for layer in self._all():
             layer.keep(sentences)
-        self._masks.clear()
+        self._of_step.clear()
 
     def positions(self) -> Tensor:
         """The logical position of each slot, int64 `[B or 1, width]`; any, where nobody sees the slot."""
@@ -400,19 +400,20 @@ class BeamTree:
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask `[B, 1, M, width]` of this step: 0 = attend, the dtype's minimum = don't."""
-        key = (window, dtype)
-        if key not in self._masks:
+
+        def make() -> Tensor:
             seen = self.ancestry()
             if window is not None:
                 seen = seen & (self.position - self.positions()[:, None] < window)
-            self._masks[key] = additive_mask(seen, dtype)[:, None]
-        return self._masks[key]
+            return additive_mask(seen, dtype)[:, None]
+
+        return self.of_step((window, dtype), make)
 
     def of_step(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` returns, made once in a step: what its layers derive from the slots beside the mask."""
-        if (key,) not in self._masks:
-            self._masks[key,] = make()
-        return self._masks[key,]
+        """What `make` returns, made once in a step: what its layers derive from the slots."""
+        if key not in self._of_step:
+            self._of_step[key] = make()
+        return self._of_step[key]
 
     def close(self) -> None:
         """End the call: the layers' buffers are free, now and not when the garbage collector finds the tree."""

@@ -61,7 +61,7 @@ def generate(
             raise ValueError(f"source {index} has no tokens")
     found: list[Any] = [None] * len(sources)
     show = Progress(len(sources), enabled=progress)
-    pad, ends = _special_tokens(model, options)[0], _ends(model, options)
+    pad, ends = _padding(model, options), _ends(model, options)
     refilling = bool(sources) and why_not_refilled(model, min(sources, key=len), refill, options) is None
     try:
         for part, result, width in generated(model, sources, options, batch_size=batch_size, refill=refilling):
@@ -153,30 +153,32 @@ def _options_of(part: list[int], options: dict[str, Any]) -> dict[str, Any]:
     return options if latents is None else {**options, "latents": latents[part]}
 
 
-def _special_tokens(model: Any, options: dict[str, Any]) -> tuple[int, list[int]]:
-    """The token that pads and those that end, as `generate` will find them."""
+def _padding(model: Any, options: dict[str, Any]) -> int:
+    """The token that pads, as `generate` will find it."""
     configs = (options, vars(options.get("generation_config") or model.generation_config), vars(model.config))
 
     def first(name: str) -> Any:
         return next((config[name] for config in configs if config.get(name) is not None), None)
 
-    ends, pad = first("eos_token_id"), first("pad_token_id")
-    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    return (int([*ends, 0][0]) if pad is None else int(pad)), ends
+    pad = first("pad_token_id")
+    return int([*_listed(first("eos_token_id")), 0][0] if pad is None else pad)
 
 
 def _ends(model: Any, options: dict[str, Any]) -> list[int]:
     """The tokens that end a hypothesis; none where it cannot be told which."""
     given = options.get("generation_config") or model.generation_config
-    ends = options["eos_token_id"] if "eos_token_id" in options else getattr(given, "eos_token_id", None)
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    return _listed(options["eos_token_id"] if "eos_token_id" in options else getattr(given, "eos_token_id", None))
+
+
+def _listed(tokens: Any) -> list[int]:
+    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
 
 
 def _call(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `model.generate`."""
     import torch
 
-    pad, _ = _special_tokens(model, options)
+    pad = _padding(model, options)
     longest = max(map(len, sources))
     ids = torch.full((len(sources), longest), pad)  # [B, N]
     mask = torch.zeros_like(ids)

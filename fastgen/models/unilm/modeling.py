@@ -204,8 +204,9 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
     - There greedy search heeds neither the ban of n-grams nor the minimum length.
     - There what is forbidden loses 10,000; here it becomes impossible.
 
-    Positions run over a sentence's own tokens and are not checked: source and target together must not be longer than
-    `max_position_embeddings`. `generate` numbers them by the attention mask, whatever `position_ids` it is given.
+    Positions run over a sentence's own tokens: source and target together must not be longer than
+    `max_position_embeddings`, and where they may become so `generate` warns. It numbers them by the attention mask,
+    whatever `position_ids` it is given.
     """
 
     _tied_weights_keys = BertLMHeadModel._tied_weights_keys  # a list in 4.57, a dict in 5.x

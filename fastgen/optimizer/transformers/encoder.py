@@ -90,7 +90,7 @@ def run(model: Any, inputs: Mapping[str, Any]) -> Any:
     """See `fastgen.encode`."""
     if config.current().tier == "stock":
         return model(**inputs)
-    if reason := _unsupported(model, inputs) or _unreadable(inputs["attention_mask"]):
+    if reason := _unsupported(model, inputs):
         if config.current().strict:
             raise report.FallbackError(reason)
         report.log_once(f"{reason}; its padding is computed", type(model).__name__)
@@ -130,12 +130,7 @@ def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
         return "it needs input_ids, one row for each text, and their attention_mask"
     if any(not isinstance(value, Tensor) or value.shape != ids.shape for value in inputs.values()):
         return f"not all of its inputs have the shape of input_ids, {tuple(ids.shape)}"
-    return None
-
-
-def _unreadable(mask: Tensor) -> str | None:
-    """Why texts with this mask, `[B, N]`, cannot be read in groups, or None."""
-    if not _is_padded_right(mask):
+    if not _is_padded_right(inputs["attention_mask"]):
         return "a text is empty, or padded elsewhere than on the right"
     return None
 

@@ -41,12 +41,13 @@ def folding(owner: Any) -> Callable[[Forward], Forward] | None:
 
 def unsupported_model(model: Any) -> str | None:
     """Why this model, one of those above, cannot decode over the tree; None if it can or is another."""
-    decoders = [m for m in model.modules() if folding(type(m)) is _prophetnets_decoder]
+    ours = [module for module in model.modules() if type(module).__module__ in (_PROPHETNET, _UNILM)]
+    decoders = [m for m in ours if folding(type(m)) is _prophetnets_decoder]
     if decoders and folding(type(model)) is not _prophetnets_logits:
         return "of ProphetNet, only ProphetNetForConditionalGeneration has been tried"
     if any(decoder.position_embeddings.padding_idx for decoder in decoders):
         return "ProphetNet steps only with pad_token_id=0, for its positions begin behind it"
-    own = [m for m in model.modules() if folding(type(m)) is _unilms_attention]
+    own = [m for m in ours if folding(type(m)) is _unilms_attention]
     for decoder in decoders:
         own += [model, model.prophetnet, *decoder.modules()]
     if own and (is_watched(own) or _are_methods_replaced(own)):
