@@ -1,0 +1,102 @@
+"""What a run of `fastgen-bench` writes: one JSON document, of which the report and the comparison are made."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+FORMAT = 1
+
+# The phases of a generation, in the order in which they are shown: the first figure of the paper on FastSeq (Yan et al.,
+# ACL 2021) has them before and after.
+PHASES = (
+    "encoder",
+    "prefill",  # the decoder's first forward pass
+    "attention",  # of later passes: scores, weights and sums over the stored positions
+    "cache upkeep",  # storing, copying, reordering and pruning keys and values
+    "rest of the decoder",  # products with weights, norms, embeddings and the output head
+    "next-token choice",  # logits processors, log-softmax, top-k, and the search's own state
+    "post-processing",  # tokens to text
+    "other",
+)
+
+
+class Ratio(TypedDict):
+    """The reference's seconds / a side's, of each round: above 1 the side is faster."""
+
+    median: float
+    min: float
+    max: float
+
+
+class Verified(TypedDict):
+    """A side's outputs beside those of the side it must, or should, equal."""
+
+    against: str  # that side
+    outputs: int
+    different: list[int]  # numbers of the outputs that differ in one token or more
+    same_tokens: float  # the part of the other side's tokens that have the same token in the same place
+    must: bool  # a difference is a failure: fastgen's sides
+
+
+class Result(TypedDict, total=False):
+    """A side of a task."""
+
+    refused: str  # why it cannot do this task; then nothing else is here
+    verified: Verified  # of all but the sides that others are compared with
+    seconds: float  # median of the rounds
+    first_seconds: float  # the first call: warm-up, compilation and recording among it
+    ratio: Ratio
+    cache_bytes: int | None  # keys and values, or what stands for them, at their largest
+    peak_bytes: int | None  # memory above what the process held before the call
+    tiers: dict[str, int]  # fastgen's calls by tier
+    phases: dict[str, float]  # seconds by name of PHASES, of a call of its own, and their sum as "total"
+    metrics: dict[str, float]  # quality, by name: BLEU, chrF, ...
+    counts: dict[str, int]  # operators called, allocations and their bytes: with --counts
+
+
+class Round(TypedDict):
+    seconds: dict[str, float]  # by side
+    other_processes: dict[str, float | None]  # cores that they kept busy meanwhile
+
+
+class Task(TypedDict, total=False):
+    name: str
+    what: str  # in words
+    weights: str  # "random" or "trained"
+    options: dict[str, Any]  # of generation
+    shape: dict[str, int]  # batch, beams, source, new: what is known of them
+    axis: str  # of a grid or a curve: the name in `shape` that varies along it ...
+    line: str  # ... and what the others have in common
+    reference: str  # the side that ratios are of
+    sides: dict[str, Result]  # in the order in which they are shown
+    rounds: list[Round]
+
+
+class Side(TypedDict):
+    label: str
+    settings: list[str]  # how it is configured, one statement each
+    lossy: bool  # not the same numbers as float32's: int8
+    versions: dict[str, str]
+
+
+class Section(TypedDict):
+    """A table or figure of the suite."""
+
+    title: str
+    text: str  # what it shows, and what weights it is of
+    tasks: list[str]
+    show: list[str]  # of "ratios", "lines", "phases", "memory", "seconds", "metrics", "outputs"
+
+
+class Document(TypedDict):
+    fastgen_bench: int  # FORMAT
+    suite: str
+    command: str
+    date: str  # ISO 8601
+    machine: dict[str, Any]  # cpu, cores, threads, memory_bytes, system, device (the GPU's name or "cpu")
+    versions: dict[str, str]
+    settings: dict[str, Any]  # rounds, threads, device, dtype, quick, pause_seconds
+    statements: list[str]  # how the measuring is done, the same for all sides
+    sides: dict[str, Side]
+    sections: list[Section]
+    tasks: list[Task]
