@@ -1,0 +1,60 @@
+"""Where it is measured, and how quiet it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+
+def describe(device: str) -> dict[str, Any]:
+    """Processor, cores that this process may use, memory, system, and the GPU if it is measured on one."""
+    found: dict[str, Any] = {"cpu": cpu(), "cores": cores(), "system": platform.system(), "device": device}
+    with contextlib.suppress(OSError, ValueError):
+        found["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device != "cpu":
+        import torch
+
+        found["device"] = torch.cuda.get_device_name()
+    return found
+
+
+def cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class OtherProcesses:
+    """How many cores all other processes kept busy since this was made; None where /proc/stat is missing."""
+
+    def __init__(self) -> None:
+        self._before = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float] | None:
+        """Seconds of CPU time taken by other processes so far, and the time of day."""
+        try:
+            counts = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        except OSError:
+            return None
+        user, nice, system = (int(count) / os.sysconf("SC_CLK_TCK") for count in counts[1:4])
+        return user + nice + system - time.process_time(), time.perf_counter()
+
+    def cores(self, besides: float = 0.0) -> float | None:
+        """`besides`: CPU seconds meanwhile of a child that is measured."""
+        before, now = self._before, self._now()
+        if before is None or now is None or now[1] <= before[1]:
+            return None
+        return round(max(0.0, (now[0] - before[0] - besides) / (now[1] - before[1])), 2)

@@ -1,0 +1,32 @@
+"""What a side's process does: loads a task's model, and decodes all of its inputs as often as it is asked to."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+MODULES = ("transformers", "fairseq", "ctranslate2", "convert", "lines", "ngrams")
+
+
+class Refused(Exception):
+    """This side cannot do the task; the message is one sentence for the reader."""
+
+
+class Runner(Protocol):
+    def __init__(self, order: dict[str, Any]) -> None:
+        """`order`: task, side's options, folders, device, dtype and threads."""
+
+    def versions(self) -> dict[str, str]: ...
+
+    def generate(self) -> Any:
+        """Decode everything once; this call is timed."""
+
+    def outputs(self, generated: Any) -> dict[str, Any]:
+        """What `generate` returned, for comparison: `rows` (all tokens), `tokens` (the best of each input, new tokens
+        without the end), and `scores` where they are there."""
+
+
+def runner(order: dict[str, Any]) -> Runner:
+    name = order["runner"]
+    made: Runner = importlib.import_module(f"fastgen.bench.runners.{name}").Runner(order)
+    return made

@@ -1,0 +1,86 @@
+"""Converts a task's model for CTranslate2, in a process of its own that ends then: torch and the engine don't meet."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from fastgen.bench import models
+from fastgen.bench.runners import Refused
+
+MODEL, JOB = "model", "job.json"  # in the folder that the order names
+_LOADERS = {"bart": "BartLoader", "marian": "BartLoader", "gpt2": "GPT2Loader", "t5": "T5Loader"}
+
+
+class Runner:
+    def __init__(self, order: dict[str, Any]) -> None:
+        try:
+            import ctranslate2
+            from ctranslate2.converters import transformers as converters
+        except ImportError:
+            raise Refused("CTranslate2 is not installed: pip install ctranslate2") from None
+        self._ctranslate2 = ctranslate2
+        job = models.build(order["task"], order["folders"])
+        kind = job.model.config.model_type
+        if kind not in _LOADERS:
+            raise Refused(f"this benchmark does not convert models of type {kind} for CTranslate2")
+        # Marian's own loader takes the last token for padding and removes it.
+        spec = _spec(job.model, getattr(converters, _LOADERS[kind])())
+        spec.validate()
+        spec.optimize(quantization=None)
+        folder = Path(order["folder"])
+        (folder / MODEL).mkdir()
+        spec.save(str(folder / MODEL))
+        document = {
+            "is_seq2seq": job.is_seq2seq,
+            "batches": [_names(batch) for batch in job.batches],
+            "options": _options(job),
+        }
+        (folder / JOB).write_text(json.dumps(document))
+
+    def versions(self) -> dict[str, str]:
+        return {"ctranslate2": self._ctranslate2.__version__}
+
+
+def _spec(model: Any, loader: Any) -> Any:
+    """CTranslate2's form of the model, float32; a token's name is its id."""
+    import torch
+
+    kind, own = model.config.model_type, model.config
+    model.config = copy.deepcopy(own)  # the loader reads options of old versions there, and this adds them
+    model.config.normalize_before = False
+    model.config.normalize_embedding = kind == "bart"
+    try:
+        with torch.no_grad():
+            spec = loader.get_model_spec(model)
+    finally:
+        model.config = own
+    loader.set_vocabulary(spec, [str(token) for token in range(own.vocab_size)])
+    spec.config.eos_token = str(own.eos_token_id)
+    spec.config.bos_token = str(own.eos_token_id if getattr(own, "bos_token_id", None) is None else own.bos_token_id)
+    spec.config.unk_token = spec.config.bos_token  # any: no token is unknown
+    if own.is_encoder_decoder:
+        spec.config.decoder_start_token = str(own.decoder_start_token_id)
+    return spec
+
+
+def _names(batch: dict[str, Any]) -> list[list[str]]:
+    rows = zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True)
+    return [[str(token) for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in rows]
+
+
+_SAME = ("no_repeat_ngram_size", "repetition_penalty", "length_penalty")
+
+
+def _options(job: models.Job) -> dict[str, Any]:
+    """Of `translate_batch`, or of `generate_batch` for prompts."""
+    given = job.options
+    new, least = given["max_new_tokens"], given.get("min_new_tokens")
+    options = {"beam_size": given["num_beams"], **{name: given[name] for name in _SAME if name in given}}
+    if given["do_sample"]:
+        options |= {"sampling_topk": given.get("top_k", 50), "sampling_topp": given.get("top_p", 1.0)}
+    if job.is_seq2seq:
+        return options | {"max_decoding_length": new, "min_decoding_length": least or 1, "max_input_length": 0}
+    return options | {"max_length": new, "min_length": least or 0, "include_prompt_in_result": False}

@@ -1,0 +1,58 @@
+"""Bans of repeated n-grams alone, in the middle of a search: stock's ways, and fastgen's operator.
+
+The shape is that of the paper's table 3 (Yan et al., ACL 2021): 32 sentences of 4 beams, 140 tokens, BART's
+vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastgen.bench.runners import Refused
+
+_VOCABULARY, _WORDS, _N = 50264, 500, 3  # few words, so that n-grams do repeat
+
+
+class Runner:
+    def __init__(self, order: dict[str, Any]) -> None:
+        import torch
+
+        self._torch = torch
+        torch.manual_seed(0)
+        task = order["task"]
+        rows, beams, length = task["batch"] * task["beams"], task["beams"], task["new"]
+        self._tokens = torch.randint(5, _WORDS, (rows, length), device=order["device"])
+        self._tokens[::3, -2:] = self._tokens[::3, :2]
+        self._scores = torch.randn(rows, _VOCABULARY, device=order["device"])
+        self._ban = getattr(self, f"_{order['options']['which']}")(rows // beams, beams)
+
+    def _transformers(self, batch: int, beams: int) -> Any:
+        from transformers import NoRepeatNGramLogitsProcessor
+
+        processor = NoRepeatNGramLogitsProcessor(_N)
+        return lambda: processor(self._tokens, self._scores)  # on a copy of the scores
+
+    def _fairseq(self, batch: int, beams: int) -> Any:
+        try:
+            from fairseq.ngram_repeat_block import NGramRepeatBlock
+        except ImportError:
+            raise Refused("fairseq is not installed: pip install 'fastgen[fairseq]'") from None
+        block = NGramRepeatBlock(_N, use_extension=False)
+        step = self._tokens.shape[1] - 1
+        return lambda: block(self._tokens, self._scores, batch, beams, step)
+
+    def _fastgen(self, batch: int, beams: int) -> Any:
+        from fastgen import ops
+
+        return lambda: ops.ban_repeated_ngrams_(self._tokens, self._scores, _N)
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": self._torch.__version__}
+
+    def generate(self) -> Any:
+        with self._torch.no_grad():
+            return self._ban()
+
+    def outputs(self, generated: Any) -> dict[str, Any]:
+        banned = [row.isinf().nonzero().flatten().tolist() for row in generated]
+        return {"rows": banned, "tokens": banned}

@@ -1,0 +1,126 @@
+"""The sides: each a host or engine as its users would have it at its best, in a process of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_OFF = {"FASTGEN_DISABLE": "1"}
+_ON = {"FASTGEN_STRICT": "1"}  # a fallback must not be timed as if it were ours
+
+_TRANSFORMERS = [
+    "model.generate as users call it, sdpa attention, its dynamic cache, model.eval()",
+    "fastgen is not enabled in its process",
+]
+_FAIRSEQ = ["SequenceGenerator.generate on one generator, incremental decoding, model.eval()"]
+_CTRANSLATE2 = [
+    "the model converted beforehand from the same weights; converting is not timed",
+    "one translator with as many threads as the others, batches as given (max_batch_size 0)",
+    "its own choice of matrix library and instruction set; no torch in its process",
+]
+
+
+@dataclass(frozen=True)
+class Side:
+    label: str
+    runner: str  # of fastgen.bench.runners
+    settings: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the runner
+    equals: str = ""  # the side whose every token it must have
+    lossy: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return bool(self.equals)
+
+
+def _ours(label: str, *settings: str, runner: str = "transformers", **environment: str) -> Side:
+    equals = "fairseq" if runner == "fairseq" else "transformers"
+    variables = {f"FASTGEN_{name.upper()}": value for name, value in environment.items()}
+    said = ["import fastgen, then the call of the stock side, word for word", *settings]
+    return Side(label, runner, said, _ON | variables, equals=equals)
+
+
+SIDES: dict[str, Side] = {
+    "transformers": Side("transformers", "transformers", _TRANSFORMERS, _OFF),
+    "transformers-static": Side(
+        "transformers, static cache, compiled",
+        "transformers",
+        [*_TRANSFORMERS, "cache_implementation='static', decoding compiled by torch.compile; compiling is not timed"],
+        _OFF,
+        {"static": True},
+    ),
+    "fairseq": Side("fairseq", "fairseq", [*_FAIRSEQ, "fastgen is not enabled in its process"], _OFF),
+    "ctranslate2": Side("CTranslate2", "ctranslate2", _CTRANSLATE2, _OFF),
+    "ctranslate2-int8": Side(
+        "CTranslate2, int8 (lossy)",
+        "ctranslate2",
+        [*_CTRANSLATE2, "weights quantised to 8 bits: other numbers, so other outputs"],
+        _OFF,
+        {"compute_type": "int8"},
+        lossy=True,
+    ),
+    "fastgen": _ours("fastgen", "default options"),
+    "fastgen-fairseq": _ours("fastgen on fairseq", "default options", runner="fairseq"),
+    "fastgen-compat": _ours(
+        "fastgen, the host's loop", "tier='compat': the host's own search over the tree", tier="compat"
+    ),
+    "fastgen-tree": _ours(
+        "fastgen, the tree alone",
+        "packing='off', replay='off': the host's products, and no recorded steps",
+        packing="off",
+        replay="off",
+    ),
+    "fastgen-kv": _ours("fastgen, keys and values", "cache='kv': no slim cache, whatever the plan says", cache="kv"),
+    "fastgen-slim": _ours("fastgen, slim caches", "cache='x': exact slim caches", cache="x"),
+    "fastgen-compiled": _ours("fastgen, compiled", "compile=True; compiling is not timed", compile="1"),
+}
+
+
+# The parts of fastgen, alone and stacked, on lines of text (see fastgen.bench.runners.lines).
+_TREE = {"FASTGEN_PACKING": "off", "FASTGEN_REPLAY": "off"}
+_PARTS = {
+    "pipeline": "tokenising and detokenising in worker processes, overlapped with generation",
+    "ngrams": "fastgen's operator for bans of repeated n-grams",
+    "cache": "fastgen's tree of beams and search, with stock's products (packing='off', replay='off')",
+    "larger batch": "four times as many lines in a batch",
+    "products": "fastgen's packed products and recorded steps: all of fastgen",
+}
+
+
+def _lines(label: str, *parts: str) -> Side:
+    environment = _OFF if "cache" not in parts else _ON if "products" in parts else _ON | _TREE
+    options = {
+        "parts": [part for part in parts if part in ("pipeline", "ngrams")],
+        "times": 4 if "larger batch" in parts else 1,
+    }
+    settings = [_PARTS[part] for part in parts] or ["a loop over batches: tokenise, model.generate, detokenise, write"]
+    return Side(label, "lines", settings, environment, options, equals="lines" if parts else "")
+
+
+SIDES |= {
+    "lines": _lines("transformers"),
+    "lines-pipeline": _lines("pipeline alone", "pipeline"),
+    "lines-ngrams": _lines("n-gram bans alone", "ngrams"),
+    "lines-cache": _lines("cache alone", "cache"),
+    "lines-batch": _lines("larger batch alone", "larger batch"),
+    "lines-2": _lines("pipeline and n-gram bans", "pipeline", "ngrams"),
+    "lines-3": _lines("and cache", "pipeline", "ngrams", "cache"),
+    "lines-4": _lines("and larger batch", "pipeline", "ngrams", "cache", "larger batch"),
+    "lines-5": _lines("and products: all of fastgen", *_PARTS),
+    "ngrams-transformers": Side(
+        "transformers", "ngrams", ["NoRepeatNGramLogitsProcessor"], _OFF, {"which": "transformers"}
+    ),
+    "ngrams-fairseq": Side(
+        "fairseq", "ngrams", ["NGramRepeatBlock without its CUDA extension"], _OFF, {"which": "fairseq"}
+    ),
+    "ngrams-fastgen": Side(
+        "fastgen",
+        "ngrams",
+        ["fastgen.ops.ban_repeated_ngrams_"],
+        _ON,
+        {"which": "fastgen"},
+        equals="ngrams-transformers",
+    ),
+}

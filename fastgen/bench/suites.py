@@ -1,0 +1,335 @@
+"""The suites: tables and figures by name, each a list of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastgen.bench.models import TRAINED, Folders
+from fastgen.bench.tasks import Task
+
+HOSTS = ("transformers", "ctranslate2", "ctranslate2-int8", "fastgen")
+GREEDY = ("transformers", "transformers-static", "ctranslate2", "ctranslate2-int8", "fastgen")
+OURS = ("transformers", "fastgen")
+FAIRSEQ = ("fairseq", "fastgen-fairseq")
+ALL = ("transformers", "fairseq", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-fairseq")
+MODES = ("transformers", "fastgen", "fastgen-compat", "fastgen-tree", "fastgen-slim")
+
+_RANDOM = "Random weights in the model's true shape, so lengths are forced equal."
+_QUICK = " Quick: fewer layers, tokens and inputs than the model has; figures are not those of the whole model."
+_SHOWN = ["ratios", "seconds", "outputs", "memory"]
+
+
+@dataclass(frozen=True)
+class Section:
+    title: str
+    text: str
+    tasks: list[Task]
+    show: list[str] = field(default_factory=lambda: list(_SHOWN))
+
+
+def needed(task: Task, folders: Folders) -> str:
+    """The options that the task needs and that were not given."""
+    trained = TRAINED.get(task.model)
+    return " and ".join(f"--{name} DIR" for name in (trained.needs if trained else ()) if name not in folders)
+
+
+def _sizes(task: dict[str, Any]) -> str:
+    beams = f", {task['beams']} beams" if task["beams"] > 1 else ""
+    source = f" x {task['source']}" if task["source"] else ""
+    return f"{task['batch']}{source} -> {task['new']}{beams}"
+
+
+def _task(name: str, label: str, model: str, sides: tuple[str, ...], **sizes: Any) -> Task:
+    layers = f", {sizes['layers']}+{sizes['layers']} layers" if sizes.get("layers") else ""
+    return Task(name, f"{label}{layers}, {_sizes({'beams': 1, **sizes})}", model, sides, **sizes)
+
+
+def _random(quick: bool) -> str:
+    return _RANDOM + _QUICK if quick else _RANDOM
+
+
+# ---------------------------------------------------------------------------------------------- peers
+def peers(quick: bool) -> list[Section]:
+    """Every peer side by side."""
+    few = {"layers": 2} if quick else {}
+    long = dict(batch=4, source=128, new=16, beams=4, **few) if quick else dict(batch=8, source=512, new=64, beams=4)
+    short = dict(batch=32, source=25, new=12 if quick else 30, beams=4, **few)
+    one = short | {"batch": 1}
+    prompts = dict(batch=4, source=128, new=16, beams=4, **few) if quick else dict(batch=4, source=512, new=64, beams=4)
+    sections = [
+        Section(
+            "Beam search",
+            _random(quick),
+            [
+                _task("bart-base", "BART-base", "bart-base", HOSTS, **long),
+                _task("transformer-base-32", "transformer-base", "transformer-base", HOSTS, **short),
+                _task("transformer-base-1", "transformer-base", "transformer-base", HOSTS, **one),
+                _task("gpt2", "GPT-2", "gpt2", HOSTS, **prompts),
+            ],
+            [*_SHOWN, "phases"],
+        ),
+        Section(
+            "Greedy search",
+            f"{_random(quick)} The host's own best is here its static cache with compiled steps.",
+            [_task("greedy-1", "transformer-base", "transformer-base", GREEDY, **{**one, "beams": 1})],
+        ),
+        Section("Trained models", "They end by themselves.", _trained(quick)),
+        Section(
+            "fairseq",
+            _random(quick),
+            [
+                _task("fairseq-wide", "Transformer as wide as BART-base", "transformer-wide", FAIRSEQ, **long),
+                _task("fairseq-base-32", "transformer-base", "transformer-base", FAIRSEQ, **short),
+            ],
+            [*_SHOWN, "phases"],
+        ),
+    ]
+    modes = (*MODES, "fastgen-compiled")
+    if quick:
+        sections[1] = Section(sections[1].title, sections[1].text, sections[1].tasks)
+        return sections[:4]
+    return [
+        *sections,
+        Section(
+            "What fastgen's options do",
+            _RANDOM,
+            [
+                _task("modes-bart-base", "BART-base", "bart-base", MODES, **long),
+                _task("modes-transformer-base-1", "transformer-base", "transformer-base", modes, **one),
+            ],
+        ),
+    ]
+
+
+def _trained(quick: bool) -> list[Task]:
+    demo = Task(
+        "demo",
+        f"figures to words (shipped with fastgen), {64 if quick else 320} inputs, batches of 64, 5 beams",
+        "demo",
+        HOSTS,
+        batch=64,
+        new=128,
+        beams=5,
+        limit=64 if quick else 320,
+    )
+    if quick:
+        return [demo]
+    sentences = "English to German, 1,000 sentences, batches of 64, 5 beams"
+    return [
+        demo,
+        Task("ddtp", sentences, "ddtp", ALL, batch=64, new=120, beams=5),
+        Task("whisper", "Whisper-base, 4 x 11 s of speech, 5 beams", "whisper", OURS, batch=4, new=120, beams=5),
+        Task("smollm", "SmolLM2-135M, 4 x 512 -> 48, 4 beams", "smollm", OURS, batch=4, source=512, new=48, beams=4),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- FastSeq's tables
+def fastseq_table1(quick: bool) -> list[Section]:
+    """End to end, the models of the paper's table 1 (Yan et al., ACL 2021) and of its repository."""
+    few = {"layers": 2} if quick else {}
+    summary = dict(beams=4, options={"no_repeat_ngram_size": 3}, **few)
+    summary |= dict(batch=2, source=64, new=12) if quick else dict(batch=4, source=512, new=64)
+    plain = {name: value for name, value in summary.items() if name != "options"}
+    translate = dict(batch=8 if quick else 32, source=25, new=12 if quick else 30, beams=4, **few)
+    text = (
+        f"{_random(quick)} The paper's batches are for a GPU (V100, 16 GB), its documents of CNN/DailyMail and its "
+        "weights are not at hand: here is what a processor does in minutes. Repeated 3-grams are banned, as there; not "
+        "with fairseq, which ignores that option on a CPU."
+    )
+    return [
+        Section(
+            "transformers",
+            text,
+            [
+                _task("bart-large-hf", "BART-large", "bart-large", OURS, **summary),
+                _task(
+                    "distilbart-hf",
+                    "DistilBART-12-6",
+                    "distilbart-12-6",
+                    OURS,
+                    **summary | {"layers": 0 if not quick else 2},
+                ),
+                _task("t5-base-hf", "T5-base", "t5-base", OURS, **summary),
+                _task("gpt2-hf", "GPT-2", "gpt2", OURS, **summary),
+                _task("prophetnet-hf", "ProphetNet-large", "prophetnet-large", OURS, **summary),
+                _task("unilm", "UniLM-base", "unilm-base", OURS, **summary),
+            ],
+        ),
+        Section(
+            "fairseq",
+            text,
+            [
+                _task("bart-large-fs", "BART-large", "bart-large", FAIRSEQ, **plain),
+                _task("wmt16-en-de-fs", "transformer-big (WMT16 En-De)", "transformer-big", FAIRSEQ, **translate),
+                _task("prophetnet-fs", "ProphetNet-large", "prophetnet-large", FAIRSEQ, **plain),
+            ],
+        ),
+    ]
+
+
+def fastseq_table2(quick: bool) -> list[Section]:
+    """Each part of fastgen alone, and stacked, on lines of text: the paper's table 2."""
+    sides = (
+        "lines",
+        "lines-pipeline",
+        "lines-ngrams",
+        "lines-cache",
+        "lines-batch",
+        "lines-2",
+        "lines-3",
+        "lines-4",
+        "lines-5",
+    )
+    options = {"no_repeat_ngram_size": 3}
+    demo: dict[str, Any] = dict(beams=5, new=128, batch=16, limit=64 if quick else 320, options=options)
+    tasks = [
+        Task("parts-demo", f"figures to words, {demo['limit']} lines in batches of 16, 5 beams", "demo", sides, **demo)
+    ]
+    if not quick:
+        many: dict[str, Any] = dict(beams=5, new=120, batch=32, options=options)
+        tasks.append(
+            Task("parts-ddtp", "English to German, 1,000 lines in batches of 32, 5 beams", "ddtp", sides, **many)
+        )
+    text = "Trained models from text to text, repeated 3-grams banned. The pipeline's worker processes share the cores."
+    return [Section("What each part brings", text, tasks, ["ratios", "seconds", "outputs"])]
+
+
+def fastseq_table3(quick: bool) -> list[Section]:
+    """Bans of repeated n-grams alone: the paper's table 3."""
+    sides = ("ngrams-transformers", "ngrams-fairseq", "ngrams-fastgen")
+    task = Task("ngrams", "128 rows, 140 tokens, 3-grams, vocabulary of 50,264", "ngrams", sides, 32, new=140, beams=4)
+    text = (
+        "One step's bans, on random tokens and scores; transformers copies the scores. Outputs are the banned tokens."
+    )
+    return [Section("Bans of repeated n-grams", text, [task], ["ratios", "seconds", "outputs"])]
+
+
+def fastseq_table4(quick: bool) -> list[Section]:
+    """Quality: the paper's table 4."""
+    text = "Trained models on their test sets; every figure in percent. Where all tokens are the same, quality is."
+    demo: dict[str, Any] = dict(batch=64, new=128, beams=5, limit=64 if quick else 320, rounds=1)
+    tasks = [Task("quality-demo", "figures to words (shipped with fastgen), 5 beams", "demo", HOSTS, **demo)]
+    if not quick:
+        many: dict[str, Any] = dict(batch=64, new=120, beams=5, rounds=1)
+        short: dict[str, Any] = dict(batch=64, new=40, beams=4, rounds=1)
+        clip: dict[str, Any] = dict(batch=1, new=120, beams=5, limit=1, rounds=1)
+        tasks += [
+            Task("quality-ddtp", "English to German, 1,000 sentences, 5 beams", "ddtp", ALL, **many),
+            Task("quality-g2p", "words to phonemes, 1,000 words, 4 beams", "g2p", HOSTS, **short),
+            Task("quality-whisper", "Whisper-base, 11 s of speech, 5 beams", "whisper", OURS, **clip),
+        ]
+    return [Section("Quality", text, tasks, ["metrics", "outputs"])]
+
+
+# ---------------------------------------------------------------------------------------------- slim caches
+def slim_whisper(quick: bool) -> list[Section]:
+    """Whisper's caches as keys and values, and as X and E."""
+    sides = ("transformers", "fastgen-kv", "fastgen-slim")
+    names = ("tiny",) if quick else ("tiny", "base", "small")
+    few = {"layers": 2} if quick else {}
+    tasks = [
+        _task(
+            f"whisper-{name}-{batch}",
+            f"Whisper-{name}, 30 s of noise",
+            f"whisper-{name}",
+            sides,
+            **few,
+            batch=batch,
+            **sizes,
+        )
+        for name in names
+        for batch in ((1,) if quick else (1, 4))
+        for sizes in [dict(new=8 if quick else 32, beams=5)]
+    ]
+    text = (
+        f"{_random(quick)} Memory is the point: a slim cache keeps the layers' inputs, of which keys and values follow."
+    )
+    return [Section("Whisper with slim caches", text, tasks, ["memory", "ratios", "seconds", "outputs"])]
+
+
+# ---------------------------------------------------------------------------------------------- growth
+def _grid(
+    section: str,
+    text: str,
+    what: str,
+    model: str,
+    sides: tuple[str, ...],
+    axis: str,
+    points: list[dict[str, Any]],
+    by: str,
+) -> Section:
+    """`points` differ in `axis`, along a curve, and in `by`, between curves."""
+    unit = {"batch": "inputs", "beams": "beams", "source": "source tokens", "new": "new tokens"}
+    tasks = []
+    for point in points:
+        line = f"{what}, {point[by]} {unit[by]}" if by else what
+        name = "-".join([model, *(f"{key}{point[key]}" for key in ("batch", "source", "new", "beams"))])
+        tasks.append(_task(name, what, model, sides, **point, axis=axis, line=line))
+    return Section(section, text, tasks, ["lines", "ratios", "seconds", "outputs"])
+
+
+def lightseq_fig5(quick: bool) -> list[Section]:
+    """Beam search over batch and length, as figure 5 of the paper on LightSeq (Wang et al., NAACL 2021)."""
+    return [_lightseq("Beam search by batch and length", quick, beams=4, options={})]
+
+
+def lightseq_fig6(quick: bool) -> list[Section]:
+    """Sampling over batch and length, as that paper's figure 6."""
+    options = {"do_sample": True, "top_k": 32, "top_p": 0.75}
+    return [_lightseq("Sampling by batch and length", quick, beams=1, options=options)]
+
+
+def _lightseq(title: str, quick: bool, beams: int, options: dict[str, Any]) -> Section:
+    few = {"layers": 2} if quick else {}
+    lengths, batches = ((8, 16), (1, 8)) if quick else ((16, 32, 64), (1, 8, 32))
+    points = [
+        dict(batch=batch, source=length, new=length, beams=beams, options=options, **few)
+        for batch in batches
+        for length in lengths
+    ]
+    text = f"{_random(quick)} transformer-base, as many new tokens as the source has." + (
+        " All sides sample; fastgen draws stock's tokens, CTranslate2 has random numbers of its own." if options else ""
+    )
+    sides = ("transformers", "ctranslate2", "fastgen")
+    return _grid(title, text, "transformer-base", "transformer-base", sides, "new", points, by="batch")
+
+
+def scale(quick: bool) -> list[Section]:
+    """How time grows with each size, the others kept."""
+    few = {"layers": 2} if quick else {}
+    base = dict(batch=2, source=64, new=12, beams=4) if quick else dict(batch=4, source=256, new=32, beams=4)
+    steps: dict[str, tuple[int, ...]] = (
+        dict(batch=(1, 4), beams=(2, 8), source=(32, 128), new=(8, 24))
+        if quick
+        else dict(batch=(1, 2, 4, 8, 16), beams=(1, 2, 4, 8), source=(64, 256, 512, 1000), new=(16, 32, 64, 128))
+    )
+    titles = {"batch": "the batch", "beams": "beams", "source": "the source's length", "new": "the generated length"}
+    sides = ("transformers", "fastgen") if quick else ("transformers", "ctranslate2", "fastgen")
+    return [
+        _grid(
+            f"Growth with {titles[axis]}",
+            _random(quick),
+            f"BART-base, {', '.join(f'{key} {value}' for key, value in base.items() if key != axis)}",
+            "bart-base",
+            sides,
+            axis,
+            [{**base, axis: value, **few} for value in values],
+            by="",
+        )
+        for axis, values in steps.items()
+    ]
+
+
+SUITES: dict[str, Callable[[bool], list[Section]]] = {
+    "peers": peers,
+    "fastseq-table1": fastseq_table1,
+    "fastseq-table2": fastseq_table2,
+    "fastseq-table3": fastseq_table3,
+    "fastseq-table4": fastseq_table4,
+    "slim-whisper": slim_whisper,
+    "lightseq-fig5": lightseq_fig5,
+    "lightseq-fig6": lightseq_fig6,
+    "scale": scale,
+}

@@ -1,0 +1,135 @@
+"""A side's process: `python -m fastgen.bench.worker`, an order in JSON on its input, then one question a line.
+
+Each answer is a line of JSON on standard output, on which nothing else may write. Errors are answers, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from fastgen.bench import runners
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever libraries print
+    worker: Any = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            if worker is None:
+                worker = Worker(question)
+                answer = {"versions": worker.runner.versions()}
+            else:
+                answer = getattr(worker, question.pop("do"))(**question)
+        except runners.Refused as error:
+            answer = {"refused": str(error)}
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+class Worker:
+    def __init__(self, order: dict[str, Any]) -> None:
+        if order["runner"] == "ctranslate2":
+            sys.modules["torch"] = None  # type: ignore[assignment]  # it imports it where it can, for nothing
+        else:
+            import torch
+
+            torch.set_num_threads(order["threads"])
+        self.order = order
+        self.runner: Any = runners.runner(order)
+
+    def first(self) -> dict[str, Any]:
+        """The first call: its outputs, and the memory that it takes beyond what was loaded."""
+        with contextlib.ExitStack() as stack:
+            if hasattr(self.runner, "watching"):
+                stack.enter_context(self.runner.watching())
+            peak = stack.enter_context(Peak(self.order["device"]))
+            started, used = time.perf_counter(), time.process_time()
+            generated = self.runner.generate()
+            seconds, cpu = time.perf_counter() - started, time.process_time() - used
+        answer = {"seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak.bytes, **self.runner.outputs(generated)}
+        if hasattr(self.runner, "cache_bytes"):
+            answer["cache_bytes"] = self.runner.cache_bytes()
+        if self.order["ours"]:
+            import fastgen
+
+            answer["tiers"] = dict(fastgen.status().counters)
+        return answer
+
+    def turn(self, calls: int) -> dict[str, Any]:
+        """So many calls: mean seconds of each, and the CPU seconds of all."""
+        started, used = time.perf_counter(), time.process_time()
+        for _ in range(calls):
+            self.runner.generate()
+        seconds, cpu = time.perf_counter() - started, time.process_time() - used
+        return {"seconds": seconds / calls, "cpu_seconds": cpu}
+
+    def phases(self) -> dict[str, Any]:
+        from fastgen.bench.phases import Phases
+
+        with Phases(self.runner.model, host=self.runner.host) as phases:
+            self.runner.outputs(self.runner.generate())
+        return {"phases": phases.seconds}
+
+    def counts(self) -> dict[str, Any]:
+        from fastgen.bench.counts import Counts
+
+        with Counts() as counts:
+            self.runner.generate()
+        return {"counts": counts.as_dict()}
+
+
+class Peak:
+    """The most memory that a block held above what was held before it, in bytes; None where that isn't known.
+
+    On CUDA torch's own count, on Linux the process's resident memory, native buffers included.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._cuda = device != "cpu"
+        self.bytes: int | None = None
+
+    def __enter__(self) -> Peak:
+        if self._cuda:
+            import torch
+
+            torch.cuda.reset_peak_memory_stats()
+            self._before: int | None = torch.cuda.memory_allocated()
+        else:
+            self._before = _status("VmRSS")
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._cuda:
+            import torch
+
+            peak: int | None = torch.cuda.max_memory_allocated()
+        else:
+            peak = _status("VmHWM")
+        if peak is not None and self._before is not None:
+            self.bytes = max(0, peak - self._before)
+
+
+def _status(name: str) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+if __name__ == "__main__":
+    main()
