@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 _OFF = {"FASTGEN_DISABLE": "1"}
@@ -49,7 +49,7 @@ SIDES: dict[str, Side] = {
         "transformers",
         [*_TRANSFORMERS, "cache_implementation='static', decoding compiled by torch.compile; compiling is not timed"],
         _OFF,
-        {"static": True},
+        {"generate": {"cache_implementation": "static"}, "compiled": True},
     ),
     "fairseq": Side("fairseq", "fairseq", [*_FAIRSEQ, "fastgen is not enabled in its process"], _OFF),
     "ctranslate2": Side("CTranslate2", "ctranslate2", _CTRANSLATE2, _OFF),
@@ -74,6 +74,15 @@ SIDES: dict[str, Side] = {
     ),
     "fastgen-kv": _ours("fastgen, keys and values", "cache='kv': no slim cache, whatever the plan says", cache="kv"),
     "fastgen-slim": _ours("fastgen, slim caches", "cache='x': exact slim caches", cache="x"),
+    "fastgen-lists": _ours(
+        "fastgen.generate",
+        "fastgen.generate on the list of all inputs, batches of the task's size grouped by length",
+        runner="lists",
+    ),
+    "fastgen-refill": replace(
+        _ours("fastgen.generate, refilled", "the batch kept full: refill=True", runner="lists"),
+        options={"refill": True},
+    ),
     "fastgen-compiled": _ours("fastgen, compiled", "compile=True; compiling is not timed", compile="1"),
 }
 

@@ -14,6 +14,7 @@ GREEDY = ("transformers", "transformers-static", "ctranslate2", "ctranslate2-int
 OURS = ("transformers", "fastgen")
 FAIRSEQ = ("fairseq", "fastgen-fairseq")
 ALL = ("transformers", "fairseq", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-fairseq")
+SENTENCES = "English to German, 1,000 sentences, batches of 64, 5 beams"
 MODES = ("transformers", "fastgen", "fastgen-compat", "fastgen-tree", "fastgen-slim")
 
 _RANDOM = "Random weights in the model's true shape, so lengths are forced equal."
@@ -86,10 +87,9 @@ def peers(quick: bool) -> list[Section]:
             [*_SHOWN, "phases"],
         ),
     ]
-    modes = (*MODES, "fastgen-compiled")
+    modes, lists = (*MODES, "fastgen-compiled"), (*OURS, "fastgen-lists", "fastgen-refill")
     if quick:
-        sections[1] = Section(sections[1].title, sections[1].text, sections[1].tasks)
-        return sections[:4]
+        return sections
     return [
         *sections,
         Section(
@@ -98,6 +98,7 @@ def peers(quick: bool) -> list[Section]:
             [
                 _task("modes-bart-base", "BART-base", "bart-base", MODES, **long),
                 _task("modes-transformer-base-1", "transformer-base", "transformer-base", modes, **one),
+                Task("modes-ddtp", SENTENCES, "ddtp", lists, batch=64, new=120, beams=5),
             ],
         ),
     ]
@@ -116,10 +117,9 @@ def _trained(quick: bool) -> list[Task]:
     )
     if quick:
         return [demo]
-    sentences = "English to German, 1,000 sentences, batches of 64, 5 beams"
     return [
         demo,
-        Task("ddtp", sentences, "ddtp", ALL, batch=64, new=120, beams=5),
+        Task("ddtp", SENTENCES, "ddtp", ALL, batch=64, new=120, beams=5),
         Task("whisper", "Whisper-base, 4 x 11 s of speech, 5 beams", "whisper", OURS, batch=4, new=120, beams=5),
         Task("smollm", "SmolLM2-135M, 4 x 512 -> 48, 4 beams", "smollm", OURS, batch=4, source=512, new=48, beams=4),
     ]

@@ -64,7 +64,8 @@ class Worker:
         if self.order["ours"]:
             import fastgen
 
-            answer["tiers"] = dict(fastgen.status().counters)
+            if fastgen.status().enabled:
+                answer["tiers"] = dict(fastgen.status().counters)
         return answer
 
     def turn(self, calls: int) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
         description="Measure stock transformers, stock fairseq, CTranslate2 and fastgen on the same tasks, in turn, "
         "after verifying that outputs agree. Writes a JSON and an HTML report for each suite.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"suites:\n{listed}\n\nExit status: 0 if every output that must be stock's is; 1 if one is not, if a side "
-        "of fastgen could not do its\ntask, or if --compare finds a regression; 2 if the input is unusable.",
+        epilog=f"suites:\n{listed}\n\nExit status: 0 if every output that must be stock's is; 1 if one is not, if a "
+        "side of fastgen could not do\nits task, or if --compare finds a regression; 2 if the input is unusable.",
         allow_abbrev=False,
     )
     result.add_argument("suites", nargs="*", metavar="SUITE", help="by name (default: peers); all: every one")

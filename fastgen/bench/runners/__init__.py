@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol
 
-MODULES = ("transformers", "fairseq", "ctranslate2", "convert", "lines", "ngrams")
-
 
 class Refused(Exception):
     """This side cannot do the task; the message is one sentence for the reader."""

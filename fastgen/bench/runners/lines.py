@@ -103,6 +103,7 @@ def _operator(n: int) -> Any:
 
     class Operator(LogitsProcessor):
         def __call__(self, input_ids: Any, scores: Any) -> Any:
-            return ops.ban_repeated_ngrams_(input_ids, scores, n)
+            ops.ban_repeated_ngrams_(input_ids, scores, n)
+            return scores
 
     return Operator()

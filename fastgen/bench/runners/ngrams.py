@@ -44,7 +44,11 @@ class Runner:
     def _fastgen(self, batch: int, beams: int) -> Any:
         from fastgen import ops
 
-        return lambda: ops.ban_repeated_ngrams_(self._tokens, self._scores, _N)
+        def ban() -> Any:
+            ops.ban_repeated_ngrams_(self._tokens, self._scores, _N)
+            return self._scores
+
+        return ban
 
     def versions(self) -> dict[str, str]:
         return {"torch": self._torch.__version__}

@@ -7,7 +7,6 @@ from typing import Any
 
 import fastgen
 from fastgen.bench import models
-from fastgen.bench.runners import Refused
 
 
 class Runner:
@@ -24,10 +23,9 @@ class Runner:
         job = models.build(order["task"], order["folders"], order["device"], order["dtype"])
         self.model, self.batches, self.options = job.model, job.batches, dict(job.options)
         self._job = job
-        if order["options"].get("static"):
-            if self.options["num_beams"] > 1:
-                raise Refused("a static cache is for greedy search and sampling")
-            self.options |= {"cache_implementation": "static", "compile_config": self._compilation()}
+        self.options |= order["options"].get("generate", {})
+        if order["options"].get("compiled"):
+            self.options["compile_config"] = self._compilation()
         self._cache = 0
 
     def _compilation(self) -> Any:
