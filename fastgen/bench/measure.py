@@ -178,7 +178,7 @@ def verify(theirs: dict[str, Any], ours: dict[str, Any], against: str, must: boo
     """One side's outputs beside another's; what must be equal, with all its padding, hypotheses and scores."""
     pairs = list(zip(theirs["tokens"], ours["tokens"], strict=True))
     same = sum(a == b for one, other in pairs for a, b in zip(one, other, strict=False))
-    form = "rows" if must else "tokens"
+    form = "rows" if must and "rows" in theirs and "rows" in ours else "tokens"
     different = [
         number for number, (one, other) in enumerate(zip(theirs[form], ours[form], strict=True)) if one != other
     ]
@@ -207,11 +207,10 @@ def _is_wrong(result: document.Result) -> bool:
 def _rounds(number: int, children: dict[str, Child], say: Say) -> Iterator[document.Round]:
     """The sides take turns, and take turns at being first."""
     names = list(children)
-    warm = []
+    calls = {}
     for name in names:  # the first call was the slowest; this one says how often to call in a turn
         say(f"{name}: warming up")
-        warm.append(children[name].turn())
-    calls = math.ceil(SHORTEST / min(warm))
+        calls[name] = math.ceil(SHORTEST / children[name].turn())
     for count in range(number):
         one: document.Round = {"seconds": {}, "other_processes": {}}
         first = count % len(names)
@@ -220,7 +219,7 @@ def _rounds(number: int, children: dict[str, Child], say: Say) -> Iterator[docum
             time.sleep(PAUSE)
             child = children[name]
             others, before = OtherProcesses(), child.cpu_seconds
-            one["seconds"][name] = child.turn(calls)
+            one["seconds"][name] = child.turn(calls[name])
             one["other_processes"][name] = others.cores(besides=child.cpu_seconds - before)
         yield one
 

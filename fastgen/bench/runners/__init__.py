@@ -20,8 +20,8 @@ class Runner(Protocol):
         """Decode everything once; this call is timed."""
 
     def outputs(self, generated: Any) -> dict[str, Any]:
-        """What `generate` returned, for comparison: `rows` (all tokens), `tokens` (the best of each input, new tokens
-        without the end), and `scores` where they are there."""
+        """What `generate` returned, for comparison: `tokens` (the best of each input, new tokens
+        without the end); `rows` and `scores` where they are there."""
 
 
 def runner(order: dict[str, Any]) -> Runner:

@@ -83,8 +83,7 @@ class Runner(transformers.Runner):
             yield waiting.result()
 
     def outputs(self, generated: list[list[int]]) -> dict[str, Any]:
-        tokens = super().outputs(generated)["tokens"]
-        return {"rows": tokens, "tokens": tokens}  # padding depends on the batch
+        return {"tokens": super().outputs(generated)["tokens"]}  # padding depends on the batch
 
 
 def _hosts(n: int) -> Any:

@@ -20,5 +20,4 @@ class Runner(transformers.Runner):
         return [hypotheses[0].tolist() for hypotheses in found]
 
     def outputs(self, generated: list[list[int]]) -> dict[str, Any]:
-        tokens = super().outputs(generated)["tokens"]
-        return {"rows": tokens, "tokens": tokens}  # there is no padding
+        return {"tokens": super().outputs(generated)["tokens"]}  # there is no padding
