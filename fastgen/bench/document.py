@@ -6,8 +6,8 @@ from typing import Any, TypedDict
 
 FORMAT = 1
 
-# The phases of a generation, in the order in which they are shown: the first figure of the paper on FastSeq (Yan et al.,
-# ACL 2021) has them before and after.
+# The phases of a generation, in the order in which they are shown: the first figure of the paper on FastSeq (Yan et
+# al., ACL 2021) has them before and after.
 PHASES = (
     "encoder",
     "prefill",  # the decoder's first forward pass
