@@ -8,7 +8,7 @@ from fastgen.bench.drawing import SMALL, Drawing, ticks
 from fastgen.bench.markup import Html, figure, joined, swatches, tag
 from fastgen.report import size
 
-WIDTH, LABELS, ROW, BAR = 880, 210, 24, 14
+WIDTH, LABELS, ROW, BAR = 880, 244, 22, 13
 _APART = 8  # tasks whose longest bars are further apart than this have a scale each
 
 
@@ -97,7 +97,7 @@ def _ratios(document: Document, task: Task, look: Look, marks: list[float]) -> H
     notes = refusals(document, task)
     if not rows:
         return tag("figure", tag("figcaption", caption(task)), *(tag("p", note, class_="note") for note in notes))
-    left, right = LABELS, WIDTH - 260
+    left, right = LABELS, WIDTH - 256
     bottom = 20 + ROW * len(rows)
     name = facts.label(document, reference) if reference else "the reference"
     drawing = Drawing(WIDTH, bottom + 20, f"{task['name']}: how many times as fast as {name}")

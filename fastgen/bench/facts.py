@@ -136,8 +136,12 @@ def times(value: float) -> str:
 
 def ratio(result: Result) -> str:
     """Median, least and largest of the rounds."""
-    found = result["ratio"]
-    return f"{times(found['median'])} ({found['min']:.2f} to {found['max']:.2f})"
+    return f"{times(result['ratio']['median'])} ({interval(result)})"
+
+
+def interval(result: Result) -> str:
+    """The ratio's least and largest of the rounds."""
+    return f"{result['ratio']['min']:.2f} to {result['ratio']['max']:.2f}"
 
 
 def counted(count: int, noun: str) -> str:

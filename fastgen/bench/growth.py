@@ -130,10 +130,10 @@ def tables(document: Document, tasks: list[Task]) -> Html:
         ]
         header = ["line", axis, *(named(document, side) for side in sides)]
         caption = f"Seconds by {axis}: median (least to largest), and ratio"
-        parts.append(table(caption, header, rows, grouped=True))
         if len(members) > 1:
             ours = [side for side in facts.ours(document) if side in sides]
             parts += [_grid(document, side, axis, members) for side in ours]
+        parts.append(table(caption, header, rows, grouped=True))
     return joined(parts)
 
 

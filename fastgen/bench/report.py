@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from fastgen.bench import charts, facts, growth, summary, tables
@@ -28,17 +29,13 @@ def _with_figures(
 
 
 def _ratios(document: Document, tasks: Tasks, look: Look) -> Html:
-    sides = [side for side in facts.sides_of(document, tasks) if _compared(tasks, side)]
+    sides = [side for side in facts.sides_of(document, tasks) if tables.compared(tasks, side)]
     note = (
         "Bars are medians of the rounds of the reference's seconds / the side's; whiskers reach from the least round "
         "to the largest. Right of 1x a side is faster than the reference. Hatched: computed with less precision."
     )
     parts = [charts.legend(document, look, sides), tag("p", note, class_="note"), charts.ratios(document, tasks, look)]
     return joined([*parts, tables.ratios(document, tasks)])
-
-
-def _compared(tasks: Tasks, side: str) -> bool:
-    return any(side != facts.reference(task) for task, _ in facts.results_of(tasks, side))
 
 
 # By the names that a section's `show` has.
@@ -68,13 +65,23 @@ def _section(document: Document, section: Section, number: int, look: Look) -> H
     return tag("section", joined(parts))
 
 
+def _where(document: Document) -> str:
+    """When and on what."""
+    machine = document["machine"]
+    try:
+        date = f"{datetime.fromisoformat(document['date']):%Y-%m-%d %H:%M %Z}".strip()
+    except ValueError:
+        date = document["date"]
+    device = machine.get("device")
+    parts = [date, machine.get("cpu"), f"{machine['threads']} threads" if "threads" in machine else None]
+    return ", ".join(str(each) for each in [*parts, "no GPU used" if device == "cpu" else device] if each)
+
+
 def render(document: Document) -> str:
     """A complete page."""
     look = Look(document)
     shown = facts.sections(document)
     title = f"fastgen-bench: {document['suite']}"
-    machine = [str(document["machine"][key]) for key in ("cpu", "device") if document["machine"].get(key)]
-    under = ", ".join([document["date"], *dict.fromkeys(machine)])
     entries = [tag("li", tag("a", each["title"], href=f"#section-{i}")) for i, each in enumerate(shown, 1)]
     entries.append(tag("li", tag("a", "How this was measured", href="#method")))
     said = [tag("li", each.text, class_="bad" if each.wrong else "") for each in summary.sentences(document)]
@@ -89,7 +96,7 @@ def render(document: Document) -> str:
         "body",
         joined(
             [
-                tag("header", tag("h1", title), tag("p", under, class_="under")),
+                tag("header", tag("h1", title), tag("p", _where(document), class_="under")),
                 tag("div", tag("ul", *said), class_="summary"),
                 tag("nav", tag("ul", *entries), **{"aria-label": "Contents"}),
                 *(_section(document, section, number, look) for number, section in enumerate(shown, 1)),

@@ -65,19 +65,22 @@ table { border-collapse: collapse; font-size: .84rem; line-height: 1.35; margin:
   font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--faint); padding: .3rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--grid);
-  min-width: 3.5rem; max-width: 20rem; font-weight: 400; }
-th { min-width: 5rem; }
+  min-width: 3.25rem; max-width: 20rem;
+  font-weight: 400; overflow-wrap: break-word; }
 thead th { color: var(--faint); border-bottom: 1px solid var(--edge); vertical-align: bottom; }
-tbody th { min-width: 10rem; }
+tbody th { min-width: 11rem; max-width: 24rem; overflow-wrap: anywhere; }
 th.n, td.n { text-align: right; padding: .25rem 0 .25rem .7rem; }
 td.n { white-space: nowrap; }
 td.n .bad { white-space: normal; }
 td b { font-weight: 600; }
+.below { display: block; color: var(--faint); font-size: .92em; }
+.reason { white-space: normal; min-width: 9rem; }
 .busy { color: var(--bad); }
 .heat { display: block; padding: 0 .4rem; border-radius: 3px; }
 .slower { outline: 1px dashed var(--bad); }
 details > summary { cursor: pointer; color: var(--faint); font-size: .875rem; margin: .4rem 0; }
 text { fill: var(--text); }
+text.number, text.faint, text.bad { stroke: var(--back); stroke-width: 4px; paint-order: stroke; }
 text.faint { fill: var(--faint); }
 text.bad { fill: var(--bad); }
 text.number { font-variant-numeric: tabular-nums; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 
 from fastgen.bench import facts
@@ -19,8 +20,12 @@ def sentences(document: Document) -> list[Sentence]:
     if not document["tasks"]:
         return [Sentence("No task was run.", wrong=True)]
     sides = facts.sides_of(document, document["tasks"])
-    names = [facts.label(document, name) for name in sides]
-    found = [Sentence(f"{facts.counted(len(document['tasks']), 'task')} on {_and(names)}.")]
+    ours = facts.ours(document)
+    sides.sort(key=lambda name: name not in ours)
+    names = "; ".join(facts.label(document, name) for name in sides)
+    found = [
+        Sentence(f"{facts.counted(len(document['tasks']), 'task')}. Sides: {names}. Ratios are medians of rounds.")
+    ]
     if document["settings"].get("quick"):
         found.append(Sentence("A quick run: it shows that everything works; its figures are not to be quoted.", True))
     for name in sides:
@@ -49,14 +54,14 @@ def _speed(document: Document, name: str) -> list[Sentence]:
         if not ratios or other is None:
             continue
         (low, worst), (high, best) = min(ratios), max(ratios)
-        text = f"{facts.label(document, name)} is {low:.2f} times as fast as {facts.label(document, other)} ({worst})"
+        middle = statistics.median(value for value, _ in ratios)
+        faster = f"times as fast as {facts.label(document, other)}"
+        text = f"{low:.2f} {faster} in “{worst}”"
         if len(ratios) > 1:
-            text = (
-                f"{facts.label(document, name)} is between {low:.2f} ({worst}) and {high:.2f} ({best}) times as fast "
-                f"as {facts.label(document, other)}, in {facts.counted(len(ratios), 'task')}"
-            )
-        lossy = "; it computes with less precision" if facts.lossy(document, name) else ""
-        found.append(Sentence(f"{text}: medians of the rounds{lossy}."))
+            text = f"{low:.2f} to {high:.2f} {faster}, {middle:.2f} in the middle of {len(ratios):,} tasks"
+            text += f". Least in “{worst}”, most in “{best}”"
+        lossy = " It computes with less precision." if facts.lossy(document, name) else ""
+        found.append(Sentence(f"{facts.label(document, name)}: {text}.{lossy}"))
     return found
 
 
@@ -74,8 +79,8 @@ def _equality(document: Document) -> list[Sentence]:
         where = "; ".join(f"{facts.label(document, n)}, {task['name']}: {facts.outputs(r)}" for task, n, r in wrong)
         return [Sentence(f"Outputs that must be equal are NOT: {where}. These have no figures.", wrong=True)]
     count = sum(result["verified"]["outputs"] for _, _, result in found)
-    names = _and([facts.label(document, name) for name in dict.fromkeys(name for _, name, _ in found)])
-    text = f"All outputs that must be equal are equal, token for token: {count:,} outputs of {names}."
+    names = "; ".join(facts.label(document, name) for name in dict.fromkeys(name for _, name, _ in found))
+    text = f"All outputs that must be equal are equal, token for token: {count:,} outputs ({names})."
     return [Sentence(text)]
 
 
@@ -96,10 +101,6 @@ def _quiet(document: Document) -> Sentence:
         f"The machine was quiet: in none of {timings:,} timings did other processes keep more than {facts.BUSY} cores"
     )
     return Sentence(f"{text} busy (at most {most:.2f}).{unsaid}")
-
-
-def _and(names: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1] if names else "")))
 
 
 def table(document: Document) -> str:

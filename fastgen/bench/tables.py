@@ -11,15 +11,11 @@ from fastgen.bench.markup import Html, joined, table, tag
 from fastgen.report import size
 
 Row = list[str]
+_LONG = 20  # letters: a longer line of a cell is broken
 
 
 def bad(text: str) -> Html:
     return tag("span", f"✗ {text}", class_="bad")
-
-
-def verdict(result: Result) -> str:
-    """How the outputs compare; red where they must be equal and are not."""
-    return bad(facts.outputs(result)) if facts.differs(result) else facts.outputs(result) or "–"
 
 
 def _rows(document: Document, tasks: list[Task], cells: Callable[[Task, str, Result], Row | None]) -> list[Row]:
@@ -33,42 +29,69 @@ def _rows(document: Document, tasks: list[Task], cells: Callable[[Task, str, Res
     return rows
 
 
-def ratios(document: Document, tasks: list[Task]) -> Html:
-    sides = [
-        side
-        for side in facts.sides_of(document, tasks)
-        if any(side != facts.reference(task) for task, _ in facts.results_of(tasks, side))
+def _by_side(
+    document: Document, tasks: list[Task], sides: list[str], caption: str, cell: Callable[[Task, str, Result], str]
+) -> Html:
+    """A row for each task, a column for each side."""
+    rows = [
+        [
+            task["name"],
+            *(cell(task, side, facts.results(task)[side]) if side in facts.results(task) else "–" for side in sides),
+        ]
+        for task in tasks
     ]
-
-    def cell(task: Task, side: str) -> str:
-        result = facts.results(task).get(side)
-        if result is None or side == facts.reference(task):
-            return "–"
-        if not facts.timed(result):
-            return "refused" if "refused" in result else bad(f"outputs differ: {facts.outputs(result)}")
-        return facts.ratio(result) if "ratio" in result else "not timed"
-
-    rows = [[task["name"], _reference(document, task), *(cell(task, side) for side in sides)] for task in tasks]
-    header = ["task", "reference (1x)", *(named(document, side) for side in sides)]
-    return table("Times as fast as the reference: median of the rounds (least to largest)", header, rows, words=2)
+    return table(caption, ["task", *(named(document, side) for side in sides)], rows)
 
 
-def _reference(document: Document, task: Task) -> str:
-    name = facts.reference(task)
-    return facts.label(document, name) if name else "–"
+def _lines(first: str, *more: str) -> Html:
+    """A cell: the first line stands out."""
+    return joined(
+        [
+            tag("b", first),
+            *(tag("span", each, class_="below reason" if len(each) > _LONG else "below") for each in more),
+        ],
+        "",
+    )
+
+
+def _untimed(result: Result) -> str:
+    return bad("outputs differ") if facts.differs(result) else "refused" if "refused" in result else "not timed"
+
+
+def compared(tasks: list[Task], side: str) -> bool:
+    """Whether it has a ratio, or would have one, in any of them."""
+    return any(side != facts.reference(task) for task, _ in facts.results_of(tasks, side))
+
+
+def ratios(document: Document, tasks: list[Task]) -> Html:
+    def cell(task: Task, side: str, result: Result) -> str:
+        if side == facts.reference(task):
+            return "reference"
+        if not facts.timed(result) or "ratio" not in result:
+            return _untimed(result)
+        return _lines(facts.times(result["ratio"]["median"]), facts.interval(result))
+
+    sides = [side for side in facts.sides_of(document, tasks) if compared(tasks, side)]
+    references = dict.fromkeys(name for name in map(facts.reference, tasks) if name)
+    against = ", ".join(facts.label(document, name) for name in references)
+    caption = f"Times as fast as the reference, {against}: median of the rounds, and the least to the largest"
+    return _by_side(document, tasks, sides, caption, cell)
 
 
 def seconds(document: Document, tasks: list[Task]) -> Html:
-    def cells(task: Task, side: str, result: Result) -> Row:
-        if not facts.timed(result):
-            why = bad("outputs differ") if facts.differs(result) else "refused"
-            return [why, "–", "–", facts.seconds(result.get("first_seconds"))]
-        low, high = facts.spread(task, side) or (None, None)
-        return [facts.seconds(value) for value in (result.get("seconds"), low, high, result.get("first_seconds"))]
+    def cell(task: Task, side: str, result: Result) -> str:
+        if not facts.timed(result) or "seconds" not in result:
+            return _untimed(result)
+        spread = facts.spread(task, side)
+        more = [f"{facts.number(spread[0])} to {facts.number(spread[1])}"] if spread else []
+        more += [f"first {facts.number(result['first_seconds'])}"] if "first_seconds" in result else []
+        return _lines(facts.seconds(result["seconds"]), *more)
 
-    header = ["task", "side", "median", "least", "largest", "first call"]
-    caption = "Seconds of the rounds, and of the first call (warm-up, compilation and recording among it)"
-    return table(caption, header, _rows(document, tasks, cells), 2, grouped=True)
+    caption = (
+        "Seconds: median of the rounds, the least to the largest, and the first call (warm-up, compilation and "
+        "recording among it)"
+    )
+    return _by_side(document, tasks, facts.sides_of(document, tasks), caption, cell)
 
 
 def phases(document: Document, tasks: list[Task]) -> Html:
@@ -80,7 +103,7 @@ def phases(document: Document, tasks: list[Task]) -> Html:
             return None
         all_of_it = sum(result["phases"].get(name, 0.0) for name in PHASES)
         each = [_share(result["phases"].get(name), all_of_it) for name in used]
-        return [*each, facts.seconds(all_of_it)]
+        return [*each, facts.number(all_of_it)]
 
     header = ["task", "side", *(f"{PHASES.index(name) + 1} {name}" for name in used), "all"]
     rows = _rows(document, tasks, cells)
@@ -90,7 +113,7 @@ def phases(document: Document, tasks: list[Task]) -> Html:
 def _share(value: float | None, whole: float) -> str:
     if value is None:
         return "–"
-    return joined([facts.seconds(value), tag("br"), f"{value / whole:.0%}" if whole else ""], "")
+    return _lines(facts.number(value), f"{value / whole:.0%}" if whole else "")
 
 
 def memory(document: Document, tasks: list[Task]) -> Html:
@@ -132,16 +155,23 @@ def _as_the_other(document: Document, task: Task, result: Result) -> str:
 
 
 def outputs(document: Document, tasks: list[Task]) -> Html:
-    def cells(task: Task, side: str, result: Result) -> Row | None:
+    def cell(task: Task, side: str, result: Result) -> str:
         if "refused" in result:
-            return ["–", "–", joined(["refused: ", result["refused"]], ""), "–", "–", "–"]
+            return _lines("refused", result["refused"])
         if "verified" not in result:
-            return ["–", "–", "the others are compared with it", "–", "–", "–"]
+            return "the others are compared with it"
         found = result["verified"]
-        against = facts.label(document, found["against"])
-        must = "yes" if found["must"] else "no"
-        counts = [f"{found['outputs']:,}", f"{len(found['different']):,}", facts.part(found["same_tokens"])]
-        return [against, must, verdict(result), *counts]
+        same = found["outputs"] - len(found["different"])
+        first = f"{same:,} of {found['outputs']:,} same"
+        demand = f"{'must equal' if found['must'] else 'beside'} {facts.label(document, found['against'])}"
+        return _lines(
+            bad(first) if facts.differs(result) else first, f"{facts.part(found['same_tokens'])} of tokens", demand
+        )
 
-    header = ["task", "side", "compared with", "must be equal", "verdict", "outputs", "that differ", "same tokens"]
-    return table("Outputs beside those of another side", header, _rows(document, tasks, cells), 5, grouped=True)
+    sides = [
+        side
+        for side in facts.sides_of(document, tasks)
+        if any("verified" in result or "refused" in result for _, result in facts.results_of(tasks, side))
+    ]
+    caption = "Outputs that are the same, token for token, and the part of all tokens that are, beside another side's"
+    return _by_side(document, tasks, sides, caption, cell)
