@@ -20,10 +20,10 @@ def method(document: Document) -> Html:
         tag("h3", "Sides"),
         *(_side(document, name) for name in document["sides"]),
         tag("h3", "Machine, versions, settings"),
-        _pairs("Machine", {key: _machine(key, value) for key, value in document["machine"].items()}),
-        _pairs("Settings", document["settings"]),
-        tag("p", "Versions: ", versions or "–"),
         tag("p", "Command: ", tag("code", document["command"])),
+        tag("p", "Machine: ", _pairs(document["machine"])),
+        tag("p", "Settings: ", _pairs(document["settings"])),
+        tag("p", "Versions: ", versions or "–"),
         tag("h3", "Tasks"),
         _tasks(document),
         _counted(document),
@@ -43,13 +43,13 @@ def _side(document: Document, name: str) -> Html:
     return joined([head, _list([*facts.side(document, name)["settings"], *([versions] if versions else [])])])
 
 
-def _machine(key: str, value: Any) -> Any:
-    return size(value) if key.endswith("_bytes") and isinstance(value, int) else value
-
-
-def _pairs(caption: str, values: Mapping[str, Any]) -> Html:
-    rows = [[key.removesuffix("_bytes").replace("_", " "), _words(value)] for key, value in values.items()]
-    return table(caption, ["what", "value"], rows, words=2)
+def _pairs(values: Mapping[str, Any]) -> str:
+    words = []
+    for key, value in values.items():
+        bytes_of = key.endswith("_bytes") and isinstance(value, int)
+        shown = size(value) if bytes_of else _words(value)
+        words.append(f"{key.removesuffix('_bytes').replace('_', ' ')}: {shown}")
+    return "; ".join(words) or "–"
 
 
 def _words(value: Any) -> str:

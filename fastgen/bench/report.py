@@ -10,11 +10,12 @@ from fastgen.bench import charts, facts, growth, summary, tables
 from fastgen.bench.appendix import method
 from fastgen.bench.charts import Look
 from fastgen.bench.document import Document, Section, Task
+from fastgen.bench.image import png
 from fastgen.bench.markup import Html, joined, tag
 from fastgen.bench.style import sheet
 from fastgen.bench.summary import table
 
-__all__ = ["render", "table", "write"]
+__all__ = ["png", "render", "table", "write"]
 
 Tasks = list[Task]
 

@@ -63,6 +63,7 @@ svg.swatch { display: inline-block; vertical-align: -2px; min-width: 0; width: a
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; font-size: .875rem; }
 table { border-collapse: collapse; font-size: .84rem; line-height: 1.35; margin: .25rem 0 1rem;
   font-variant-numeric: tabular-nums; }
+table { min-width: min(100%, 34rem); }
 caption { text-align: left; color: var(--faint); padding: .3rem 0; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid var(--grid);
   min-width: 3.25rem; max-width: 20rem;

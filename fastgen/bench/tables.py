@@ -30,17 +30,24 @@ def _rows(document: Document, tasks: list[Task], cells: Callable[[Task, str, Res
 
 
 def _by_side(
-    document: Document, tasks: list[Task], sides: list[str], caption: str, cell: Callable[[Task, str, Result], str]
+    document: Document,
+    tasks: list[Task],
+    sides: list[str],
+    caption: str,
+    cell: Callable[[Task, str, Result], str],
+    below: Callable[[str], str] | None = None,
 ) -> Html:
-    """A row for each task, a column for each side."""
-    rows = [
-        [
-            task["name"],
-            *(cell(task, side, facts.results(task)[side]) if side in facts.results(task) else "–" for side in sides),
-        ]
-        for task in tasks
-    ]
-    return table(caption, ["task", *(named(document, side) for side in sides)], rows)
+    """A row for each task, a column for each side; `below` says something of the side, under its name."""
+
+    def place(task: Task, side: str) -> str:
+        return cell(task, side, facts.results(task)[side]) if side in facts.results(task) else "–"
+
+    def head(side: str) -> str:
+        more = below(side) if below else ""
+        return joined([named(document, side), *([tag("span", more, class_="below")] if more else [])], "")
+
+    rows = [[task["name"], *(place(task, side) for side in sides)] for task in tasks]
+    return table(caption, ["task", *map(head, sides)], rows)
 
 
 def _lines(first: str, *more: str) -> Html:
@@ -155,18 +162,25 @@ def _as_the_other(document: Document, task: Task, result: Result) -> str:
 
 
 def outputs(document: Document, tasks: list[Task]) -> Html:
+    def demand(result: Result) -> str:
+        must = "must equal" if result["verified"]["must"] else "may differ from"
+        return f"{must} {facts.label(document, result['verified']['against'])}"
+
+    def demands(side: str) -> set[str]:
+        return {demand(result) for _, result in facts.results_of(tasks, side) if "verified" in result}
+
+    def below(side: str) -> str:
+        return next(iter(demands(side))) if len(demands(side)) == 1 else ""
+
     def cell(task: Task, side: str, result: Result) -> str:
         if "refused" in result:
             return _lines("refused", result["refused"])
         if "verified" not in result:
-            return "the others are compared with it"
+            return "not compared"
         found = result["verified"]
-        same = found["outputs"] - len(found["different"])
-        first = f"{same:,} of {found['outputs']:,} same"
-        demand = f"{'must equal' if found['must'] else 'beside'} {facts.label(document, found['against'])}"
-        return _lines(
-            bad(first) if facts.differs(result) else first, f"{facts.part(found['same_tokens'])} of tokens", demand
-        )
+        first = f"{found['outputs'] - len(found['different']):,} of {found['outputs']:,} same"
+        more = [f"{facts.part(found['same_tokens'])} of tokens"] + ([] if below(side) else [demand(result)])
+        return _lines(bad(first) if facts.differs(result) else first, *more)
 
     sides = [
         side
@@ -174,4 +188,4 @@ def outputs(document: Document, tasks: list[Task]) -> Html:
         if any("verified" in result or "refused" in result for _, result in facts.results_of(tasks, side))
     ]
     caption = "Outputs that are the same, token for token, and the part of all tokens that are, beside another side's"
-    return _by_side(document, tasks, sides, caption, cell)
+    return _by_side(document, tasks, sides, caption, cell, below)
