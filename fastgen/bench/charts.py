@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastgen.bench import facts
 from fastgen.bench.document import PHASES, Document, Result, Task
-from fastgen.bench.drawing import SMALL, Drawing, ticks
+from fastgen.bench.drawing import SMALL, Drawing, ticks, width_of
 from fastgen.bench.markup import Html, figure, joined, swatches, tag
 from fastgen.report import size
 
-WIDTH, LABELS, ROW, BAR = 880, 244, 22, 13
+WIDTH, LABELS, ROW, BAR = 960, 244, 22, 13
 _APART = 8  # tasks whose longest bars are further apart than this have a scale each
 
 
@@ -82,14 +82,15 @@ def ratios(document: Document, tasks: list[Task], look: Look) -> Html:
     """How many times as fast as the reference each side is."""
     bars = [result for task in tasks for result in facts.results(task).values() if _has_bar(result)]
     marks = ticks(max([1.0, *(result["ratio"]["max"] for result in bars)]), 7)
-    return joined(_ratios(document, task, look, marks) for task in tasks)
+    right = WIDTH - 12 - max((width_of(_beside(result)) for result in bars), default=0)
+    return joined(_ratios(document, task, look, marks, right) for task in tasks)
 
 
 def _has_bar(result: Result) -> bool:
     return facts.timed(result) and "ratio" in result
 
 
-def _ratios(document: Document, task: Task, look: Look, marks: list[float]) -> Html:
+def _ratios(document: Document, task: Task, look: Look, marks: list[float], right: float) -> Html:
     reference = facts.reference(task)
     rows = [
         (side, result) for side, result in facts.results(task).items() if side != reference and "refused" not in result
@@ -97,8 +98,7 @@ def _ratios(document: Document, task: Task, look: Look, marks: list[float]) -> H
     notes = refusals(document, task)
     if not rows:
         return tag("figure", tag("figcaption", caption(task)), *(tag("p", note, class_="note") for note in notes))
-    left, right = LABELS, WIDTH - 256
-    bottom = 20 + ROW * len(rows)
+    left, bottom = LABELS, 20 + ROW * len(rows)
     name = facts.label(document, reference) if reference else "the reference"
     drawing = Drawing(WIDTH, bottom + 20, f"{task['name']}: how many times as fast as {name}")
     scale(drawing, marks, left, right, bottom, "x")

@@ -18,7 +18,7 @@ def safe(text: str) -> Html:
 
 
 def joined(parts: Iterable[str], between: str = "\n") -> Html:
-    return Html(between.join(safe(part) for part in parts))
+    return Html(between.join(safe(part) for part in parts if part))
 
 
 def tag(name: str, /, *children: str, **attributes: str | bool) -> Html:

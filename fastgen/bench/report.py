@@ -31,6 +31,8 @@ def _with_figures(
 
 def _ratios(document: Document, tasks: Tasks, look: Look) -> Html:
     sides = [side for side in facts.sides_of(document, tasks) if tables.compared(tasks, side)]
+    if not sides:
+        return Html("")
     note = (
         "Bars are medians of the rounds of the reference's seconds / the side's; whiskers reach from the least round "
         "to the largest. Right of 1x a side is faster than the reference. Hatched: computed with less precision."

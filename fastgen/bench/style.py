@@ -56,7 +56,7 @@ figure { margin: 1.1rem 0 1.4rem; break-inside: avoid; }
 figcaption { margin-bottom: .3rem; font-size: .9rem; line-height: 1.4; color: var(--faint); }
 figcaption b { color: var(--text); }
 .scroll { overflow-x: auto; }
-svg { display: block; width: 100%; min-width: 640px; font-family: inherit; }
+svg { display: block; width: 100%; min-width: 700px; font-family: inherit; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 0 1.5rem; }
 .charts svg { min-width: 300px; }
 svg.swatch { display: inline-block; vertical-align: -2px; min-width: 0; width: auto; height: 14px; }

@@ -46,6 +46,8 @@ def _by_side(
         more = below(side) if below else ""
         return joined([named(document, side), *([tag("span", more, class_="below")] if more else [])], "")
 
+    if not sides:
+        return Html("")
     rows = [[task["name"], *(place(task, side) for side in sides)] for task in tasks]
     return table(caption, ["task", *map(head, sides)], rows)
 

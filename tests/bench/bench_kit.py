@@ -16,6 +16,7 @@ SIDES: dict[str, tuple[str, float]] = {  # by name: label, and about how many ti
     "fastgen-off": ("fastgen, packing off", 4.1),
 }
 MIB = 2**20
+EVERYTHING = ["ratios", "lines", "phases", "memory", "seconds", "metrics", "outputs"]  # what a section can show
 SHAPES = [
     ("BART-base shape, 8 x 1022 -> 32, 5 beams", 28.2),
     ("BART-base shape, 8 x 512 -> 64, 4 beams", 22.9),
@@ -164,6 +165,12 @@ def document(tasks: list[Task], sections: list[Section], sides: tuple[str, ...] 
         "sections": sections,
         "tasks": tasks,
     }
+
+
+def showing(show: list[str], *tasks: Task, sides: tuple[str, ...] = tuple(SIDES)) -> Document:
+    """A document of one section, "One"."""
+    one: Section = {"title": "One", "text": "", "tasks": [task["name"] for task in tasks], "show": show}
+    return document(list(tasks), [one], sides)
 
 
 def sample() -> Document:
