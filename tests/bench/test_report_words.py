@@ -94,6 +94,7 @@ def test_the_table_for_a_terminal() -> None:
     assert any(line.endswith("3 of 40 differ") for line in lines)
     assert any(line.endswith("refused: it has no diverse beam search") for line in lines)
     assert any("97.3% of tokens same" in line for line in lines)
+    assert len(fastgen) < 90  # long names and reasons pass their columns, and don't widen them
     assert lines.count(kit.SHAPES[0][0]) == 1  # though three sections have it
     assert lines[-1] == summary.sentences(document)[-1].text
     assert not any(line != line.rstrip() for line in lines)
