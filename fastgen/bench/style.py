@@ -59,6 +59,7 @@ figcaption b { color: var(--text); }
 svg { display: block; width: 100%; min-width: 700px; font-family: inherit; }
 .charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 400px), 1fr)); gap: 0 1.5rem; }
 .charts svg { min-width: 300px; }
+.charts figure { max-width: 520px; }
 svg.swatch { display: inline-block; vertical-align: -2px; min-width: 0; width: auto; height: 14px; }
 .legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; font-size: .875rem; }
 table { border-collapse: collapse; font-size: .84rem; line-height: 1.35; margin: .25rem 0 1rem;
@@ -96,11 +97,13 @@ path { fill: none; }
 .band { opacity: .2; }
 .point { stroke: var(--back); stroke-width: 1; }
 @media print {
-  body { max-width: none; padding: 0; font-size: 11px; }
+  html { font-size: 11px; }
+  body { max-width: none; padding: 0; font-size: 1rem; }
+  .charts { grid-template-columns: 1fr 1fr; }
   .scroll { overflow: visible; }
   svg { min-width: 0; }
   svg.swatch { height: 11px; }
-  table { font-size: 8.5px; }
+  table { font-size: .78rem; }
   tr { break-inside: avoid; }
   th, td { min-width: 0 !important; }
   h2, h3, figcaption, caption { break-after: avoid; }

@@ -77,7 +77,7 @@ def _equality(document: Document) -> list[Sentence]:
     wrong = [(task, name, result) for task, name, result in found if facts.differs(result)]
     if wrong:
         where = "; ".join(f"{facts.label(document, n)}, {task['name']}: {facts.outputs(r)}" for task, n, r in wrong)
-        return [Sentence(f"Outputs that must be equal are NOT: {where}. These have no figures.", wrong=True)]
+        return [Sentence(f"Outputs that must be equal are NOT: {where}. Their times are not shown.", wrong=True)]
     count = sum(result["verified"]["outputs"] for _, _, result in found)
     names = "; ".join(facts.label(document, name) for name in dict.fromkeys(name for _, name, _ in found))
     text = f"All outputs that must be equal are equal, token for token: {count:,} outputs ({names})."
