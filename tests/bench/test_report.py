@@ -12,8 +12,9 @@ import pytest
 from bench_kit import EVERYTHING, showing
 from page_kit import Element, figure, parsed, row, section, tables
 
-from fastgen.bench import facts, report
+from fastgen.bench import report
 from fastgen.bench.document import Document, Section
+from fastgen.bench.report import facts
 
 MODELS = "Beam search of many models"
 HOSTILE = "\"'><script>alert(1)</script><img src=http://x.org/a.png>&amp;"

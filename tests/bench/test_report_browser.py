@@ -14,8 +14,9 @@ from typing import Any
 import bench_kit as kit
 import pytest
 
-from fastgen.bench import image, report
+from fastgen.bench import report
 from fastgen.bench.document import Document
+from fastgen.bench.report import image
 
 needs_browser = pytest.mark.skipif(image.browser() is None, reason="no Chromium on the path")
 

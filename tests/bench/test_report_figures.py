@@ -10,8 +10,9 @@ import pytest
 from bench_kit import EVERYTHING, showing
 from page_kit import Element, figure, parsed, row, section, tables
 
-from fastgen.bench import charts, facts, report
+from fastgen.bench import report
 from fastgen.bench.document import PHASES, Document
+from fastgen.bench.report import charts, facts
 
 MODELS = "Beam search of many models"
 

@@ -8,7 +8,8 @@ import re
 import bench_kit as kit
 import pytest
 
-from fastgen.bench import drawing, facts, report, summary
+from fastgen.bench import report
+from fastgen.bench.report import drawing, facts, summary
 
 
 @pytest.mark.parametrize(

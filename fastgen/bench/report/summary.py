@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from fastgen.bench import facts
 from fastgen.bench.document import Document, Result, Task
+from fastgen.bench.report import facts
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastgen.bench import facts
-from fastgen.bench.charts import KINDS_OF_MEMORY, named
 from fastgen.bench.document import PHASES, Document, Result, Task
-from fastgen.bench.markup import Html, joined, table, tag
+from fastgen.bench.report import facts
+from fastgen.bench.report.charts import KINDS_OF_MEMORY, named
+from fastgen.bench.report.markup import Html, joined, table, tag
 from fastgen.report import size
 
 Row = list[str]

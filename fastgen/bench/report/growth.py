@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastgen.bench import facts
-from fastgen.bench.charts import Look, named
 from fastgen.bench.document import Document, Task
-from fastgen.bench.drawing import SMALL, Drawing, ticks, width_of
-from fastgen.bench.markup import Html, figure, joined, swatches, table, tag
+from fastgen.bench.report import facts
+from fastgen.bench.report.charts import Look, named
+from fastgen.bench.report.drawing import SMALL, Drawing, ticks, width_of
+from fastgen.bench.report.markup import Html, figure, joined, swatches, table, tag
 
 WIDTH, HEIGHT = 430, 270
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 12, 46

@@ -6,16 +6,12 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from fastgen.bench import charts, facts, growth, summary, tables
-from fastgen.bench.appendix import method
-from fastgen.bench.charts import Look
 from fastgen.bench.document import Document, Section, Task
-from fastgen.bench.image import png
-from fastgen.bench.markup import Html, joined, tag
-from fastgen.bench.style import sheet
-from fastgen.bench.summary import table
-
-__all__ = ["png", "render", "table", "write"]
+from fastgen.bench.report import charts, facts, growth, summary, tables
+from fastgen.bench.report.appendix import method
+from fastgen.bench.report.charts import Look
+from fastgen.bench.report.markup import Html, joined, tag
+from fastgen.bench.report.style import sheet
 
 Tasks = list[Task]
 

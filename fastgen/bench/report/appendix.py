@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fastgen.bench import facts
-from fastgen.bench.charts import named
 from fastgen.bench.document import Document
-from fastgen.bench.markup import Html, joined, table, tag
+from fastgen.bench.report import facts
+from fastgen.bench.report.charts import named
+from fastgen.bench.report.markup import Html, joined, table, tag
 from fastgen.report import size
 
 
