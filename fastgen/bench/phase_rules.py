@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 ENCODER, PREFILL, ATTENTION, CACHE = "encoder", "prefill", "attention", "cache upkeep"
 REST, CHOICE, TEXT, OTHER = "rest of the decoder", "next-token choice", "post-processing", "other"
 _PASS, _LOOP = "pass", "loop"  # a forward pass of the decoder, and what calls one after the other: if nothing else fits
+_MODULE = "module"  # a call of another module: what the line that calls it says is not what is done in there
 _STEPS = (None, REST, ATTENTION, CACHE)  # what prefill consists of
 
 FirstPass = Callable[[dict[str, Any]], bool]  # of a loop's local variables: whether its pass is the first
@@ -68,7 +69,7 @@ _TRANSFORMERS = [
     Rule(f"{_T}cache_utils.py", ".*", CACHE),
     Rule(f"{_T}(integrations/.*|modeling_flash_attention_utils.py)", ".*attention_forward", ATTENTION),
     Rule(_MODELS, "eager_attention_forward", ATTENTION),
-    Rule(f"{_T}generation/utils.py", r"_\w*prepare_\w*encoder\w*_kwargs_for_generation", ENCODER),
+    Rule(f"{_T}generation/utils.py", r"_prepare_\w*encoder\w*_kwargs_for_generation", ENCODER),
     Rule(f"{_T}generation/utils.py", "_expand_inputs_for_generation", CACHE),  # the source, once for each beam
     Rule(f"{_T}.*", "_?reorder_cache|_temporary_reorder_cache", CACHE),
     Rule(f"{_T}generation/utils.py", "_prefill(_chunking)?", PREFILL),
@@ -110,7 +111,7 @@ _BY_LINE = [
     Rule(f"({_F}modules/multihead_attention.py|{_O}models/prophetnet/attention.py)", ".*", CACHE, _STORING),
     Rule(f"({_F}modules/.*|{_MODELS}|{_OF}(attention|streams).py|{_OT}streams.py)", ".*", ATTENTION, _ATTENDING),
 ]
-RULES = [*_TRANSFORMERS, *_FAIRSEQ, *_FASTGEN]
+RULES = [Rule("torch/nn/modules/module.py", "_call_impl", _MODULE), *_TRANSFORMERS, *_FAIRSEQ, *_FASTGEN]
 
 
 class Table:
@@ -127,29 +128,35 @@ class Table:
 
     def phase(self, frame: FrameType | None, end: FrameType | None = None) -> str:
         """What is being done in this frame, which is the innermost, or those around it up to `end`."""
-        found: str | None = None
+        frames = []  # at once: they lose one another where their thread goes on
         while frame is not None and frame is not end:
-            code = frame.f_code
-            rules = self._rules.get(code)
-            if rules is None:
-                rules = self._rules[code] = tuple(self._rules_for(code))
-            for rule in rules:
-                if rule.line and not self._is_at(frame, rule.line):
+            frames.append(frame)
+            frame = frame.f_back
+        found, is_within, is_in_pass = None, False, False
+        for each in frames:
+            code = each.f_code
+            if code not in self._rules:
+                self._rules[code] = tuple(self._rules_for(code))
+            for rule in self._rules[code]:
+                if rule.line and (is_within or not self._is_at(each, rule.line)):
                     continue
                 if rule.fits == ENCODER:
-                    if self._is_encoders(frame):
+                    if self._is_encoders(each):
                         return ENCODER
                     continue
                 if rule.fits == PREFILL and found in _STEPS:
                     return PREFILL
-                if rule.fits == _LOOP:
-                    if rule.first is not None and found in _STEPS[1:] and rule.first(frame.f_locals):
+                if rule.fits == _MODULE:
+                    is_within = True
+                elif rule.fits == _LOOP:
+                    if rule.first is not None and is_in_pass and found in _STEPS and rule.first(each.f_locals):
                         return PREFILL
                     found = found or CHOICE
+                elif rule.fits == _PASS:
+                    found, is_in_pass = found or REST, True
                 else:
-                    found = found or (REST if rule.fits == _PASS else rule.fits)
+                    found = found or rule.fits
                 break
-            frame = frame.f_back
         return found or OTHER
 
     def _rules_for(self, code: CodeType) -> Iterable[Rule]:

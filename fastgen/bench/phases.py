@@ -51,18 +51,17 @@ class Phases:
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(config.configured(replay="off"))
         self._stack.enter_context(_switching(_SWITCH_INTERVAL))
-        started, self._is_over = threading.Event(), threading.Event()
+        started, self._is_over = threading.Event(), False
         caller = sys._getframe(1)
         arguments = threading.get_ident(), caller, started
         self._thread = threading.Thread(target=self._watch, args=arguments, name="fastgen-phases", daemon=True)
         self._thread.start()
         started.wait()
-        self._start = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         total = time.perf_counter() - self._start
-        self._is_over.set()
+        self._is_over = True
         self._thread.join()
         self._stack.close()
         # From the start until the first sample and from the last one on it is not known.
@@ -71,17 +70,19 @@ class Phases:
 
     def _watch(self, thread: int, end: FrameType | None, started: threading.Event) -> None:
         jitter = random.Random(0).uniform  # or the samples might keep step with the decoder's
-        taken, table, last = self._taken, self._table, time.perf_counter()
+        taken, phase_of = self._taken, self._table.phase
+        last = self._start = time.perf_counter()
         started.set()
-        while not self._is_over.wait(self._interval * jitter(0.5, 1.5)):
-            frame = sys._current_frames().get(thread)
-            now = time.perf_counter()
-            phase = table.phase(frame, end)
+        while True:
+            time.sleep(self._interval * jitter(0.5, 1.5))  # cheaper than to wait for an event
+            frame, now = sys._current_frames().get(thread), time.perf_counter()
+            if self._is_over:
+                return
+            phase = phase_of(frame, end)
             del frame
-            if not self._is_over.is_set():
-                taken[phase] += now - last
-                self.samples += 1
-                last = now
+            taken[phase] += now - last
+            self.samples += 1
+            last = now
 
 
 def _encoder_of(model: Any) -> Any:
