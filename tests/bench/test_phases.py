@@ -1,0 +1,227 @@
+"""Which phase a stack of frames belongs to, asked at every call that a generation makes, and the time that follows."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import bench_models
+import torch
+from asking import asked_at_every_call, running
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+
+import fastgen
+from fastgen.bench import phase_rules
+from fastgen.bench.document import PHASES
+from fastgen.bench.phases import Phases, shares
+
+OWN = ["bart", "gpt2", "llama", "t5"]  # t5 on 4.57 stays with the host: both sides are the same then
+IN_PASSES = {"encoder", "prefill", "rest of the decoder"}
+# Where built-in functions may run. Linear layers are in no attention, and nothing attends elsewhere.
+PLACES = {
+    "linear": IN_PASSES,
+    "addmm": IN_PASSES,
+    "layer_norm": IN_PASSES,
+    "embedding": IN_PASSES,
+    "scaled_dot_product_attention": {"encoder", "prefill", "attention"},
+    "bmm": {"encoder", "prefill", "attention"},
+    "topk": {"next-token choice"},
+    "log_softmax": {"next-token choice"},
+}
+
+
+def _table(model: Any) -> phase_rules.Table:
+    encoders = [model.get_encoder()] if model.config.is_encoder_decoder else []
+    return phase_rules.Table([type(model)], encoders)
+
+
+@pytest.mark.parametrize("side", ["stock", "fast", "compat"])
+@pytest.mark.parametrize("kind", OWN)
+def test_what_a_generation_calls_is_where_it_belongs(kind: str, side: str) -> None:
+    model = bench_models.load(kind)
+    with running(side):
+        bench_models.generate(model)
+        with asked_at_every_call(_table(model)) as phases:
+            bench_models.generate(model)
+    for name, places in PLACES.items():
+        assert set(phases[name]) <= places, (name, phases[name])
+    seen = {phase for each in phases.values() for phase in each}
+    absent = {"post-processing"} | (set() if model.config.is_encoder_decoder else {"encoder"})
+    assert seen == set(PHASES) - absent
+    assert phases["linear"]["encoder"] > 0 or not model.config.is_encoder_decoder
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_prefill_is_the_first_of_equal_passes(kind: str) -> None:
+    """Counted in products: those of a pass, and for encoder-decoders also the keys and values of the source."""
+    model, new = bench_models.load(kind), 8
+    with running("stock"), asked_at_every_call(_table(model)) as phases:
+        bench_models.generate(model, new=new)
+    products = phases["linear"] + phases["addmm"]
+    later = products["rest of the decoder"] / (new - 1)
+    source = 2 * 2 if model.config.is_encoder_decoder else 0  # of two layers
+    assert later == int(later)
+    assert products["prefill"] == later + source
+
+
+def test_storing_and_reordering_are_cache_upkeep() -> None:
+    model = bench_models.load("gpt2")
+    with running("stock"), asked_at_every_call(_table(model)) as phases:
+        bench_models.generate(model)
+    assert phases["index_select"]["cache upkeep"] > 0 and set(phases["index_select"]) == {"cache upkeep"}
+    assert phases["cat"]["cache upkeep"] > 0
+    with running("fast"), asked_at_every_call(_table(model)) as phases:
+        bench_models.generate(model)
+    assert phases["index_select"]["cache upkeep"] > 0
+
+
+def test_every_rule_fits_something() -> None:
+    """Of those for transformers on a CPU."""
+    seen: set[phase_rules.Rule] = set()
+    for kind in [*OWN, "eager"]:
+        model = bench_models.load("bart", attn_implementation=kind) if kind == "eager" else bench_models.load(kind)
+        for side in ("stock", "fast", "compat"):
+            table = _table(model)
+            with running(side), asked_at_every_call(table):
+                bench_models.generate(model)
+            seen |= {rule._replace(first=None) for rules in table._rules.values() for rule in rules}
+    rules = [*phase_rules._TRANSFORMERS, *phase_rules._FASTGEN]
+    missing = {
+        (rule.path, rule.fits)
+        for rule in rules
+        if rule._replace(first=None) not in seen and "optimizer/fairseq" not in rule.path
+    }
+    expected = {
+        ("<a recorded step>", "pass"),
+        ("fastgen/ops/(__init__|reference).py", "attention"),  # without native operators
+        ("transformers/.*", "cache upkeep"),  # models with a reordering of their own
+        ("transformers/(tokenization_.*|models/.*/tokenization_.*)", "post-processing"),
+    }
+    has_own = hasattr(transformers.GenerationMixin, "_prefill")
+    expected.add((f"{'fastgen/optimizer/transformers/host' if has_own else 'transformers/generation/utils'}.py", "prefill"))
+    assert missing <= expected
+
+
+def test_text_is_post_processing() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(50)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    )
+    with asked_at_every_call(phase_rules.Table([])) as phases:
+        texts = tokenizer.batch_decode([[1, 2, 3]])
+    assert texts == ["w1 w2 w3"]
+    assert phases["decode"] and set(phases["decode"]) == {"post-processing"}
+
+
+class Slow(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return scores
+
+
+@pytest.mark.parametrize("side", ["stock", "fast", "compat"])
+def test_a_slow_processor_is_next_token_choice(side: str) -> None:
+    model = bench_models.load("bart")
+    with running(side):
+        bench_models.generate(model)
+        with Phases(model) as phases:
+            bench_models.generate(model, logits_processor=LogitsProcessorList([Slow()]))
+    assert phases.samples > 20
+    assert phases.seconds["next-token choice"] >= 0.35 * phases.seconds["total"]
+    assert phases.seconds["next-token choice"] > 0.35  # of 8 times 0.05
+
+
+def _slow_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    if query.shape[2] == 1 or key.shape[2] > query.shape[2]:  # a decoder's later pass, whatever the side
+        time.sleep(0.01)
+    return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize("side", ["stock", "fast"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_slow_attention_is_attention(kind: str, side: str) -> None:
+    AttentionInterface.register("slow", _slow_attention)
+    model = bench_models.load(kind, attn_implementation="slow")
+    with running(side):
+        bench_models.generate(model)
+        with Phases(model) as phases:
+            bench_models.generate(model)
+    assert phases.seconds["attention"] > 0.1  # of 7 passes of 2 layers
+    assert phases.seconds["attention"] >= 0.35 * phases.seconds["total"]
+
+
+@pytest.mark.parametrize("side", ["stock", "fast"])
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_a_large_encoder_is_the_encoder(kind: str, side: str) -> None:
+    """T5's encoder and decoder are of one class."""
+    deep = {"encoder_layers": 12} if kind == "bart" else {"num_layers": 12, "num_decoder_layers": 2}
+    model = bench_models.load(kind, width=128, **deep)
+    with running(side):
+        bench_models.generate(model, length=400, new=2)
+        with Phases(model) as phases:
+            for _ in range(3):
+                bench_models.generate(model, length=400, new=2)
+    assert phases.seconds["encoder"] >= 0.5 * phases.seconds["total"]
+
+
+def test_t5s_encoder_is_told_from_its_decoder_wherever_it_is_called() -> None:
+    model = bench_models.load("t5")
+    ids = torch.randint(3, 100, (2, 9))
+    with torch.no_grad(), asked_at_every_call(_table(model)) as phases:
+        model.get_encoder()(ids)
+    assert set(phases["linear"]) == {"encoder"}
+    with torch.no_grad(), asked_at_every_call(_table(model)) as phases:
+        model.get_decoder()(ids)
+    assert "encoder" not in phases["linear"]
+
+
+@pytest.mark.parametrize("side", ["stock", "fast"])
+def test_little_is_left_over(side: str) -> None:
+    model = bench_models.load("bart", width=128, vocabulary=2000)
+    call = {"batch": 4, "length": 128, "new": 32, "beams": 4}
+    with running(side):
+        bench_models.generate(model, **call)
+        with Phases(model) as phases:
+            for _ in range(2):
+                bench_models.generate(model, **call)
+    each = shares(phases.seconds)
+    assert sum(each.values()) == pytest.approx(1)
+    assert each["other"] < 0.1
+
+
+def test_nothing_stays_behind() -> None:
+    model, before = bench_models.load("gpt2"), (sys.getswitchinterval(), threading.active_count())
+    settings = fastgen.config.current()
+    with pytest.raises(KeyError), Phases(model):
+        assert fastgen.config.current().replay == "off"
+        raise KeyError
+    assert (sys.getswitchinterval(), threading.active_count()) == before
+    assert fastgen.config.current() == settings
+
+
+def test_an_unknown_host_is_an_error() -> None:
+    with pytest.raises(ValueError, match="transformers or fairseq, not 'jax'"):
+        Phases(None, host="jax")
+
+
+def test_the_same_outputs_in_the_same_tier() -> None:
+    model = bench_models.load("bart")
+    with running("fast"):
+        first = bench_models.generate(model)
+        with Phases(model):
+            second = bench_models.generate(model)
+    calls = fastgen.status().calls[-2:]
+    assert torch.equal(first, second)
+    assert [(call.tier, call.cache) for call in calls] == [("fast", "kv")] * 2
