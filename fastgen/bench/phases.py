@@ -59,7 +59,9 @@ class Phases:
         started.wait()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         total = time.perf_counter() - self._start
         self._is_over = True
         self._thread.join()

@@ -54,7 +54,7 @@ SIDES: dict[str, Side] = {
     "fairseq": Side("fairseq", "fairseq", [*_FAIRSEQ, "fastgen is not enabled in its process"], _OFF),
     "ctranslate2": Side("CTranslate2", "ctranslate2", _CTRANSLATE2, _OFF),
     "ctranslate2-int8": Side(
-        "CTranslate2, int8 (lossy)",
+        "CTranslate2, int8",
         "ctranslate2",
         [*_CTRANSLATE2, "weights quantised to 8 bits: other numbers, so other outputs"],
         _OFF,

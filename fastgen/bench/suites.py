@@ -44,7 +44,7 @@ def _sizes(task: dict[str, Any]) -> str:
 
 def _task(name: str, label: str, model: str, sides: tuple[str, ...], **sizes: Any) -> Task:
     layers = f", {sizes['layers']}+{sizes['layers']} layers" if sizes.get("layers") else ""
-    return Task(name, f"{label}{layers}, {_sizes({'beams': 1, **sizes})}", model, sides, **sizes)
+    return Task(name, f"{label}{layers}, {_sizes({'beams': 1, 'source': 0, **sizes})}", model, sides, **sizes)
 
 
 def _random(quick: bool) -> str:
@@ -265,7 +265,7 @@ def _grid(
     tasks = []
     for point in points:
         line = f"{what}, {point[by]} {unit[by]}" if by else what
-        name = "-".join([model, *(f"{key}{point[key]}" for key in ("batch", "source", "new", "beams"))])
+        name = "-".join(f"{key}-{point[key]}" for key in ([by, axis] if by else [axis]))
         tasks.append(_task(name, what, model, sides, **point, axis=axis, line=line))
     return Section(section, text, tasks, ["lines", "ratios", "seconds", "outputs"])
 

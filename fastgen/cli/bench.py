@@ -93,13 +93,13 @@ def _positive(text: str) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    from fastgen.bench import compare, report, run
+    from fastgen.bench import report, run
 
     args = parser().parse_args(argv)
     if args.report:
         return _report(args.report, args.output)
     names = _suites(args.suites)
-    baselines = [compare.load(file) for file in args.compare]
+    baselines = _baselines(args.compare)
     settings = _settings(args)
     planned = {name: run.sections(name, args.quick, settings, args.task, args.side) for name in names}
     _check_names(args, names)
@@ -121,6 +121,8 @@ def _main(argv: list[str]) -> int:
             print(f"{NAME}: {sentence}.", file=sys.stderr)
         status = max(status, DIFFERENT if wrong else 0)
         if same := [baseline for baseline in baselines if baseline["suite"] == name]:
+            from fastgen.bench import compare
+
             status = max(status, compare.show(same, found))
     return status
 
@@ -135,6 +137,14 @@ def _report(source: Path, output: Path) -> int:
     print(report.table(found))
     print(f"\n{page}")
     return 0
+
+
+def _baselines(files):
+    if not files:
+        return []
+    from fastgen.bench import compare
+
+    return [compare.load(file) for file in files]
 
 
 def _suites(asked: list[str]) -> list[str]:

@@ -107,7 +107,9 @@ def test_every_rule_fits_something() -> None:
         ("transformers/(tokenization_.*|models/.*/tokenization_.*)", "post-processing"),
     }
     has_own = hasattr(transformers.GenerationMixin, "_prefill")
-    expected.add((f"{'fastgen/optimizer/transformers/host' if has_own else 'transformers/generation/utils'}.py", "prefill"))
+    expected.add(
+        (f"{'fastgen/optimizer/transformers/host' if has_own else 'transformers/generation/utils'}.py", "prefill")
+    )
     assert missing <= expected
 
 
