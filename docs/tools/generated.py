@@ -135,6 +135,35 @@ def _flags(actions: Iterable[argparse.Action]) -> str:
     return table(("option", "default", "what"), rows)
 
 
+def command_bench() -> str:
+    from fastgen.cli import bench
+
+    return _flags(bench.parser()._actions)
+
+
+def bench_suites() -> str:
+    from fastgen.bench.suites import SUITES
+
+    rows = []
+    for name, suite in SUITES.items():
+        tasks, quick = (sum(len(section.tasks) for section in suite(few)) for few in (False, True))
+        rows.append((f"`{name}`", (suite.__doc__ or "").splitlines()[0].rstrip("."), str(tasks), str(quick)))
+    return table(("suite", "what", "tasks", "with `--quick`"), rows)
+
+
+def bench_sides() -> str:
+    from fastgen.bench.sides import SIDES
+
+    rows = ((f"`{name}`", side.label, "; ".join(side.settings)) for name, side in SIDES.items())
+    return table(("side", "called", "how it is configured"), rows)
+
+
+def bench_statements() -> str:
+    from fastgen.bench.measure import STATEMENTS
+
+    return "\n".join(f"- {statement}" for statement in STATEMENTS)
+
+
 def command_demo() -> str:
     from fastgen.cli import demo
 
@@ -378,6 +407,10 @@ def slim_speed() -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
+    "bench-sides": bench_sides,
+    "bench-statements": bench_statements,
+    "bench-suites": bench_suites,
+    "command-bench": command_bench,
     "command-demo": command_demo,
     "command-generate": command_generate,
     "command-generate-transformers": command_generate_transformers,

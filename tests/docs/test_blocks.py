@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -24,7 +25,8 @@ from pages import BLOCKS, DOCS, LANGUAGES, PAGES, ROOT, Block
 
 import fastgen
 from fastgen import config, report
-from fastgen.cli import demo, generate, generate_transformers
+from fastgen.bench import document
+from fastgen.cli import bench, demo, generate, generate_transformers
 
 # Blocks that stand on a page and need the same run together, in their order, in one namespace.
 RUNS = list(dict.fromkeys((block.page, block.needs) for block in BLOCKS if block.language == "python"))
@@ -181,6 +183,14 @@ def _mkdocs(words: list[str], block: Block) -> None:
     assert words[0] in ("serve", "build") and set(words[1:]) <= {"--strict"}
 
 
+def _bench(words: list[str], block: Block) -> None:
+    """Planned, not measured: tests/bench has that."""
+    words = [word.replace("before/*.json", "before.json") for word in words]
+    Path("before.json").write_text(json.dumps({"fastgen_bench": document.FORMAT, "suite": "peers", "tasks": []}))
+    words = [str(ROOT / word) if word.startswith("benchmarks/") else word for word in words]
+    _run_once(lambda: bench.main([*words, "--list"]), "bench", *words)
+
+
 def _demo(words: list[str], block: Block) -> None:
     arguments = [STAND_INS.get(word, word) for word in words]
     parsed = demo.parse(arguments)  # exits where a flag is unknown
@@ -230,6 +240,7 @@ def _run_once(command: Any, *key: str) -> None:
 
 
 CHECKS = {
+    "fastgen-bench": _bench,
     "fastgen-demo": _demo,
     "fastgen-generate": _generate,
     "fastgen-generate-transformers": _generate_transformers,

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastgen.bench.runners import Refused
 
-_VOCABULARY, _WORDS, _N = 50264, 500, 3  # few words, so that n-grams do repeat
+_VOCABULARY, _WORDS = 50264, 500  # few words, so that n-grams do repeat
 
 
 class Runner:
@@ -19,7 +19,7 @@ class Runner:
 
         self._torch = torch
         torch.manual_seed(0)
-        task = order["task"]
+        task, self._n = order["task"], order["options"].get("n", 3)
         rows, beams, length = task["batch"] * task["beams"], task["beams"], task["new"]
         self._tokens = torch.randint(5, _WORDS, (rows, length), device=order["device"])
         self._tokens[::3, -2:] = self._tokens[::3, :2]
@@ -29,7 +29,7 @@ class Runner:
     def _transformers(self, batch: int, beams: int) -> Any:
         from transformers import NoRepeatNGramLogitsProcessor
 
-        processor = NoRepeatNGramLogitsProcessor(_N)
+        processor = NoRepeatNGramLogitsProcessor(self._n)
         return lambda: processor(self._tokens, self._scores)  # on a copy of the scores
 
     def _fairseq(self, batch: int, beams: int) -> Any:
@@ -37,7 +37,7 @@ class Runner:
             from fairseq.ngram_repeat_block import NGramRepeatBlock
         except ImportError:
             raise Refused("fairseq is not installed: pip install 'fastgen[fairseq]'") from None
-        block = NGramRepeatBlock(_N, use_extension=False)
+        block = NGramRepeatBlock(self._n, use_extension=False)
         step = self._tokens.shape[1] - 1
         return lambda: block(self._tokens, self._scores, batch, beams, step)
 
@@ -45,7 +45,7 @@ class Runner:
         from fastgen import ops
 
         def ban() -> Any:
-            ops.ban_repeated_ngrams_(self._tokens, self._scores, _N)
+            ops.ban_repeated_ngrams_(self._tokens, self._scores, self._n)
             return self._scores
 
         return ban
