@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import signal
 import threading
 import time
 from typing import Any
@@ -202,13 +202,26 @@ def test_little_is_left_over(side: str) -> None:
 
 
 def test_nothing_stays_behind() -> None:
-    model, before = bench_models.load("gpt2"), (sys.getswitchinterval(), threading.active_count())
+    model, before = bench_models.load("gpt2"), signal.getsignal(signal.SIGALRM)
     settings = fastgen.config.current()
     with pytest.raises(KeyError), Phases(model):
         assert fastgen.config.current().replay == "off"
         raise KeyError
-    assert (sys.getswitchinterval(), threading.active_count()) == before
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
     assert fastgen.config.current() == settings
+
+
+def test_another_thread_is_refused() -> None:
+    def enter() -> None:
+        with pytest.raises(RuntimeError, match="only a main thread"), Phases(None):
+            pass
+        refused.append(True)
+
+    refused: list[bool] = []
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert refused
 
 
 def test_an_unknown_host_is_an_error() -> None:
