@@ -51,7 +51,9 @@ class Phases:
     def __enter__(self) -> Phases:
         """Raises RuntimeError elsewhere than in the main thread, or where the system has no such timer."""
         if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-            raise RuntimeError("phases are sampled by a timer's signal, which only a main thread gets, and not on Windows")
+            raise RuntimeError(
+                "phases are sampled by a timer's signal, which only a main thread gets, and not on Windows"
+            )
         self._due = dict.fromkeys(PHASES, 0)
         self.seconds, self.samples = {}, 0
         self._draw = random.Random(0).uniform  # equal distances might keep step with the decoder's
