@@ -1,4 +1,4 @@
-"""How much a generation calls and allocates: numbers that are the same on every run, for tests that no clock can fail."""
+"""How much a generation calls and allocates: the same on every run, for tests that no clock can fail."""
 
 from __future__ import annotations
 

@@ -31,6 +31,11 @@ class Phases:
     a share p of n independent samples has the standard error sqrt(p (1 - p) / n): 0.5 percentage points at most in 10
     seconds. Measure several calls if one is short.
 
+    Measured with one thread on two cores that others used too, stock transformers, BART shapes of 4 + 4 layers, 256 ->
+    48, 4 beams: in the same calls the shares of encoder, prefill, attention and cache upkeep were within 1.3 percentage
+    points of a clock around those functions, at 64 numbers wide, 0.6 and 0.3 at 256 and 512. The calls take 5 to
+    17% longer, the faster ones more; it is time that passes in all phases alike.
+
     What it cannot tell apart: of steps that fastgen has recorded and replays, which operator runs. So inside the block
     they are not replayed (`replay="off"`): of one sentence or few the real time is less. Compiled steps
     (`compile=True`) are the rest of the decoder as a whole. And on a GPU what is under way is not what was called:
@@ -63,7 +68,8 @@ class Phases:
             stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, self._look))
             stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
             self._stack = stack.pop_all()
-        self._start = self._next = time.perf_counter()
+        self._start = time.perf_counter()
+        self._next = self._start + self._interval * self._draw(0, 1)
         self._arm(self._start)
         return self
 

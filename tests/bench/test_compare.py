@@ -1,4 +1,4 @@
-"""The regression gate, on documents made up here: what it finds, what chance alone makes it find, and its exit status."""
+"""The regression gate, on documents made up here: what it finds, what it finds by chance, and its exit status."""
 
 from __future__ import annotations
 

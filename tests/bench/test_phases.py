@@ -147,7 +147,7 @@ def test_a_slow_processor_is_next_token_choice(side: str) -> None:
 
 def _slow_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
     if query.shape[2] == 1 or key.shape[2] > query.shape[2]:  # a decoder's later pass, whatever the side
-        time.sleep(0.01)
+        time.sleep(0.03)
     return sdpa_attention_forward(module, query, key, value, mask, **options)
 
 
@@ -160,7 +160,7 @@ def test_slow_attention_is_attention(kind: str, side: str) -> None:
         bench_models.generate(model)
         with Phases(model) as phases:
             bench_models.generate(model)
-    assert phases.seconds["attention"] > 0.1  # of 7 passes of 2 layers
+    assert phases.seconds["attention"] > 0.3  # of 7 passes of 2 layers
     assert phases.seconds["attention"] >= 0.35 * phases.seconds["total"]
 
 
