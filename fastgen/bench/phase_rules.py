@@ -128,20 +128,16 @@ class Table:
 
     def phase(self, frame: FrameType | None, end: FrameType | None = None) -> str:
         """What is being done in this frame, which is the innermost, or those around it up to `end`."""
-        frames = []  # at once: they lose one another where their thread goes on
-        while frame is not None and frame is not end:
-            frames.append(frame)
-            frame = frame.f_back
         found, is_within, is_in_pass = None, False, False
-        for each in frames:
-            code = each.f_code
+        while frame is not None and frame is not end:
+            code = frame.f_code
             if code not in self._rules:
                 self._rules[code] = tuple(self._rules_for(code))
             for rule in self._rules[code]:
-                if rule.line and (is_within or not self._is_at(each, rule.line)):
+                if rule.line and (is_within or not self._is_at(frame, rule.line)):
                     continue
                 if rule.fits == ENCODER:
-                    if self._is_encoders(each):
+                    if self._is_encoders(frame):
                         return ENCODER
                     continue
                 if rule.fits == PREFILL and found in _STEPS:
@@ -149,7 +145,7 @@ class Table:
                 if rule.fits == _MODULE:
                     is_within = True
                 elif rule.fits == _LOOP:
-                    if rule.first is not None and is_in_pass and found in _STEPS and rule.first(each.f_locals):
+                    if rule.first is not None and is_in_pass and found in _STEPS and rule.first(frame.f_locals):
                         return PREFILL
                     found = found or CHOICE
                 elif rule.fits == _PASS:
@@ -157,6 +153,7 @@ class Table:
                 else:
                     found = found or rule.fits
                 break
+            frame = frame.f_back
         return found or OTHER
 
     def _rules_for(self, code: CodeType) -> Iterable[Rule]:

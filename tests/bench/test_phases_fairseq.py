@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    pytest.importorskip("fairseq", reason="fairseq is not installed", exc_type=ImportError)
+pytest.importorskip("fairseq", reason="fairseq is not installed", exc_type=ImportError)
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "fairseq"))
 
@@ -23,6 +20,7 @@ from asking import asked_at_every_call, running
 
 import fastgen
 from fastgen.bench import phase_rules
+from fastgen.bench.counts import counted
 from fastgen.bench.document import PHASES
 from fastgen.bench.phases import Phases, shares
 
@@ -45,8 +43,6 @@ def _table(model: Any) -> phase_rules.Table:
 
 
 def _generate(name: str) -> Any:
-    fastgen_tier = fastgen.config.current().tier
-    assert fastgen_tier in ("auto", "compat", "fast")
     return models.prompted(name) if name.startswith("lm") else models.generate(name, models.batch(), max_len_b=14)
 
 
@@ -127,6 +123,20 @@ def test_a_slow_choice_is_next_token_choice() -> None:
     with running("stock"), Phases(model, host="fairseq") as phases:
         generator.generate([model], models.batch())
     assert phases.seconds["next-token choice"] >= 0.35 * phases.seconds["total"]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", ["post-norm", "lm"])
+def test_counts_are_the_same_again_and_of_the_call_as_it_runs(name: str, side: str) -> None:
+    outputs: list[Any] = []
+    with running(side):
+        each = [counted(lambda: outputs.append(_generate(name))).as_dict() for _ in range(2)]
+        outputs.append(_generate(name))
+    assert each[0] == each[1] and each[0]["operators"] > each[0]["allocations"] > 0
+    tokens = [[h["tokens"].tolist() for h in sentence] for output in outputs for sentence in output]
+    assert tokens == tokens[: len(outputs[0])] * len(outputs)
+    if side != "stock":
+        assert {(call.tier, call.cache) for call in fastgen.status().calls} == {(side, "kv")}
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -1,4 +1,4 @@
-"""Which phase each call of a built-in function belongs to, asked when it is made: what a sampler would see, without time."""
+"""Which phase each call of a built-in function belongs to: what samples would say, without time."""
 
 from __future__ import annotations
 
