@@ -17,20 +17,17 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from fastgen.bench.document import FORMAT, Document, Result, Task
 from fastgen.bench.noise import SMALLEST_DROP, Estimate, allowed_drop, center, drift
+from fastgen.pipeline.errors import InputError
 
 FAILURE, REGRESSION, WARNING, NOTE = "failure", "regression", "warning", "note"
 _SEVERITIES = (FAILURE, REGRESSION, WARNING, NOTE)
 _MACHINE = ("cpu", "cores", "threads", "device", "system")
 _SETTINGS = ("threads", "device", "dtype", "quick", "pause_seconds")
 _SAME_WORK = ("weights", "options", "shape")  # of a task
-
-
-class BadInput(Exception):
-    """A file is no document that can be compared; the message is one sentence that names it."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +42,24 @@ class Finding:
 
 
 def load(file: Path) -> Document:
-    """Raises BadInput."""
+    """Raises InputError."""
     try:
         document = json.loads(file.read_text("utf-8"))
     except OSError as error:
-        raise BadInput(f"{file} cannot be read: {error.strerror}.") from error
+        raise InputError(f"{file} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise BadInput(f"{file} is not JSON: {error}.") from error
+        raise InputError(f"{file} is not JSON: {error}.") from error
     if not isinstance(document, dict) or "fastgen_bench" not in document:
-        raise BadInput(f"{file} was not written by fastgen-bench.")
+        raise InputError(f"{file} was not written by fastgen-bench.")
     if document["fastgen_bench"] != FORMAT:
-        raise BadInput(
+        raise InputError(
             f"{file} has format {document['fastgen_bench']!r} of fastgen-bench; this version reads {FORMAT}."
         )
     kinds = {"tasks": list, "sides": dict, "machine": dict, "versions": dict, "settings": dict}
     if wrong := [name for name, kind in kinds.items() if not isinstance(document.get(name), kind)]:
-        raise BadInput(f"{file} is not a whole document of fastgen-bench: there is no {', '.join(wrong)}.")
+        raise InputError(f"{file} is not a whole document of fastgen-bench: there is no {', '.join(wrong)}.")
     if not all(isinstance(task, dict) and {"name", "sides"} <= task.keys() for task in document["tasks"]):
-        raise BadInput(f"{file} is not a whole document of fastgen-bench: a task has no name or no sides.")
+        raise InputError(f"{file} is not a whole document of fastgen-bench: a task has no name or no sides.")
     return document  # type: ignore[return-value]
 
 
@@ -79,18 +76,6 @@ def compare(baselines: Document | Sequence[Document], new: Document) -> list[Fin
 def status(findings: Sequence[Finding]) -> int:
     """The exit status: 1 if anything fails, else 0."""
     return int(any(finding.severity in (FAILURE, REGRESSION) for finding in findings))
-
-
-def run(baselines: Sequence[Path], new: Document | Path, to: TextIO) -> int:
-    """Compare, write the table, and return the exit status: 2 if a file is no document."""
-    try:
-        documents = [load(file) for file in baselines]
-        findings = compare(documents, load(new) if isinstance(new, Path) else new)
-    except BadInput as error:
-        to.write(f"{error}\n")
-        return 2
-    to.write(table(findings))
-    return status(findings)
 
 
 def table(findings: Sequence[Finding]) -> str:

@@ -84,11 +84,9 @@ class Worker:
         return {"phases": phases.seconds}
 
     def counts(self) -> dict[str, Any]:
-        from fastgen.bench.counts import Counts
+        from fastgen.bench.counts import counted
 
-        with Counts() as counts:
-            self.runner.generate()
-        return {"counts": counts.as_dict()}
+        return {"counts": counted(self.runner.generate).as_dict()}
 
 
 class Peak:

@@ -23,13 +23,13 @@ FOLDERS = {
     "whisper": "Whisper-base as transformers saves it; with --shared",
     "smollm": "SmolLM2-135M as transformers saves it; with --shared",
 }
-DIFFERENT = 1
+DIFFERENT, UNUSABLE = 1, 2  # as fastgen-demo's
 _ROUNDS, _QUICK_ROUNDS = 5, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return exit_code(NAME, lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+    return exit_code(NAME, lambda: _main(list(sys.argv[1:] if argv is None else argv)), input_error=UNUSABLE)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,13 +93,13 @@ def _positive(text: str) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    from fastgen.bench import report, run
+    from fastgen.bench import compare, report, run
 
     args = parser().parse_args(argv)
     if args.report:
         return _report(args.report, args.output)
     names = _suites(args.suites)
-    baselines = _baselines(args.compare)
+    baselines = [compare.load(file) for file in args.compare]
     settings = _settings(args)
     planned = {name: run.sections(name, args.quick, settings, args.task, args.side) for name in names}
     _check_names(args, names)
@@ -112,7 +112,7 @@ def _main(argv: list[str]) -> int:
     for name, sections in planned.items():
         file = args.output / f"{name}{'-quick' if args.quick else ''}-{datetime.date.today().isoformat()}.json"
         with _Line(sections, args.quiet) as line:
-            found = run.run(name, sections, args.quick, settings, shlex.join([NAME, *argv]), file, line.say)
+            found = run.run(name, sections, args.quick, settings, _command(argv), file, line.say)
         page = file.with_suffix(".html")
         report.write(found, page)
         print(report.table(found))
@@ -121,10 +121,15 @@ def _main(argv: list[str]) -> int:
             print(f"{NAME}: {sentence}.", file=sys.stderr)
         status = max(status, DIFFERENT if wrong else 0)
         if same := [baseline for baseline in baselines if baseline["suite"] == name]:
-            from fastgen.bench import compare
-
-            status = max(status, compare.show(same, found))
+            findings = compare.compare(same, found)
+            print(compare.table(findings), end="")
+            status = max(status, compare.status(findings))
     return status
+
+
+def _command(argv: list[str]) -> str:
+    """For the results, which others will read: without the folders that files are in."""
+    return shlex.join([NAME, *(Path(word).name if "/" in word else word for word in argv)])
 
 
 def _report(source: Path, output: Path) -> int:
@@ -137,14 +142,6 @@ def _report(source: Path, output: Path) -> int:
     print(report.table(found))
     print(f"\n{page}")
     return 0
-
-
-def _baselines(files):
-    if not files:
-        return []
-    from fastgen.bench import compare
-
-    return [compare.load(file) for file in files]
 
 
 def _suites(asked: list[str]) -> list[str]:

@@ -18,20 +18,20 @@ from fastgen.pipeline.errors import INPUT_ERROR, INTERRUPTED, InputError, Worker
 TRACEBACK = "FASTGEN_TRACEBACK"  # environment variable: 1 shows where an error came from
 
 
-def exit_code(name: str, command: Callable[[], int]) -> int:
+def exit_code(name: str, command: Callable[[], int], input_error: int = INPUT_ERROR) -> int:
     """What `command` returns, or the exit code of the error that it raises."""
     try:
         with _terminated_as_interrupted():
             return command()
     except InputError as error:
         _say(f"{name}: {error}")
-        return INPUT_ERROR
+        return input_error
     except WorkerError as error:
         _say(f"{name}: {first_line(error)}.{_trace(str(error))}")
-        return INPUT_ERROR
+        return input_error
     except fastgen.FallbackError as error:
         _say(f"{name}: FASTGEN_STRICT is set, and fastgen cannot accelerate this: {error}.")
-        return INPUT_ERROR
+        return input_error
     except KeyboardInterrupt:
         _say(f"{name}: interrupted; what was finished is kept.")
         return INTERRUPTED
@@ -39,7 +39,7 @@ def exit_code(name: str, command: Callable[[], int]) -> int:
         kind, what = type(error).__name__, first_line(error)
         sentence = kind if what == kind else f"{kind}: {what}"
         _say(f"{name}: {sentence}.{_trace(traceback.format_exc())}")
-        return INPUT_ERROR
+        return input_error
     finally:
         _give_up_broken_output()
 

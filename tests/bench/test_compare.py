@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 import random
@@ -15,6 +14,7 @@ import pytest
 from fastgen.bench import compare, noise
 from fastgen.bench.compare import FAILURE, NOTE, REGRESSION, WARNING, Finding
 from fastgen.bench.document import FORMAT
+from fastgen.pipeline.errors import InputError
 
 COUNTS = {"operators": 100, "allocations": 50, "allocated_bytes": 4096}
 
@@ -208,11 +208,13 @@ def test_another_reference_is_not_compared() -> None:
 def test_exit_status_and_table(tmp_path: Path) -> None:
     file = tmp_path / "baseline.json"
     file.write_text(json.dumps(document()))
-    to = io.StringIO()
-    assert compare.run([file, file], document(), to) == 0
-    assert compare.run([file], document([2.0, 2.01, 1.99, 2.0, 2.02]), to) == 1
-    assert "regression  bart  fastgen  3       2" in to.getvalue()
-    assert to.getvalue().endswith("It has become worse: 1 regression.\n")
+    before = compare.load(file)
+    assert compare.status(compare.compare([before, before], document())) == 0
+    findings = compare.compare(before, document([2.0, 2.01, 1.99, 2.0, 2.02]))
+    assert compare.status(findings) == 1
+    text = compare.table(findings)
+    assert "regression  bart  fastgen  3       2" in text
+    assert text.endswith("It has become worse: 1 regression.\n")
 
 
 @pytest.mark.parametrize(
@@ -226,12 +228,13 @@ def test_exit_status_and_table(tmp_path: Path) -> None:
         (f'{{"fastgen_bench": {FORMAT}, "tasks": []}}', "there is no sides, machine, versions, settings."),
     ],
 )
-def test_bad_input_is_one_sentence_and_status_2(tmp_path: Path, text: str | None, says: str) -> None:
-    file, to = tmp_path / "some.json", io.StringIO()
+def test_bad_input_is_one_sentence(tmp_path: Path, text: str | None, says: str) -> None:
+    file = tmp_path / "some.json"
     if text is not None:
         file.write_text(text)
-    assert compare.run([file], document(), to) == 2
-    assert to.getvalue().startswith(str(file)) and says in to.getvalue() and to.getvalue().count("\n") == 1
+    with pytest.raises(InputError) as error:
+        compare.load(file)
+    assert str(error.value).startswith(str(file)) and says in str(error.value) and "\n" not in str(error.value)
 
 
 def test_no_baseline_is_an_error() -> None:

@@ -75,7 +75,9 @@ def test_the_list_names_every_task_and_side(capsys: pytest.CaptureFixture[str]) 
     for name, suite in SUITES.items():
         assert f"{name}: " in shown
         for section in suite(False):
-            assert all(task.name in shown for task in section.tasks if task.model not in ("ddtp", "whisper", "smollm", "g2p"))
+            assert all(
+                task.name in shown for task in section.tasks if task.model not in ("ddtp", "whisper", "smollm", "g2p")
+            )
 
 
 @pytest.mark.slow
