@@ -86,6 +86,7 @@ _FAIRSEQ = [
     Rule(f"{_F}(data/.*|utils.py)", _DECODING, TEXT),
 ]
 _FASTGEN = [
+    Rule(f"{_O}bench/data.py", "text|<lambda>", TEXT),
     Rule("<a recorded step>", ".*", _PASS),
     Rule(f"{_O}cache/(tree|joint).py", ".*", CACHE),
     Rule(f"{_O}(attention|gpu_attention|cache/slim|ops/triton_.*).py", ".*", ATTENTION),

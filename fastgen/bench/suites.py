@@ -76,7 +76,7 @@ def peers(quick: bool) -> list[Section]:
             f"{_random(quick)} The host's own best is here its static cache with compiled steps.",
             [_task("greedy-1", "transformer-base", "transformer-base", GREEDY, **{**one, "beams": 1})],
         ),
-        Section("Trained models", "They end by themselves.", _trained(quick)),
+        Section("Trained models", "They end by themselves.", _trained(quick), [*_SHOWN, "phases"]),
         Section(
             "fairseq",
             _random(quick),

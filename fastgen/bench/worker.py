@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from fastgen.bench import runners
+from fastgen.bench import data, runners
 
 
 def main() -> None:
@@ -79,8 +79,13 @@ class Worker:
     def phases(self) -> dict[str, Any]:
         from fastgen.bench.phases import Phases
 
+        task = self.order["task"]
+        texts = data.of(task, self.order["folders"]) if task["model"] in data.TEXTS else None
         with Phases(self.runner.model, host=self.runner.host) as phases:
-            self.runner.outputs(self.runner.generate())
+            outputs = self.runner.outputs(self.runner.generate())
+            if texts is not None:
+                for row in outputs["tokens"]:
+                    texts.text(row)
         return {"phases": phases.seconds}
 
     def counts(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 import fastgen
-from fastgen.bench import phase_rules
+from fastgen.bench import data, phase_rules
 from fastgen.bench.document import PHASES
 from fastgen.bench.phases import Phases, shares
 
@@ -103,6 +103,7 @@ def test_every_rule_fits_something() -> None:
     }
     expected = {
         ("<a recorded step>", "pass"),
+        ("fastgen/bench/data.py", "post-processing"),
         ("fastgen/ops/(__init__|reference).py", "attention"),  # without native operators
         ("transformers/.*", "cache upkeep"),  # models with a reordering of their own
         ("transformers/(tokenization_.*|models/.*/tokenization_.*)", "post-processing"),
@@ -125,6 +126,13 @@ def test_text_is_post_processing() -> None:
         texts = tokenizer.batch_decode([[1, 2, 3]])
     assert texts == ["w1 w2 w3"]
     assert phases["decode"] and set(phases["decode"]) == {"post-processing"}
+
+
+def test_the_tasks_own_text_is_post_processing() -> None:
+    texts = data.of({"model": "demo", "limit": 1}, {})
+    with asked_at_every_call(phase_rules.Table([])) as phases:
+        texts.text([20, 21])
+    assert phases["decode"] and set(phases["decode"]) == set(phases["isinstance"]) == {"post-processing"}
 
 
 class Slow(LogitsProcessor):
