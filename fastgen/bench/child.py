@@ -8,13 +8,24 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from typing import Any
 
-from fastgen.bench.runners import Refused
+from fastgen.bench.runners import Missing, Refused
 
 # Settings of the user's own would reach some sides and not others.
-_DROPPED = ("FASTGEN_", "OMP_", "MKL_", "CT2_")
+_DROPPED = ("FASTGEN_", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "CT2_")
 _KEPT = ("FASTGEN_NATIVE", "FASTGEN_CACHE_DIR")  # whether and where operators are compiled
+
+_TO_END, _TO_ANSWER = 5, 3600  # seconds until it is killed
+
+
+class Changed(Exception):
+    """Outputs, by their numbers, that are not those of a side's first call."""
+
+    def __init__(self, outputs: list[int]) -> None:
+        super().__init__(f"{len(outputs)} outputs are not those of its first call")
+        self.outputs = outputs
 
 
 class Child:
@@ -35,20 +46,23 @@ class Child:
             env=kept | chosen,
         )
         self.cpu_seconds = 0.0  # of all turns so far
-        self.versions: dict[str, str] = {}  # of what it runs
+        self.versions: dict[str, str] = {}
         self._send(order)
 
-    def load(self) -> None:
-        """Wait until the model is loaded: to be called before all else."""
+    def load(self) -> dict[str, str]:
+        """Wait until the model is loaded, before all else is asked; returns the versions of what it runs."""
         self.versions = self._answer()["versions"]
+        return self.versions
 
     def first(self) -> dict[str, Any]:
         return self._ask({"do": "first"})
 
     def turn(self, calls: int = 1) -> float:
-        """Mean seconds of a call."""
+        """Mean seconds of a call. Changed is raised where outputs are not those of the first call."""
         answer = self._ask({"do": "turn", "calls": calls})
         self.cpu_seconds += answer["cpu_seconds"]
+        if answer["changed"]:
+            raise Changed(answer["changed"])
         return float(answer["seconds"])
 
     def phases(self) -> dict[str, float]:
@@ -64,7 +78,11 @@ class Child:
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-            self._process.wait()
+            try:
+                self._process.wait(_TO_END)
+            except subprocess.TimeoutExpired:  # in the middle of something, or stopped
+                self._process.kill()
+                self._process.wait()
             self._said.close()
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -79,11 +97,18 @@ class Child:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
+        limit = threading.Timer(_TO_ANSWER, self._process.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            limit.cancel()
+        if not line:
             raise Refused(f"its process died with exit status {self._process.wait()}: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if why := answer.get("refused") or answer.get("error"):
-            raise Refused(why)
+            raise Missing(why) if answer.get("missing") else Refused(why)
         return answer
 
     def _last_words(self) -> str:

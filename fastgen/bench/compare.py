@@ -5,8 +5,10 @@ more than chance and SMALLEST_DROP explain (`fastgen.bench.noise`); a count that
 that was not run now, other machines and settings, numbers that have become better.
 
 Counts are exact, and belong to versions: a host or torch of another version calls other operators. So they are compared
-only where the versions are those of the baseline; otherwise that is said in one sentence and nothing fails. With
-several baselines counts, outputs and settings are compared with the last one; ratios with all.
+only where the versions are those of the baseline; otherwise that is said in one sentence, and fails. With several
+baselines counts, outputs and settings are compared with the last one; ratios with all. Only fastgen's sides can fail,
+and tasks that are other work now are not compared. Where in the end nothing was compared, that fails, too: a gate
+that compares nothing guards nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import json
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fastgen.bench.document import FORMAT, Document, Result, Task
+from fastgen.bench.document import FORMAT, Document, Result, Task, problem
 from fastgen.bench.noise import SMALLEST_DROP, Estimate, allowed_drop, center, drift
 from fastgen.pipeline.errors import InputError
 
@@ -28,6 +30,14 @@ _SEVERITIES = (FAILURE, REGRESSION, WARNING, NOTE)
 _MACHINE = ("cpu", "cores", "threads", "device", "system")
 _SETTINGS = ("threads", "device", "dtype", "quick", "pause_seconds")
 _SAME_WORK = ("weights", "options", "shape")  # of a task
+
+
+@dataclass
+class _Compared:
+    """How many ratios or counts there were to compare, and what came of it."""
+
+    compared: int = 0
+    findings: list[Finding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -55,11 +65,8 @@ def load(file: Path) -> Document:
         raise InputError(
             f"{file} has format {document['fastgen_bench']!r} of fastgen-bench; this version reads {FORMAT}."
         )
-    kinds = {"tasks": list, "sides": dict, "machine": dict, "versions": dict, "settings": dict}
-    if wrong := [name for name, kind in kinds.items() if not isinstance(document.get(name), kind)]:
-        raise InputError(f"{file} is not a whole document of fastgen-bench: there is no {', '.join(wrong)}.")
-    if not all(isinstance(task, dict) and {"name", "sides"} <= task.keys() for task in document["tasks"]):
-        raise InputError(f"{file} is not a whole document of fastgen-bench: a task has no name or no sides.")
+    if wrong := problem(document, Document):
+        raise InputError(f"{file} is not a whole document of fastgen-bench: {wrong}.")
     return document  # type: ignore[return-value]
 
 
@@ -69,7 +76,11 @@ def compare(baselines: Document | Sequence[Document], new: Document) -> list[Fin
     if not olds:
         raise ValueError("there is no baseline to compare with")
     last = olds[-1]
-    findings = [*_surroundings(olds, new), *_of_tasks(last, new), *_of_ratios(olds, new), *_of_counts(last, new)]
+    findings = [*_surroundings(olds, new), *_of_tasks(last, new)]
+    ratios, counts = _of_ratios(olds, new), _of_counts(last, new)
+    findings += [*ratios.findings, *counts.findings]
+    if not ratios.compared and not counts.compared and not status(findings):
+        findings.append(Finding(FAILURE, "nothing of this run could be compared with the baseline"))
     return sorted(findings, key=lambda finding: _SEVERITIES.index(finding.severity))
 
 
@@ -129,25 +140,43 @@ def _of_tasks(old: Document, new: Document) -> Iterator[Finding]:
             yield Finding(WARNING, "this task was not run", name)
             continue
         if other := [part for part in _SAME_WORK if task.get(part) != now[name].get(part)]:
-            yield Finding(WARNING, f"the task has other {', '.join(other)} than in the baseline", name)
+            yield Finding(WARNING, f"not compared: the task has other {', '.join(other)} than in the baseline", name)
         for side, result in task["sides"].items():
             if side not in now[name]["sides"]:
                 yield Finding(WARNING, "this side was not run", name, side)
+            elif _is_ours(result) and not {"verified", "refused"} & now[name]["sides"][side].keys():
+                yield Finding(FAILURE, "its outputs were compared, and now they were not", name, side)
             elif "refused" not in result and (why := now[name]["sides"][side].get("refused")) is not None:
                 yield Finding(FAILURE, f"it did this task, and now refuses it: {why}", name, side)
 
 
-def _of_ratios(olds: Sequence[Document], new: Document) -> Iterator[Finding]:
+def _of_ratios(olds: Sequence[Document], new: Document) -> _Compared:
     before, series = [_tasks(old) for old in olds], {}
     for name, task in _tasks(new).items():
+        same = [tasks[name] for tasks in before if name in tasks and _is_same_work(tasks[name], task)]
         for side in task["sides"]:
-            runs = [logs for tasks in before if name in tasks and (logs := _logs(tasks[name], side, task))]
+            runs = [logs for each in same if (logs := _logs(each, side, task))]
             if runs and (logs := _logs(task, side, task)):
                 series[name, side] = runs, logs
-    between = drift([runs for runs, _ in series.values()])
+    between, result = drift([runs for runs, _ in series.values()]), _Compared()
     for (name, side), (runs, logs) in series.items():
+        is_ours = _is_ours(_tasks(new)[name]["sides"][side])
+        result.compared += is_ours
         if (finding := _of_ratio(name, side, runs, logs, between)) is not None:
-            yield finding
+            if finding.severity == REGRESSION and not is_ours:
+                finding = replace(finding, severity=NOTE)
+            result.findings.append(finding)
+    return result
+
+
+def _is_same_work(old: Task, new: Task) -> bool:
+    return all(old.get(part) == new.get(part) for part in _SAME_WORK)
+
+
+def _is_ours(result: Result) -> bool:
+    """Whether a side is one whose outputs must be stock's."""
+    verified = result.get("verified")
+    return verified is not None and verified["must"]
 
 
 def _of_ratio(
@@ -176,24 +205,30 @@ def _logs(task: Task, side: str, of: Task) -> list[float]:
     return [math.log(each[reference] / each[side]) for each in rounds if each.get(reference) and each.get(side)]
 
 
-def _of_counts(old: Document, new: Document) -> Iterator[Finding]:
-    before = _tasks(old)
+def _of_counts(old: Document, new: Document) -> _Compared:
+    before, found = _tasks(old), _Compared()
     skipped: dict[str, None] = {}
     for name, task in _tasks(new).items():
+        if name not in before or not _is_same_work(before[name], task):
+            continue
         for side, result in task["sides"].items():
-            counts = before[name]["sides"].get(side, Result()).get("counts") if name in before else None
+            counts = before[name]["sides"].get(side, Result()).get("counts")
             if not counts:
                 continue
             if "counts" not in result:
                 if "refused" not in result:
-                    yield Finding(WARNING, "the baseline has counts, and this run has none", name, side)
+                    found.findings.append(
+                        Finding(WARNING, "the baseline has counts, and this run has none", name, side)
+                    )
             elif other := _differences(_versions(old, side), _versions(new, side), _named(old, new, side)):
                 skipped |= dict.fromkeys(other)
-            else:
-                yield from _of_result(name, side, counts, result["counts"])
+            elif _is_ours(result):
+                found.compared += 1
+                found.findings += _of_result(name, side, counts, result["counts"])
     if skipped:
         text = f"counts belong to versions and are not compared, as the baseline's had {', '.join(skipped)}"
-        yield Finding(WARNING, f"{text}: renew it")
+        found.findings.append(Finding(FAILURE, f"{text}: renew it"))
+    return found
 
 
 def _of_result(task: str, side: str, before: dict[str, int], now: dict[str, int]) -> Iterator[Finding]:

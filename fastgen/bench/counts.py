@@ -13,11 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastgen import config
 
 # A timing decides what is packed and which cache is planned, and what is replayed depends on the calls before.
-SETTINGS: dict[str, Any] = {"packing": "off", "cache": "kv", "replay": "off"}
+SETTINGS: dict[str, Any] = {"packing": "off", "replay": "off"}
+
+
+def settings() -> dict[str, Any]:
+    """`SETTINGS`, and keys and values where a plan would choose the cache: one that was asked for stays."""
+    return {**SETTINGS, "cache": "kv" if config.current().cache == "auto" else config.current().cache}
 
 
 class Counts:
-    """`with Counts() as counts:` around a generation that has run before under the same `SETTINGS`; see `counted`.
+    """`with Counts() as counts:` around a generation that has run before under the same `settings`; see `counted`.
 
     Counted is what torch's dispatcher runs in this thread. A native operator of fastgen's is one, whatever it calls
     itself; so is a product, as what torch makes of a linear layer. An allocation is a storage that is in an operator's
@@ -36,7 +41,7 @@ class Counts:
 
     def __enter__(self) -> Counts:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(config.configured(**SETTINGS))
+            stack.enter_context(config.configured(**settings()))
             stack.enter_context(_Mode(self))
             self._stack = stack.pop_all()
         return self
@@ -58,7 +63,7 @@ def counted(generate: Callable[[], Any]) -> Counts:
 
     The first fills buffers that later calls use again, and tries a model that no test has compared.
     """
-    with config.configured(**SETTINGS):
+    with config.configured(**settings()):
         generate()
     with Counts() as counts:
         generate()

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 
-def describe(device: str) -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, system, and the GPU if it is measured on one."""
-    found: dict[str, Any] = {"cpu": cpu(), "cores": cores(), "system": platform.system(), "device": device}
+def describe(device: str, threads: int) -> dict[str, Any]:
+    """Processor, cores that this process may use, threads of a side, memory, system, and the GPU if there is one."""
+    found: dict[str, Any] = {"cpu": cpu(), "cores": cores(), "threads": threads, "system": platform.system()}
+    found["device"] = device
     with contextlib.suppress(OSError, ValueError):
         found["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device != "cpu":

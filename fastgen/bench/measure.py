@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 from fastgen.bench import document, models, quality
-from fastgen.bench.child import Child
+from fastgen.bench.child import Changed, Child
 from fastgen.bench.machine import OtherProcesses
-from fastgen.bench.runners import Refused
+from fastgen.bench.runners import Missing, Refused
 from fastgen.bench.sides import SIDES, Side
 from fastgen.bench.tasks import Task
 
@@ -27,17 +29,24 @@ SCORES = 1e-4  # how far scores of equal hypotheses may be apart
 STATEMENTS = [
     "Every side is a process of its own, started by one parent, which keeps them waiting while another one works.",
     "Random models are built by every side from the same seed, trained ones loaded from the same files: same weights.",
-    "All sides get the same inputs in the same batches. Random models generate a fixed number of tokens (the least is "
-    "the most), so all do the same work; trained ones end by themselves.",
+    "All sides get the same inputs, in the same batches unless a side's settings say otherwise. Random models generate "
+    "a fixed number of tokens (the least is the most), so all do the same work. Trained ones end by themselves: "
+    "fastgen where stock does, CTranslate2 by its own rule.",
     "Every side decodes everything once before the clock: its outputs are compared, and it warms up, compiles and "
-    "records. A side of fastgen whose outputs are not stock's, token for token, is not timed, nor one that would "
-    "fall back to stock.",
+    "records. The outputs of timed calls are compared with those, outside of the clock. A side of fastgen whose "
+    "outputs are not stock's, token for token, is not timed, nor one that would fall back to stock.",
     "In each round the sides take turns, each with all threads for itself, and the side that goes first changes. "
     f"Between turns nothing runs for {PAUSE} s. Calls shorter than {SHORTEST} s are repeated and their mean taken.",
     "A ratio is the reference's seconds divided by the side's in the same round; shown are the median of the rounds, "
     "the least and the largest. Loading, converting and starting processes are not timed.",
-    "Memory is what a process held at most in its first call beyond what it held before: keys and values, buffers, "
-    "temporaries and, for fastgen, packed copies of weights. Caches are keys and values alone, as allocated.",
+    "Memory of the first call is the most that the process held beyond what it held once the model was loaded: "
+    "caches, buffers and temporaries, fastgen's packed copies of weights, and what compiling takes where something is "
+    "compiled. What a side makes of the weights while it loads is not in it (CTranslate2's own copies, int8's smaller "
+    "ones), but in the memory of the whole process, with weights and libraries. Caches are keys and values alone.",
+    "Phases are of a call of its own, in which the stack is looked at about a thousand times a second. Steps that "
+    "fastgen would replay from a recording are not replayed there: a recording does not say what belongs to what.",
+    "Counts are of a second call with packing='off', replay='off' and no cache chosen by a plan: those choices rest on "
+    "timings, which no two runs share.",
 ]
 
 
@@ -52,31 +61,24 @@ class Settings:
 
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 def run(task: Task, settings: Settings, show: list[str], say: Say) -> tuple[document.Task, dict[str, dict[str, str]]]:
     """The task's part of the document, and the versions of what its sides ran; `show` is its section's."""
-    results: dict[str, document.Result] = {name: {} for name in task.sides}
     rounds: list[document.Round] = []
-    with _children(task, settings, results, say) as children:
-        tokens = _compare(task, children, results, say)
+    with _Sides(task, settings, say) as sides:
+        tokens = sides.compare()
         if "metrics" in show:
             for name, found in tokens.items():
-                results[name]["metrics"] = quality.metrics(task.as_dict(), settings.folders, found)
-        timed = {name: child for name, child in children.items() if not _is_wrong(results[name])}
+                sides.results[name]["metrics"] = quality.metrics(task.as_dict(), settings.folders, found)
         if settings.counts:
-            for name, child in timed.items():
-                if SIDES[name].runner in HOSTS:
-                    results[name]["counts"] = child.counts()
-        elif task.reference in timed:
-            rounds = list(_rounds(task.rounds or settings.rounds, timed, say))
-        if "phases" in show and not settings.counts:
-            for name, child in timed.items():
-                if SIDES[name].runner in HOSTS:
-                    say(f"{name}: phases")
-                    results[name]["phases"] = _phases(name, child, task, settings)
-        versions = {name: child.versions for name, child in children.items()}
-    _summarise(task.reference, rounds, results)
+            sides.count()
+        else:
+            rounds = sides.time(min(task.rounds or settings.rounds, settings.rounds))
+            if "phases" in show:
+                sides.find_phases()
+    _summarise(task.reference, rounds, sides.results)
     measured: document.Task = {
         "name": task.name,
         "what": task.what,
@@ -84,71 +86,152 @@ def run(task: Task, settings: Settings, show: list[str], say: Say) -> tuple[docu
         "options": task.options,
         "shape": task.shape,
         "reference": task.reference,
-        "sides": results,
+        "sides": sides.results,
         "rounds": rounds,
     }
     if task.axis:
         measured["axis"], measured["line"] = task.axis, task.line
-    return measured, versions
+    return measured, sides.versions
 
 
-@contextlib.contextmanager
-def _children(
-    task: Task, settings: Settings, results: dict[str, document.Result], say: Say
-) -> Iterator[dict[str, Child]]:
-    """A process for each side that can do the task; why another can't stands in its result."""
-    children: dict[str, Child] = {}
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fastgen-bench-"))
+class _Sides:
+    """A process for each side of a task. One that cannot go on is left out from there, and its result says why."""
 
-        def start(side: Side, runner: str) -> Child:
-            child = Child(_order(side, runner, task, settings, folder), side.environment)
-            stack.callback(child.close)
-            return child
+    def __init__(self, task: Task, settings: Settings, say: Say) -> None:
+        self._task, self._settings, self._say = task, settings, say
+        self.results: dict[str, document.Result] = {name: {} for name in task.sides}
+        self.versions: dict[str, dict[str, str]] = {}
+        self._children: dict[str, Child] = {}  # of the sides that can go on
+        self._stack = contextlib.ExitStack()
 
-        say("loading")
-        for name in task.sides:  # they load at the same time
-            if SIDES[name].runner != "ctranslate2":
-                children[name] = start(SIDES[name], SIDES[name].runner)
-        engines = [name for name in task.sides if SIDES[name].runner == "ctranslate2"]
-        if engines:
-            why = _why_not(start(SIDES[engines[0]], "convert"))
+    def __enter__(self) -> _Sides:
+        with self._stack:
+            self._load()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _load(self) -> None:
+        self._say("loading")
+        self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fastgen-bench-"))
+        engines = [name for name in self._task.sides if SIDES[name].runner == "ctranslate2"]
+        started = {name: self._start(SIDES[name]) for name in self._task.sides if name not in engines}
+        if engines:  # they load what is converted once for all of them
+            with contextlib.closing(self._start(SIDES[engines[0]], "convert")) as converter:
+                is_converted = self._do(engines[0], converter.load)
             for name in engines:
-                if why:
-                    results[name]["refused"] = why
+                if is_converted:
+                    started[name] = self._start(SIDES[name])
                 else:
-                    children[name] = start(SIDES[name], "ctranslate2")
-        for name in list(children):
-            if why := _why_not(children[name]):
-                results[name]["refused"] = why
-                del children[name]  # closed with the others
-        yield {name: children[name] for name in task.sides if name in children}
+                    self.results[name] |= self.results[engines[0]]
+        for name in self._task.sides:
+            if name in started and self._do(name, started[name].load) is not None:
+                self._children[name] = started[name]
+                self.versions[name] = started[name].versions
 
+    def _start(self, side: Side, runner: str = "", **environment: str) -> Child:
+        asked = order(side, runner or side.runner, self._task, self._settings, self._folder)
+        child = Child(asked, side.environment | environment)
+        self._stack.callback(child.close)
+        return child
 
-def _why_not(child: Child) -> str:
-    """Why a side can't do the task; "" if it is ready."""
-    try:
+    def _do(self, name: str, ask: Callable[[], T]) -> T | None:
+        """The answer of a side, or None: then it has said why not, and is left out."""
+        try:
+            return ask()
+        except Changed as error:
+            verified = self.results[name].get("verified")
+            if verified is not None and verified["must"]:
+                verified["different"] = sorted({*verified["different"], *error.outputs})
+            else:
+                self.results[name]["refused"] = str(error)
+        except Refused as error:
+            self.results[name]["refused"] = str(error)
+            if isinstance(error, Missing):
+                self.results[name]["missing"] = True
+        self._children.pop(name, None)
+        return None
+
+    def compare(self) -> dict[str, list[list[int]]]:
+        """Every side once; returns the tokens that each generated."""
+        answers: dict[str, dict[str, Any]] = {}
+        for name in list(self._children):
+            self._say(f"{name}: first call")
+            if answer := self._do(name, self._children[name].first):
+                answers[name] = answer
+        for name, answer in answers.items():
+            result = self.results[name]
+            result["first_seconds"] = answer["seconds"]
+            for measured in ("peak_bytes", "resident_bytes", "cache_bytes", "tiers"):
+                if measured in answer:
+                    result[measured] = answer[measured]
+            must = bool(SIDES[name].equals)
+            against = SIDES[name].equals or self._task.reference
+            if against not in answers and must:
+                result["refused"] = f"there is nothing to compare it with: {against} did not run"
+            elif against in answers and against != name:
+                result["verified"] = verify(answers[against], answer, against, must)
+            if "refused" in result or _is_wrong(result):
+                self._children.pop(name)
+        return {name: answer["tokens"] for name, answer in answers.items()}
+
+    def count(self) -> None:
+        for name, child in list(self._children.items()):
+            if SIDES[name].runner in HOSTS and (found := self._do(name, child.counts)):
+                self.results[name]["counts"] = found
+
+    def time(self, number: int) -> list[document.Round]:
+        """The sides take turns, and take turns at being first."""
+        if self._task.reference not in self._children:
+            return []
+        calls: dict[str, int] = {}
+        for name, child in list(self._children.items()):  # the first call was the slowest; this one is as all others
+            self._say(f"{name}: warming up")
+            if seconds := self._do(name, child.turn):
+                calls[name] = math.ceil(SHORTEST / seconds)
+        rounds: list[document.Round] = []
+        for count in range(number):
+            rounds.append({"seconds": {}, "other_processes": {}})
+            names = list(calls)
+            first = count % len(names)
+            for name in (*names[first:], *names[:first]):
+                if name not in self._children:
+                    continue
+                self._say(f"{name}: round {count + 1} of {number}")
+                time.sleep(PAUSE)
+                self._take_turn(name, calls[name], rounds[-1])
+        return rounds
+
+    def _take_turn(self, name: str, calls: int, to: document.Round) -> None:
+        child = self._children[name]
+        others, before = OtherProcesses(), child.cpu_seconds
+        if seconds := self._do(name, lambda: child.turn(calls)):
+            to["seconds"][name] = seconds
+            to["other_processes"][name] = others.cores(besides=child.cpu_seconds - before)
+
+    def find_phases(self) -> None:
+        for name in list(self._children):
+            if SIDES[name].runner in HOSTS:
+                self._say(f"{name}: phases")
+                if found := self._do(name, functools.partial(self._phases, name)):
+                    self.results[name]["phases"] = found
+
+    def _phases(self, name: str) -> dict[str, float]:
+        """On a GPU of another process, in which every operator is waited for: else its time falls in a later phase."""
+        if self._settings.device == "cpu":
+            return self._children[name].phases()
+        child = self._start(SIDES[name], CUDA_LAUNCH_BLOCKING="1")
         child.load()
-    except Refused as error:
-        return str(error)
-    return ""
-
-
-def _phases(name: str, child: Child, task: Task, settings: Settings) -> dict[str, float]:
-    """On a GPU by a process of its own, in which every operator is waited for: else its time falls in a later phase."""
-    if settings.device == "cpu":
+        child.first()
         return child.phases()
-    environment = SIDES[name].environment | {"CUDA_LAUNCH_BLOCKING": "1"}
-    waiting = Child(_order(SIDES[name], SIDES[name].runner, task, settings, ""), environment)
-    try:
-        waiting.load()
-        waiting.first()
-        return waiting.phases()
-    finally:
-        waiting.close()
 
 
-def _order(side: Side, runner: str, task: Task, settings: Settings, folder: str) -> dict[str, Any]:
+def order(side: Side, runner: str, task: Task, settings: Settings, folder: str) -> dict[str, Any]:
+    """What a side's process is told (see fastgen.bench.worker)."""
     return {
         "runner": runner,
         "options": side.options,
@@ -160,32 +243,6 @@ def _order(side: Side, runner: str, task: Task, settings: Settings, folder: str)
         "device": settings.device,
         "dtype": settings.dtype,
     }
-
-
-def _compare(
-    task: Task, children: dict[str, Child], results: dict[str, document.Result], say: Say
-) -> dict[str, list[list[int]]]:
-    """Every side once; returns the tokens that each generated."""
-    answers: dict[str, dict[str, Any]] = {}
-    for name in list(children):
-        say(f"{name}: first call")
-        try:
-            answers[name] = children[name].first()
-        except Refused as error:
-            results[name]["refused"] = str(error)
-            children.pop(name)  # closed with the others
-            continue
-        answer, result = answers[name], results[name]
-        result["first_seconds"] = answer["seconds"]
-        result["peak_bytes"] = answer["peak_bytes"]
-        if "cache_bytes" in answer:
-            result["cache_bytes"] = answer["cache_bytes"]
-        if "tiers" in answer:
-            result["tiers"] = answer["tiers"]
-        against = SIDES[name].equals if SIDES[name].equals in answers else task.reference
-        if against != name and against in answers:
-            result["verified"] = verify(answers[against], answer, against, against == SIDES[name].equals)
-    return {name: answer["tokens"] for name, answer in answers.items()}
 
 
 def verify(theirs: dict[str, Any], ours: dict[str, Any], against: str, must: bool) -> document.Verified:
@@ -218,29 +275,14 @@ def _is_wrong(result: document.Result) -> bool:
     return verified is not None and verified["must"] and bool(verified["different"])
 
 
-def _rounds(number: int, children: dict[str, Child], say: Say) -> Iterator[document.Round]:
-    """The sides take turns, and take turns at being first."""
-    names = list(children)
-    calls = {}
-    for name in names:  # the first call was the slowest; this one says how often to call in a turn
-        say(f"{name}: warming up")
-        calls[name] = math.ceil(SHORTEST / children[name].turn())
-    for count in range(number):
-        one: document.Round = {"seconds": {}, "other_processes": {}}
-        first = count % len(names)
-        for name in (*names[first:], *names[:first]):
-            say(f"{name}: round {count + 1} of {number}")
-            time.sleep(PAUSE)
-            child = children[name]
-            others, before = OtherProcesses(), child.cpu_seconds
-            one["seconds"][name] = child.turn(calls[name])
-            one["other_processes"][name] = others.cores(besides=child.cpu_seconds - before)
-        yield one
-
-
 def _summarise(reference: str, rounds: list[document.Round], results: dict[str, document.Result]) -> None:
-    for name in rounds[0]["seconds"] if rounds else ():
-        results[name]["seconds"] = statistics.median(one["seconds"][name] for one in rounds)
+    """Of sides that took part in all rounds and were not found to be wrong in one."""
+    for name, result in results.items():
+        if not rounds or "refused" in result or _is_wrong(result) or "refused" in results[reference]:
+            continue
+        if not all(name in one["seconds"] for one in rounds):
+            continue
+        result["seconds"] = statistics.median(one["seconds"][name] for one in rounds)
         ratios = [one["seconds"][reference] / one["seconds"][name] for one in rounds]
         if name != reference:
-            results[name]["ratio"] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+            result["ratio"] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}

@@ -103,7 +103,6 @@ SHAPES: dict[str, Shape] = {
     "distilbart-12-6": _bart(1024, 12, 6),
     "transformer-base": _translation(512, 6),
     "transformer-big": _translation(1024, 6),
-    "t5-small": _t5(512, 6, 8),
     "t5-base": _t5(768, 12, 12),
     "gpt2": Shape(
         "GPT2LMHeadModel",

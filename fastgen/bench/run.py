@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fastgen.bench import document, machine, measure
@@ -27,19 +28,19 @@ def sections(suite: str, quick: bool, settings: Settings, only: list[str], sides
             if missing := needed(task, settings.folders):
                 text += f" Left out: {task.what} (needs {missing})."
                 continue
-            tasks.append(_of(task, sides))
+            if not sides or set(sides) & set(task.sides):
+                tasks.append(_of(task, sides))
         if tasks:
             found.append(Section(section.title, text, tasks, section.show))
     return found
 
 
 def _of(task: Task, sides: list[str]) -> Task:
-    """With the sides asked for; the reference is always there."""
-    from dataclasses import replace
-
+    """With the sides asked for, and those that they are compared with."""
     if not sides:
         return task
-    return replace(task, sides=tuple(name for name in task.sides if name in sides or name == task.reference))
+    needed = {task.reference, *sides, *(SIDES[name].equals for name in sides)}
+    return replace(task, sides=tuple(name for name in task.sides if name in needed))
 
 
 def run(
@@ -58,7 +59,7 @@ def run(
         "suite": suite,
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine.describe(settings.device),
+        "machine": machine.describe(settings.device, settings.threads),
         "versions": {"python": platform.python_version(), "fastgen": _version()},
         "settings": {
             "rounds": settings.rounds,
@@ -114,6 +115,11 @@ def write(found: document.Document, file: Path) -> None:
     os.replace(beside, file)
 
 
+def _lacks(task: document.Task, name: str) -> bool:
+    """Whether a side of fastgen could not run because its host is not installed."""
+    return any(task["sides"].get(side, {}).get("missing", False) for side in (name, SIDES[name].equals))
+
+
 def is_wrong(found: document.Document) -> list[str]:
     """Sides of fastgen whose outputs are not stock's, or that could not do a task: one sentence each."""
     wrong = []
@@ -123,6 +129,6 @@ def is_wrong(found: document.Document) -> list[str]:
             if verified and verified["must"] and verified["different"]:
                 count = f"{len(verified['different'])} of {verified['outputs']}"
                 wrong.append(f"{task['name']}: {count} outputs of {name} differ from {verified['against']}'s")
-            elif "refused" in result and SIDES[name].is_ours and "not installed" not in result["refused"]:
+            elif "refused" in result and SIDES[name].is_ours and not _lacks(task, name):
                 wrong.append(f"{task['name']}: {name} could not do it: {result['refused']}")
     return wrong

@@ -12,6 +12,7 @@ from fastgen.bench.tasks import Task
 HOSTS = ("transformers", "ctranslate2", "ctranslate2-int8", "fastgen")
 GREEDY = ("transformers", "transformers-static", "ctranslate2", "ctranslate2-int8", "fastgen")
 OURS = ("transformers", "fastgen")
+PEERS = ("transformers", "ctranslate2", "fastgen")
 FAIRSEQ = ("fairseq", "fastgen-fairseq")
 ALL = ("transformers", "fairseq", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-fairseq")
 SENTENCES = "English to German, 1,000 sentences, batches of 64, 5 beams"
@@ -59,6 +60,11 @@ def peers(quick: bool) -> list[Section]:
     short = dict(batch=32, source=25, new=12 if quick else 30, beams=4, **few)
     one = short | {"batch": 1}
     prompts = dict(batch=4, source=128, new=16, beams=4, **few) if quick else dict(batch=4, source=512, new=64, beams=4)
+    greedy = [
+        _task("greedy-1", "transformer-base", "transformer-base", GREEDY, **one | {"beams": 1}),
+        _task("greedy-8", "transformer-base", "transformer-base", GREEDY, **short | {"batch": 8, "beams": 1}),
+        _task("greedy-gpt2", "GPT-2", "gpt2", GREEDY, batch=4, source=128, new=64),
+    ]
     sections = [
         Section(
             "Beam search",
@@ -74,7 +80,7 @@ def peers(quick: bool) -> list[Section]:
         Section(
             "Greedy search",
             f"{_random(quick)} The host's own best is here its static cache with compiled steps.",
-            [_task("greedy-1", "transformer-base", "transformer-base", GREEDY, **{**one, "beams": 1})],
+            greedy[:1] if quick else greedy,
         ),
         Section("Trained models", "They end by themselves.", _trained(quick), [*_SHOWN, "phases"]),
         Section(
@@ -143,7 +149,7 @@ def fastseq_table1(quick: bool) -> list[Section]:
             "transformers",
             text,
             [
-                _task("bart-large-hf", "BART-large", "bart-large", OURS, **summary),
+                _task("bart-large-hf", "BART-large", "bart-large", PEERS, **summary),
                 _task(
                     "distilbart-hf",
                     "DistilBART-12-6",
@@ -151,8 +157,8 @@ def fastseq_table1(quick: bool) -> list[Section]:
                     OURS,
                     **summary | {"layers": 0 if not quick else 2},
                 ),
-                _task("t5-base-hf", "T5-base", "t5-base", OURS, **summary),
-                _task("gpt2-hf", "GPT-2", "gpt2", OURS, **summary),
+                _task("t5-base-hf", "T5-base", "t5-base", PEERS, **summary),
+                _task("gpt2-hf", "GPT-2", "gpt2", PEERS, **summary),
                 _task("prophetnet-hf", "ProphetNet-large", "prophetnet-large", OURS, **summary),
                 _task("unilm", "UniLM-base", "unilm-base", OURS, **summary),
             ],

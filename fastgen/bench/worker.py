@@ -30,7 +30,7 @@ def main() -> None:
             else:
                 answer = getattr(worker, question.pop("do"))(**question)
         except runners.Refused as error:
-            answer = {"refused": str(error)}
+            answer = {"refused": str(error), "missing": isinstance(error, runners.Missing)}
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"}
@@ -58,7 +58,10 @@ class Worker:
             started, used = time.perf_counter(), time.process_time()
             generated = self.runner.generate()
             seconds, cpu = time.perf_counter() - started, time.process_time() - used
-        answer = {"seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak.bytes, **self.runner.outputs(generated)}
+        outputs = self.runner.outputs(generated)
+        self._first = self._compared(outputs)
+        answer = {"seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak.bytes, **outputs}
+        answer["resident_bytes"] = status("VmHWM")
         if hasattr(self.runner, "cache_bytes"):
             answer["cache_bytes"] = self.runner.cache_bytes()
         if self.order["ours"]:
@@ -69,12 +72,20 @@ class Worker:
         return answer
 
     def turn(self, calls: int) -> dict[str, Any]:
-        """So many calls: mean seconds of each, and the CPU seconds of all."""
+        """So many calls: mean seconds of each, CPU seconds of all, and outputs that are not as they were at first."""
         started, used = time.perf_counter(), time.process_time()
         for _ in range(calls):
-            self.runner.generate()
+            generated = self.runner.generate()
         seconds, cpu = time.perf_counter() - started, time.process_time() - used
-        return {"seconds": seconds / calls, "cpu_seconds": cpu}
+        now = self._compared(self.runner.outputs(generated))
+        changed = [number for number, (one, other) in enumerate(zip(self._first, now, strict=True)) if one != other]
+        return {"seconds": seconds / calls, "cpu_seconds": cpu, "changed": changed}
+
+    def _compared(self, outputs: dict[str, Any]) -> list[Any]:
+        """What is the same at every call: of a side that draws anew, the lengths."""
+        if getattr(self.runner, "draws_anew", False):
+            return [len(row) for row in outputs["tokens"]]
+        return list(outputs.get("rows", outputs["tokens"]))
 
     def phases(self) -> dict[str, Any]:
         from fastgen.bench.phases import Phases
@@ -101,33 +112,38 @@ class Peak:
     """
 
     def __init__(self, device: str) -> None:
-        self._cuda = device != "cpu"
+        # Where torch is kept out, on a GPU nobody knows.
+        self._cuda, self._unknown = device != "cpu", device != "cpu" and sys.modules.get("torch") is None
         self.bytes: int | None = None
 
     def __enter__(self) -> Peak:
-        if self._cuda:
+        if self._unknown:
+            self._before: int | None = None
+        elif self._cuda:
             import torch
 
             torch.cuda.reset_peak_memory_stats()
-            self._before: int | None = torch.cuda.memory_allocated()
+            self._before = torch.cuda.memory_allocated()
         else:
-            self._before = _status("VmRSS")
+            self._before = status("VmRSS")
             with contextlib.suppress(OSError):
                 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._unknown:
+            return
         if self._cuda:
             import torch
 
             peak: int | None = torch.cuda.max_memory_allocated()
         else:
-            peak = _status("VmHWM")
+            peak = status("VmHWM")
         if peak is not None and self._before is not None:
             self.bytes = max(0, peak - self._before)
 
 
-def _status(name: str) -> int | None:
+def status(name: str) -> int | None:
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{name}:"):

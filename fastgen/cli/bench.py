@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
+import re
 import shlex
 import sys
 import time
@@ -11,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from fastgen.bench import compare
+from fastgen.bench.document import Document
 from fastgen.bench.measure import Settings
 from fastgen.bench.suites import SUITES, Section, needed
 from fastgen.bench.tasks import Task
@@ -74,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--compare", nargs="+", type=Path, default=[], metavar="JSON", help="earlier results: fail if one got worse"
     )
+    result.add_argument("--png", action="store_true", help="the report as a picture too: needs Chromium or Chrome")
     result.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: make the report of these results")
     for folder, what in FOLDERS.items():
         result.add_argument(f"--{folder}", type=Path, metavar="DIR", help=what)
@@ -93,13 +98,13 @@ def _positive(text: str) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    from fastgen.bench import compare, report, run
+    from fastgen.bench import report, run
 
     args = parser().parse_args(argv)
     if args.report:
         return _report(args.report, args.output)
     names = _suites(args.suites)
-    baselines = [compare.load(file) for file in args.compare]
+    baselines = [_baseline(file, names) for file in args.compare]
     settings = _settings(args)
     planned = {name: run.sections(name, args.quick, settings, args.task, args.side) for name in names}
     _check_names(args, names)
@@ -110,13 +115,19 @@ def _main(argv: list[str]) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     status = 0
     for name, sections in planned.items():
-        file = args.output / f"{name}{'-quick' if args.quick else ''}-{datetime.date.today().isoformat()}.json"
+        if not sections:
+            print(f"{name}: none of its tasks was asked for.", file=sys.stderr)
+            continue
+        kind = f"{'-quick' if args.quick else ''}{'-counts' if args.counts else ''}"
+        file = args.output / f"{name}{kind}-{datetime.date.today().isoformat()}.json"
         with _Line(sections, args.quiet) as line:
             found = run.run(name, sections, args.quick, settings, _command(argv), file, line.say)
         page = file.with_suffix(".html")
         report.write(found, page)
         print(report.table(found))
         print(f"\n{file}\n{page}")
+        if args.png:
+            print(report.png(page, page.with_suffix(".png")) or page.with_suffix(".png"))
         for sentence in (wrong := run.is_wrong(found)):
             print(f"{NAME}: {sentence}.", file=sys.stderr)
         status = max(status, DIFFERENT if wrong else 0)
@@ -129,11 +140,11 @@ def _main(argv: list[str]) -> int:
 
 def _command(argv: list[str]) -> str:
     """For the results, which others will read: without the folders that files are in."""
-    return shlex.join([NAME, *(Path(word).name if "/" in word else word for word in argv)])
+    return shlex.join([NAME, *(re.sub(r"(^|=).*/", r"\1", word) for word in argv)])
 
 
 def _report(source: Path, output: Path) -> int:
-    from fastgen.bench import compare, report
+    from fastgen.bench import report
 
     found = compare.load(source)
     output.mkdir(parents=True, exist_ok=True)
@@ -142,6 +153,13 @@ def _report(source: Path, output: Path) -> int:
     print(report.table(found))
     print(f"\n{page}")
     return 0
+
+
+def _baseline(file: Path, suites: list[str]) -> Document:
+    found = compare.load(file)
+    if found["suite"] not in suites:
+        raise InputError(f"--compare {file} is of the suite {found['suite']}, which is not measured now.")
+    return found
 
 
 def _suites(asked: list[str]) -> list[str]:
@@ -184,6 +202,11 @@ def _check_names(args: argparse.Namespace, suites: list[str]) -> None:
             if name not in names:
                 choices = ", ".join(dict.fromkeys(names))
                 raise InputError(f"--{option} {name}: no task of {', '.join(suites)} has it; they have {choices}.")
+    sections = [section for name in suites for section in SUITES[name](args.quick) if "metrics" in section.show]
+    if any(not args.task or task.name in args.task for section in sections for task in section.tasks):
+        for module in ("sacrebleu", "sentencepiece"):
+            if importlib.util.find_spec(module) is None:
+                raise InputError(f"{module} is needed for the metrics: pip install 'fastgen[bench]'.")
     given = {name: "" for name in FOLDERS if getattr(args, name) is not None}
     for task in tasks:
         if task.name in args.task and (missing := needed(task, given)):

@@ -19,6 +19,9 @@ from fastgen.pipeline.errors import InputError
 COUNTS = {"operators": 100, "allocations": 50, "allocated_bytes": 4096}
 
 
+NOTHING = (FAILURE, "nothing of this run could be compared with the baseline")
+
+
 def document(ratios: list[float] | None = None, **changes: Any) -> Any:
     """One task of stock and fastgen, whose rounds have these ratios."""
     ratios = [3.0, 3.03, 2.98, 3.01, 2.99] if ratios is None else ratios
@@ -36,6 +39,9 @@ def document(ratios: list[float] | None = None, **changes: Any) -> Any:
     whole = {
         "fastgen_bench": FORMAT,
         "suite": "quick",
+        "command": "fastgen-bench",
+        "date": "2026-11-23T12:00:00+00:00",
+        "statements": [],
         "machine": {"cpu": "one", "cores": 2, "threads": 2, "device": "cpu"},
         "versions": {"torch": "2.13.0", "fastgen": "0.1.0", "python": "3.11.7"},
         "settings": {"rounds": 5, "threads": 2, "quick": False},
@@ -135,8 +141,22 @@ def test_outputs_that_differ_fail_where_they_must_not() -> None:
     new = document()
     new["tasks"][0]["sides"]["fastgen"]["verified"]["different"] = [2, 5]
     assert found(compare.compare(document(), new)) == [(FAILURE, "2 of 8 outputs differ from stock's")]
-    new["tasks"][0]["sides"]["fastgen"]["verified"]["must"] = False
-    assert compare.compare(document(), new) == []
+
+
+def test_outputs_that_nobody_compared_fail() -> None:
+    new = document()
+    del new["tasks"][0]["sides"]["fastgen"]["verified"]
+    assert (FAILURE, "its outputs were compared, and now they were not") in found(compare.compare(document(), new))
+
+
+def test_a_peer_cannot_fail() -> None:
+    old, new = document(), document([2.0] * 5)
+    for each in (old, new):
+        each["tasks"][0]["sides"]["peer"] = {}
+        for one in each["tasks"][0]["rounds"]:
+            one["seconds"]["peer"] = one["seconds"]["fastgen"]
+            one["seconds"]["fastgen"] = one["seconds"]["stock"] / 3
+    assert found(compare.compare(old, new)) == [(NOTE, "the ratio dropped by 33%")]
 
 
 def test_a_side_that_is_refused_now_fails() -> None:
@@ -144,19 +164,20 @@ def test_a_side_that_is_refused_now_fails() -> None:
     new["tasks"][0]["sides"]["fastgen"] = {"refused": "it has hooks"}
     (finding,) = compare.compare(document(), new)
     assert (finding.severity, finding.text) == (FAILURE, "it did this task, and now refuses it: it has hooks")
-    assert compare.compare(new, new) == []
+    assert found(compare.compare(new, new)) == [NOTHING]
 
 
 def test_what_was_not_run_is_said() -> None:
     new = document()
     new["tasks"][0]["name"] = "t5"
     assert found(compare.compare(document(), new)) == [
+        NOTHING,
         (WARNING, "this task was not run"),
         (NOTE, "the baseline does not have this task"),
     ]
     new = document([])
     del new["tasks"][0]["sides"]["fastgen"]
-    assert found(compare.compare(document(), new)) == [(WARNING, "this side was not run")]
+    assert found(compare.compare(document(), new)) == [NOTHING, (WARNING, "this side was not run")]
 
 
 def test_counts_are_exact() -> None:
@@ -169,13 +190,13 @@ def test_counts_are_exact() -> None:
     assert found(compare.compare(document(), new)) == [(WARNING, "the baseline has counts, and this run has none")]
 
 
-def test_counts_of_other_versions_are_not_compared() -> None:
+def test_counts_of_other_versions_fail_uncompared() -> None:
     new = document()
     new["sides"]["fastgen"]["versions"]["transformers"] = "5.24.0"
     new["tasks"][0]["sides"]["fastgen"]["counts"]["operators"] = 999
     assert found(compare.compare(document(), new)) == [
         (
-            WARNING,
+            FAILURE,
             "counts belong to versions and are not compared, as the baseline's had transformers (5.23.0, now 5.24.0): "
             "renew it",
         )
@@ -196,7 +217,8 @@ def test_another_machine_is_a_warning_and_ratios_are_compared_all_the_same() -> 
 def test_another_task_of_the_same_name_is_a_warning() -> None:
     new = document()
     new["tasks"][0]["shape"] = {"batch": 9}
-    assert found(compare.compare(document(), new)) == [(WARNING, "the task has other shape than in the baseline")]
+    text = "not compared: the task has other shape than in the baseline"
+    assert found(compare.compare(document(), new)) == [NOTHING, (WARNING, text)]
 
 
 def test_another_reference_is_not_compared() -> None:
@@ -225,7 +247,13 @@ def test_exit_status_and_table(tmp_path: Path) -> None:
         ("[]", "was not written by fastgen-bench."),
         ('{"a": 1}', "was not written by fastgen-bench."),
         ('{"fastgen_bench": 99}', f"has format 99 of fastgen-bench; this version reads {FORMAT}."),
-        (f'{{"fastgen_bench": {FORMAT}, "tasks": []}}', "there is no sides, machine, versions, settings."),
+        (
+            f'{{"fastgen_bench": {FORMAT}}}',
+            "it has no command, date, machine, sections, settings, sides, statements, s",
+        ),
+        (json.dumps(document(tasks=7)), "tasks is not a list."),
+        (json.dumps(document(tasks=[{"name": "x", "sides": {"stock": 5}}])), "tasks.0.sides.stock is no object."),
+        (json.dumps(document(tasks=[{"name": "x", "sides": {"stock": {"seconds": "1"}}}])), "stock.seconds is not a n"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, text: str | None, says: str) -> None:

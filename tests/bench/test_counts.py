@@ -19,7 +19,7 @@ from asking import running
 
 import fastgen
 from fastgen import ops
-from fastgen.bench.counts import SETTINGS, Counts, counted
+from fastgen.bench.counts import Counts, counted, settings
 
 IN_A_PROCESS = """
 import json, sys
@@ -61,7 +61,7 @@ def test_what_is_counted_runs_as_ever(kind: str, side: str) -> None:
         each = [counted(lambda: outputs.append(bench_models.generate(model))).as_dict() for _ in range(2)]
         assert each[0] == each[1]
         counts = counted(lambda: bench_models.generate(model))
-        with fastgen.configured(**SETTINGS):
+        with fastgen.configured(**settings()):
             outputs.append(bench_models.generate(model))
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     assert counts.as_dict()["operators"] > counts.as_dict()["allocations"] > 0
@@ -107,7 +107,7 @@ def test_each_kind_of_allocation() -> None:
 def test_settings_are_put_back() -> None:
     before = fastgen.config.current()
     with pytest.raises(KeyError), Counts():
-        assert all(getattr(fastgen.config.current(), name) == value for name, value in SETTINGS.items())
+        assert all(getattr(fastgen.config.current(), name) == value for name, value in settings().items())
         raise KeyError
     assert fastgen.config.current() == before
     with Counts() as counts:

@@ -119,7 +119,7 @@ def test_a_side_that_falls_back_is_refused_not_timed(side: Any) -> None:
 
 def order(runner: str, task: Task = TASK) -> dict[str, Any]:
     side = Side("x", runner, ["x"])
-    return measure._order(side, runner, task, SETTINGS, "")
+    return measure.order(side, runner, task, SETTINGS, "")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def sides(task: Task, *names: str, show: tuple[str, ...] = ()) -> dict[str, Any]
 
 @needs_ctranslate2
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["transformer-base", "gpt2", "t5-small", "demo"])
+@pytest.mark.parametrize("model", ["transformer-base", "gpt2", "t5-base", "demo"])
 def test_ctranslate2_has_the_same_weights_and_lengths(model: str) -> None:
     task = dataclasses.replace(TASK, model=model, limit=3, new=30 if model == "demo" else 5)
     found = sides(task, "transformers", "ctranslate2", "ctranslate2-int8")
@@ -44,7 +45,10 @@ def test_a_missing_peer_is_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatc
     if importlib.util.find_spec("ctranslate2") is not None:
         pytest.skip("CTranslate2 is installed")
     found = sides(TASK, "transformers", "ctranslate2", "fastgen")
-    assert found["ctranslate2"] == {"refused": "CTranslate2 is not installed: pip install ctranslate2"}
+    assert found["ctranslate2"] == {
+        "refused": "CTranslate2 is not installed: pip install ctranslate2",
+        "missing": True,
+    }
     assert found["fastgen"]["verified"]["different"] == []
 
 
@@ -70,7 +74,7 @@ def test_sampling_draws_stocks_tokens() -> None:
 @pytest.mark.parametrize("name", ["fastgen-compat", "fastgen-tree", "fastgen-slim", "fastgen-kv"])
 def test_modes_are_what_they_are_called(name: str) -> None:
     found = sides(TASK, "transformers", name)[name]
-    assert found["verified"]["different"] == []
+    assert found["verified"]["different"] == [] and found["counts"]["operators"] > 0
     assert found["tiers"]["compat" if name == "fastgen-compat" else "fast"] == 1
 
 
@@ -84,3 +88,43 @@ def test_the_parts_of_fastgen_leave_the_text_as_it_is() -> None:
     for name in list(found)[1:]:
         assert found[name]["verified"]["different"] == [] and found[name]["verified"]["outputs"] == 6, name
         assert ("tiers" in found[name]) == (name in ("lines-3", "lines-5"))
+
+
+@pytest.mark.slow
+def test_lists_are_decoded_as_batches_are() -> None:
+    task = dataclasses.replace(TASK, model="demo", limit=5, new=30)
+    found = sides(task, "transformers", "fastgen-lists", "fastgen-refill")
+    for name in ("fastgen-lists", "fastgen-refill"):
+        assert found[name]["verified"]["different"] == [] and found[name]["verified"]["outputs"] == 5
+        assert found[name]["tiers"]["fast"] > 0 and found[name]["tiers"]["stock"] == 0
+
+
+@pytest.mark.slow
+def test_a_static_cache_is_compiled() -> None:
+    task = dataclasses.replace(TASK, batch=1, beams=1)
+    found = sides(task, "transformers", "transformers-static")
+    assert found["transformers-static"]["verified"]["same_tokens"] == 1
+    # Compiling takes seconds, a call of this size tenths of one.
+    assert found["transformers-static"]["first_seconds"] > 5 * found["transformers"]["first_seconds"]
+
+
+def test_speech_needs_no_text(tmp_path: Path) -> None:
+    """A Whisper of random weights on noise, by the calls that the trained one gets."""
+    import numpy
+    import torch
+    from transformers import WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+    from fastgen.bench.runners.transformers import Runner
+
+    torch.manual_seed(0)
+    sizes = dict(d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32)
+    heads = dict(encoder_attention_heads=2, decoder_attention_heads=2)
+    WhisperForConditionalGeneration(WhisperConfig(**sizes, **heads)).save_pretrained(tmp_path / "whisper")
+    WhisperFeatureExtractor().save_pretrained(tmp_path / "whisper")
+    (tmp_path / "data/audio").mkdir(parents=True)
+    numpy.save(tmp_path / "data/audio/jfk.npy", numpy.random.default_rng(0).normal(size=16000).astype("float32"))
+    task = dataclasses.replace(TASK, model="whisper", new=4)
+    order = {"task": task.as_dict(), "options": {}, "device": "cpu", "dtype": "float32", "threads": 1}
+    runner = Runner(order | {"folders": {"shared": str(tmp_path), "whisper": str(tmp_path / "whisper")}})
+    outputs = runner.outputs(runner.generate())
+    assert len(outputs["tokens"]) == 2 and outputs["tokens"][0] == outputs["tokens"][1]

@@ -61,6 +61,12 @@ def test_a_file_that_is_no_result(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert str(file) in refused(capsys, "--report", file)
 
 
+def test_a_baseline_of_another_suite_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(__file__).parents[2] / "benchmarks/baselines/counts.json"
+    said = refused(capsys, "fastseq-table3", "--compare", file)
+    assert said == f"--compare {file} is of the suite peers, which is not measured now."
+
+
 def test_no_gpu_is_said_before_anything_slow(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 

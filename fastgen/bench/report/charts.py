@@ -183,11 +183,15 @@ def _phases(document: Document, task: Task, marks: list[float]) -> Html:
     return figure(drawing.svg(), caption(task))
 
 
-KINDS_OF_MEMORY = {"cache_bytes": "cache at its largest", "peak_bytes": "peak, above what was held before the call"}
+KINDS_OF_MEMORY = {
+    "cache_bytes": "cache at its largest",
+    "peak_bytes": "first call, beyond what was loaded",
+    "resident_bytes": "whole process",
+}
 
 
 def memory(document: Document, tasks: list[Task], look: Look) -> Html:
-    """Bytes of the cache and of the whole call, side by side on one scale."""
+    """Bytes of the cache, of the first call and of the process, side by side on one scale."""
     return joined(_memory(document, task, look) for task in tasks)
 
 

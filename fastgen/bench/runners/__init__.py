@@ -10,6 +10,10 @@ class Refused(Exception):
     """This side cannot do the task; the message is one sentence for the reader."""
 
 
+class Missing(Refused):
+    """It is not installed: nothing is wrong."""
+
+
 class Runner(Protocol):
     def __init__(self, order: dict[str, Any]) -> None:
         """`order`: task, side's options, folders, device, dtype and threads."""

@@ -1,4 +1,4 @@
-"""Converts a task's model for CTranslate2, in a process of its own that ends then: torch and the engine don't meet."""
+"""Converts a task's model for CTranslate2, in a process of its own: torch and the engine don't meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.bench import models
-from fastgen.bench.runners import Refused
+from fastgen.bench.runners import Missing, Refused
 
 MODEL, JOB = "model", "job.json"  # in the folder that the order names
 _LOADERS = {"bart": "BartLoader", "marian": "BartLoader", "gpt2": "GPT2Loader", "t5": "T5Loader"}
@@ -20,7 +20,7 @@ class Runner:
             import ctranslate2
             from ctranslate2.converters import transformers as converters
         except ImportError:
-            raise Refused("CTranslate2 is not installed: pip install ctranslate2") from None
+            raise Missing("CTranslate2 is not installed: pip install ctranslate2") from None
         self._ctranslate2 = ctranslate2
         job = models.build(order["task"], order["folders"])
         kind = job.model.config.model_type
@@ -79,7 +79,7 @@ def _options(job: models.Job) -> dict[str, Any]:
     given = job.options
     new, least = given["max_new_tokens"], given.get("min_new_tokens")
     options = {"beam_size": given["num_beams"], **{name: given[name] for name in _SAME if name in given}}
-    if given["do_sample"]:
+    if given.get("do_sample"):
         options |= {"sampling_topk": given.get("top_k", 50), "sampling_topp": given.get("top_p", 1.0)}
     if job.is_seq2seq:
         return options | {"max_decoding_length": new, "min_decoding_length": least or 1, "max_input_length": 0}

@@ -11,6 +11,8 @@ from typing import Any
 
 from fastgen.bench.runners.convert import JOB, MODEL
 
+_INT8 = {"float32": "int8", "float16": "int8_float16", "bfloat16": "int8_bfloat16"}  # of weights; the rest as others
+
 
 class Runner:
     def __init__(self, order: dict[str, Any]) -> None:
@@ -19,11 +21,12 @@ class Runner:
         self._ctranslate2 = ctranslate2
         folder = Path(order["folder"])
         self._job = json.loads((folder / JOB).read_text())
+        self.draws_anew = "sampling_topk" in self._job["options"]
         kind = ctranslate2.Translator if self._job["is_seq2seq"] else ctranslate2.Generator
         self._engine = kind(
             str(folder / MODEL),
             device=order["device"],
-            compute_type=order["options"].get("compute_type", order["dtype"]),
+            compute_type=_INT8[order["dtype"]] if order["options"].get("int8") else order["dtype"],
             inter_threads=1,
             intra_threads=order["threads"],
         )

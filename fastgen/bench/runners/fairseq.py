@@ -9,7 +9,7 @@ from typing import Any
 
 import fastgen
 from fastgen.bench import fairseq_models
-from fastgen.bench.runners import Refused
+from fastgen.bench.runners import Missing
 
 _UNPICKLING = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # fairseq's checkpoints hold more than weights
 
@@ -26,7 +26,7 @@ class Runner:
                 import fairseq
                 from fairseq.sequence_generator import SequenceGenerator
         except ImportError:
-            raise Refused("fairseq is not installed: pip install 'fastgen[fairseq]'") from None
+            raise Missing("fairseq is not installed: pip install 'fastgen[fairseq]'") from None
         import torch
 
         self._versions = {"torch": torch.__version__, "fairseq": fairseq.__version__}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastgen.bench.runners import Refused
+from fastgen.bench.runners import Missing
 
 _VOCABULARY, _WORDS = 50264, 500  # few words, so that n-grams do repeat
 
@@ -19,6 +19,7 @@ class Runner:
 
         self._torch = torch
         torch.manual_seed(0)
+        self._on_gpu = order["device"] != "cpu"
         task, self._n = order["task"], order["options"].get("n", 3)
         rows, beams, length = task["batch"] * task["beams"], task["beams"], task["new"]
         self._tokens = torch.randint(5, _WORDS, (rows, length), device=order["device"])
@@ -36,8 +37,8 @@ class Runner:
         try:
             from fairseq.ngram_repeat_block import NGramRepeatBlock
         except ImportError:
-            raise Refused("fairseq is not installed: pip install 'fastgen[fairseq]'") from None
-        block = NGramRepeatBlock(self._n, use_extension=False)
+            raise Missing("fairseq is not installed: pip install 'fastgen[fairseq]'") from None
+        block = NGramRepeatBlock(self._n, use_extension=self._on_gpu)
         step = self._tokens.shape[1] - 1
         return lambda: block(self._tokens, self._scores, batch, beams, step)
 
@@ -55,7 +56,10 @@ class Runner:
 
     def generate(self) -> Any:
         with self._torch.no_grad():
-            return self._ban()
+            scores = self._ban()
+        if self._on_gpu:
+            self._torch.cuda.synchronize()
+        return scores
 
     def outputs(self, generated: Any) -> dict[str, Any]:
         banned = [row.isinf().nonzero().flatten().tolist() for row in generated]

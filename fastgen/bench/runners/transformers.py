@@ -41,7 +41,7 @@ class Runner:
     def generate(self) -> list[list[int]]:
         rows: list[list[int]] = []
         for batch in self.batches:
-            if self.options["do_sample"]:
+            if self.options.get("do_sample"):
                 self._torch.manual_seed(0)
             rows += self.model.generate(**batch, **self.options).tolist()
         return rows
