@@ -171,11 +171,11 @@ def test_memory_and_metrics(page: Element, document: Document) -> None:
     task = document["tasks"][0]
     memory = section(page, "Memory")
     shapes = figure(memory, task["name"]).all("rect")
-    counts = [task["sides"][side][kind] for kind in ("cache_bytes", "peak_bytes") for side in kit.SIDES]  # type: ignore[literal-required]
+    counts = [task["sides"][side][kind] for kind in charts.KINDS_OF_MEMORY for side in kit.SIDES]  # type: ignore[literal-required]
     widths = [each.number("width") for each in shapes]
     assert [each / widths[0] for each in widths] == pytest.approx([each / counts[0] for each in counts], rel=0.01)
     rows = row(tables(memory)["Memory"], task["name"], "fastgen")
-    assert rows["bytes"] == f"{task['sides']['fastgen']['peak_bytes']:,}"
+    assert rows["bytes"] == f"{task['sides']['fastgen']['resident_bytes']:,}"
     quality = tables(section(page, "Quality"))["Quality of the outputs"]
     name = document["tasks"][8]["name"]
     assert row(quality, name, "fastgen")["metrics"] == "identical to transformers 5.23.0"

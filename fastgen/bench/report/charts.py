@@ -196,7 +196,8 @@ def memory(document: Document, tasks: list[Task], look: Look) -> Html:
 
 
 def _bytes(result: Result, kind: str) -> int | None:
-    return result.get("cache_bytes") if kind == "cache_bytes" else result.get("peak_bytes")
+    count: int | None = result.get(kind)  # type: ignore[assignment]
+    return count
 
 
 def _memory(document: Document, task: Task, look: Look) -> Html:

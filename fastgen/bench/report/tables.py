@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from fastgen.bench.document import PHASES, Document, Result, Task
 from fastgen.bench.report import facts
@@ -127,7 +128,7 @@ def _share(value: float | None, whole: float) -> str:
 
 def memory(document: Document, tasks: list[Task]) -> Html:
     def cells(task: Task, side: str, result: Result) -> Row | None:
-        counts = [result.get("cache_bytes"), result.get("peak_bytes")]
+        counts: list[Any] = [result.get(kind) for kind in KINDS_OF_MEMORY]
         if "refused" in result or counts == [None, None]:
             return None
         return [text for count in counts for text in (("–", "–") if count is None else (size(count), f"{count:,}"))]
