@@ -6,10 +6,8 @@ import argparse
 import contextlib
 import datetime
 import json
-import os
 import platform
 import statistics
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +15,8 @@ from typing import Any
 import torch
 
 import fastgen
+from fastgen.bench.machine import OtherProcesses as OtherProcesses
+from fastgen.bench.machine import cpu as cpu_model
 
 RESULTS = Path(__file__).parent / "results"
 SIDES = ("stock", "fastgen")
@@ -24,30 +24,6 @@ SIDES = ("stock", "fastgen")
 
 def running(side: str) -> contextlib.AbstractContextManager[Any]:
     return fastgen.disabled() if side == "stock" else contextlib.nullcontext()
-
-
-class OtherProcesses:
-    """How many cores all other processes kept busy since this was made; None where /proc/stat is missing."""
-
-    def __init__(self) -> None:
-        self._before = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float] | None:
-        """Seconds of CPU time taken by other processes so far, and the time of day."""
-        try:
-            counts = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-        except OSError:
-            return None
-        user, nice, system = (int(count) / os.sysconf("SC_CLK_TCK") for count in counts[1:4])
-        return user + nice + system - time.process_time(), time.perf_counter()
-
-    def cores(self, besides: float = 0.0) -> float | None:
-        """`besides`: CPU seconds meanwhile of a child, which is no other process."""
-        before, now = self._before, self._now()
-        if before is None or now is None:
-            return None
-        return round(max(0.0, (now[0] - before[0] - besides) / (now[1] - before[1])), 2)
 
 
 def ratios(rounds: list[dict[str, float]], sides: tuple[str, str] = SIDES) -> dict[str, float]:
@@ -64,14 +40,6 @@ def ratios(rounds: list[dict[str, float]], sides: tuple[str, str] = SIDES) -> di
 def say_if_disturbed(cores: float | None, when: str = "") -> None:
     if cores is not None and cores > 0.1:
         print(f"Disturbed: other processes kept {cores:.1f} cores busy{when}.")
-
-
-def cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def environment(*modules: ModuleType) -> dict[str, Any]:

@@ -261,6 +261,35 @@ def results_fairseq() -> str:
     return f"{title}\n\n{table(('task', 'stock', 'fastgen', 'faster', 'rounds'), rows)}"
 
 
+def _ratio(result: dict[str, Any]) -> str:
+    """Of a side of a task that fastgen-bench has measured."""
+    if "ratio" not in result:
+        return "–"
+    ratio = result["ratio"]
+    return f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
+
+
+def _suite(name: str) -> str:
+    """The tables of a suite of fastgen-bench: ratios to the first side, whose seconds stand first."""
+    document = _result(name)
+    tasks = {task["name"]: task for task in document["tasks"]}
+    parts = []
+    for section in document["sections"]:
+        sides = list(dict.fromkeys(side for task in section["tasks"] for side in tasks[task]["sides"]))
+        labels = [document["sides"][side]["label"] for side in sides]
+        rows = []
+        for task in (tasks[name] for name in section["tasks"]):
+            first, *others = sides
+            seconds = f"{task['sides'][first]['seconds']:.2f} s"
+            rows.append((task["what"], seconds, *(_ratio(task["sides"].get(side, {})) for side in others)))
+        parts.append(f"**{section['title']}**\n\n{table(('task', *labels), rows)}")
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(document["versions"].items()) if name != "fastgen")
+    rounds = document["settings"]["rounds"]
+    threads = document["settings"]["threads"]
+    parts.append(f"{document['date'][:10]}, {rounds} rounds, {threads} threads, {document['settings']['dtype']}; {versions}.")
+    return "\n\n".join(parts)
+
+
 def results_whisper() -> str:
     result = _result("whisper-trained")
     row = (f"Whisper-base, {result['what']}, {result['beams']} beams", *_timed(result), str(len(result["rounds"])))
@@ -424,6 +453,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-machine": results_machine,
     "results-offline": results_offline,
     "results-operators": results_operators,
+    "results-peers": lambda: _suite("peers"),
     "results-short": results_short,
     "results-slots": results_slots,
     "results-transformers": results_transformers,
