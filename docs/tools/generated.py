@@ -283,10 +283,10 @@ def _suite(name: str) -> str:
             seconds = f"{task['sides'][first]['seconds']:.2f} s"
             rows.append((task["what"], seconds, *(_ratio(task["sides"].get(side, {})) for side in others)))
         parts.append(f"**{section['title']}**\n\n{table(('task', *labels), rows)}")
-    versions = ", ".join(f"{name} {version}" for name, version in sorted(document["versions"].items()) if name != "fastgen")
-    rounds = document["settings"]["rounds"]
-    threads = document["settings"]["threads"]
-    parts.append(f"{document['date'][:10]}, {rounds} rounds, {threads} threads, {document['settings']['dtype']}; {versions}.")
+    versions = sorted(document["versions"].items())
+    ran = ", ".join(f"{name} {version}" for name, version in versions if name != "fastgen")
+    rounds, threads, dtype = (document["settings"][name] for name in ("rounds", "threads", "dtype"))
+    parts.append(f"{document['date'][:10]}, {rounds} rounds, {threads} threads, {dtype}; {ran}.")
     return "\n\n".join(parts)
 
 
