@@ -10,7 +10,6 @@ Exit status: 0 if fastgen's outputs are all identical to stock's, 1 if some diff
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -21,11 +20,12 @@ import scenarios
 import torch
 import transformers
 from bench_generate import Job, Round, Verified
-from ctranslate2_side import Batch, Engine
+from ctranslate2_side import Engine
 from measuring import SIDES, OtherProcesses, aligned, environment, ratios, running
 from tqdm import tqdm
 
 import fastgen
+from fastgen.bench.runners.convert import names_of, spec_of
 
 try:
     import ctranslate2  # to convert with: that doesn't slow torch, decoding in the same process does
@@ -45,30 +45,9 @@ def _is_seq2seq(job: Job) -> bool:
 
 
 def _spec(model: Any) -> Any:
-    """CTranslate2's form of the model, float32."""
-    kind, own = model.config.model_type, model.config
-    model.config = copy.deepcopy(own)  # the loader reads options of old versions there, and this adds them
-    model.config.normalize_before = False
-    model.config.normalize_embedding = kind == "bart"
     # Not the loader of Marian's: it takes the last token for padding and removes it.
-    loader = converters.GPT2Loader() if kind == "gpt2" else converters.BartLoader()
-    try:
-        with torch.no_grad():
-            spec = loader.get_model_spec(model)
-    finally:
-        model.config = own
-    loader.set_vocabulary(spec, [str(token) for token in range(own.vocab_size)])
-    spec.config.eos_token = str(own.eos_token_id)
-    spec.config.bos_token = str(own.eos_token_id if own.bos_token_id is None else own.bos_token_id)
-    spec.config.unk_token = spec.config.bos_token  # any: no token is unknown
-    if kind != "gpt2":
-        spec.config.decoder_start_token = str(own.decoder_start_token_id)
-    return spec
-
-
-def _names(batch: dict[str, Any]) -> Batch:
-    rows = zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True)
-    return [[str(token) for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in rows]
+    loader = converters.GPT2Loader() if model.config.model_type == "gpt2" else converters.BartLoader()
+    return spec_of(model, loader)
 
 
 def _options(job: Job) -> dict[str, Any]:
@@ -149,7 +128,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     job = SCENARIOS[name].build(args)
     if args.new_tokens:
         job.options.update(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens)
-    batches = [_names(batch) for batch in job.batches]
+    batches = [names_of(batch) for batch in job.batches]
     with (
         Engine(_spec(job.model), _is_seq2seq(job), batches, args.threads, _options(job)) as engine,
         tqdm(total=3 * (1 + args.rounds) * len(job.batches), unit="batch", leave=False) as bar,

@@ -25,40 +25,38 @@ class Shape:
     layers: tuple[str, ...]
 
 
+_LAYERS = ("encoder_layers", "decoder_layers")
+
+
+def _ends(width: int, encoder: int, decoder: int) -> dict[str, Any]:
+    """Encoder and decoder as BART's relatives name them: heads of 64, and feed-forward layers four times as wide."""
+    sizes = {"attention_heads": width // 64, "ffn_dim": 4 * width}
+    each = {f"{end}_{name}": size for end in ("encoder", "decoder") for name, size in sizes.items()}
+    return {"d_model": width, "encoder_layers": encoder, "decoder_layers": decoder, **each}
+
+
 def _bart(width: int, encoder: int, decoder: int) -> Shape:
     config = dict(
         vocab_size=50265,
-        d_model=width,
-        encoder_layers=encoder,
-        decoder_layers=decoder,
-        encoder_attention_heads=width // 64,
-        decoder_attention_heads=width // 64,
-        encoder_ffn_dim=4 * width,
-        decoder_ffn_dim=4 * width,
+        **_ends(width, encoder, decoder),
         max_position_embeddings=1024,
         forced_eos_token_id=None,
     )
-    return Shape("BartForConditionalGeneration", config, ("encoder_layers", "decoder_layers"))
+    return Shape("BartForConditionalGeneration", config, _LAYERS)
 
 
 def _translation(width: int, layers: int) -> Shape:
     """The Transformer of Vaswani et al. (2017), with Marian's positions."""
     config = dict(
         vocab_size=32000,
-        d_model=width,
-        encoder_layers=layers,
-        decoder_layers=layers,
-        encoder_attention_heads=width // 64,
-        decoder_attention_heads=width // 64,
-        encoder_ffn_dim=4 * width,
-        decoder_ffn_dim=4 * width,
+        **_ends(width, layers, layers),
         max_position_embeddings=512,
         pad_token_id=0,
         eos_token_id=1,
         decoder_start_token_id=0,
         forced_eos_token_id=None,
     )
-    return Shape("MarianMTModel", config, ("encoder_layers", "decoder_layers"))
+    return Shape("MarianMTModel", config, _LAYERS)
 
 
 def _t5(width: int, layers: int, heads: int) -> Shape:
@@ -84,17 +82,11 @@ def _prophetnet() -> Shape:
 
 def _whisper(width: int, layers: int) -> Shape:
     config = dict(
-        d_model=width,
-        encoder_layers=layers,
-        decoder_layers=layers,
-        encoder_attention_heads=width // 64,
-        decoder_attention_heads=width // 64,
-        encoder_ffn_dim=4 * width,
-        decoder_ffn_dim=4 * width,
+        **_ends(width, layers, layers),
         suppress_tokens=None,
         begin_suppress_tokens=None,
     )
-    return Shape("WhisperForConditionalGeneration", config, ("encoder_layers", "decoder_layers"))
+    return Shape("WhisperForConditionalGeneration", config, _LAYERS)
 
 
 SHAPES: dict[str, Shape] = {

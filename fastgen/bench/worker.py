@@ -11,10 +11,10 @@ import os
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from fastgen.bench import data, runners
+from fastgen.cli.peak_memory import field, reset_high_water_mark
 
 
 def main() -> None:
@@ -61,7 +61,7 @@ class Worker:
         outputs = self.runner.outputs(generated)
         self._first = self._compared(outputs)
         answer = {"seconds": seconds, "cpu_seconds": cpu, "peak_bytes": peak.bytes, **outputs}
-        answer["resident_bytes"] = status("VmHWM")
+        answer["resident_bytes"] = field("VmHWM")
         if hasattr(self.runner, "cache_bytes"):
             answer["cache_bytes"] = self.runner.cache_bytes()
         if self.order["ours"]:
@@ -126,9 +126,8 @@ class Peak:
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         else:
-            self._before = status("VmRSS")
-            with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+            self._before = field("VmRSS")
+            reset_high_water_mark()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,17 +138,9 @@ class Peak:
 
             peak: int | None = torch.cuda.max_memory_allocated()
         else:
-            peak = status("VmHWM")
+            peak = field("VmHWM")
         if peak is not None and self._before is not None:
             self.bytes = max(0, peak - self._before)
-
-
-def status(name: str) -> int | None:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from fastgen.bench.document import Document
 from fastgen.bench.measure import Settings
 from fastgen.bench.suites import SUITES, Section, needed
 from fastgen.bench.tasks import Task
-from fastgen.cli.exits import exit_code, refuse_arguments
+from fastgen.cli.exits import exit_code, positive_number, refuse_arguments
 from fastgen.pipeline.errors import InputError
 
 NAME = "fastgen-bench"
@@ -62,9 +62,11 @@ def parser() -> argparse.ArgumentParser:
         help="of weights and computation (default: %(default)s)",
     )
     result.add_argument(
-        "--rounds", type=_positive, metavar="N", help=f"default: {_ROUNDS}, with --quick {_QUICK_ROUNDS}"
+        "--rounds", type=positive_number, metavar="N", help=f"default: {_ROUNDS}, with --quick {_QUICK_ROUNDS}"
     )
-    result.add_argument("--threads", type=_positive, metavar="N", help="of each side (default: the cores it may use)")
+    result.add_argument(
+        "--threads", type=positive_number, metavar="N", help="of each side (default: the cores it may use)"
+    )
     result.add_argument(
         "--output",
         type=Path,
@@ -89,12 +91,6 @@ def parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         refuse_arguments(message)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 def _main(argv: list[str]) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 
 import fastgen
 from fastgen.cli import demo_task
+from fastgen.cli.exits import positive_number
 from fastgen.cli.peak_memory import PeakMemory
 
 SHIPPED_MODEL = Path(__file__).parent / "demo_model"
@@ -372,12 +373,6 @@ def verdict(result: Result) -> str:
 # The command.
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="fastgen-demo",
@@ -387,29 +382,29 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--model", metavar="NAME_OR_PATH", help="your seq2seq or causal model (default: a shipped one)")
     result.add_argument("--input", type=Path, metavar="FILE", help="your inputs, one a line")
     result.add_argument(
-        "--beams", type=_positive, default=5, metavar="N", help="beams of the search (default: %(default)s)"
+        "--beams", type=positive_number, default=5, metavar="N", help="beams of the search (default: %(default)s)"
     )
     result.add_argument(
         "--batch-size",
-        type=_positive,
+        type=positive_number,
         default=64,
         metavar="N",
         help="inputs that decode together (default: %(default)s)",
     )
     result.add_argument(
         "--max-new-tokens",
-        type=_positive,
+        type=positive_number,
         default=128,
         metavar="N",
         help="of each output, at most (default: %(default)s)",
     )
-    result.add_argument("--limit", type=_positive, metavar="N", help="decode only the first N inputs")
-    result.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: torch's)")
+    result.add_argument("--limit", type=positive_number, metavar="N", help="decode only the first N inputs")
+    result.add_argument("--threads", type=positive_number, metavar="N", help="CPU threads (default: torch's)")
     result.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where to decode (default: %(default)s)"
     )
     result.add_argument(
-        "--samples", type=_positive, default=4, metavar="N", help="outputs to show (default: %(default)s)"
+        "--samples", type=positive_number, default=4, metavar="N", help="outputs to show (default: %(default)s)"
     )
     result.add_argument("--quiet", action="store_true", help="no progress bar")
     return result

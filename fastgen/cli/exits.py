@@ -56,6 +56,13 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
+def positive_number(text: str) -> int:
+    """An argument of argparse that is 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM, as batch systems send it, ends a run like Ctrl-C: what is finished is written first."""

@@ -37,7 +37,7 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated(self.device)
         else:
             _return_free_memory()
-            self._before = _field("VmRSS") if _reset_high_water_mark() else None
+            self._before = field("VmRSS") if reset_high_water_mark() else None
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -48,7 +48,7 @@ class PeakMemory:
 
             peak: int | None = torch.cuda.max_memory_allocated(self.device)
         else:
-            peak = _field("VmHWM")
+            peak = field("VmHWM")
         self.bytes = None if peak is None else max(0, peak - self._before)
 
     @staticmethod
@@ -57,12 +57,12 @@ class PeakMemory:
         what = "in generate() above what the process held before it (one batch, the one with the longest output)"
         if device.type == "cuda":
             return f"GPU memory allocated by torch, peak {what}."
-        if _field("VmHWM") is None:
+        if field("VmHWM") is None:
             return "Peak memory is not measured on this system: it takes Linux's /proc."
         return f"Resident memory of the process, peak {what}."
 
 
-def _field(name: str) -> int | None:
+def field(name: str) -> int | None:
     """A line of /proc/self/status in bytes."""
     try:
         for line in _STATUS.read_text().splitlines():
@@ -73,7 +73,7 @@ def _field(name: str) -> int | None:
     return None
 
 
-def _reset_high_water_mark() -> bool:
+def reset_high_water_mark() -> bool:
     try:
         _CLEAR.write_text("5")
     except OSError:

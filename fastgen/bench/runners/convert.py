@@ -27,7 +27,7 @@ class Runner:
         if kind not in _LOADERS:
             raise Refused(f"this benchmark does not convert models of type {kind} for CTranslate2")
         # Marian's own loader takes the last token for padding and removes it.
-        spec = _spec(job.model, getattr(converters, _LOADERS[kind])())
+        spec = spec_of(job.model, getattr(converters, _LOADERS[kind])())
         spec.validate()
         spec.optimize(quantization=None)
         folder = Path(order["folder"])
@@ -35,7 +35,7 @@ class Runner:
         spec.save(str(folder / MODEL))
         document = {
             "is_seq2seq": job.is_seq2seq,
-            "batches": [_names(batch) for batch in job.batches],
+            "batches": [names_of(batch) for batch in job.batches],
             "options": _options(job),
         }
         (folder / JOB).write_text(json.dumps(document))
@@ -44,7 +44,7 @@ class Runner:
         return {"ctranslate2": self._ctranslate2.__version__}
 
 
-def _spec(model: Any, loader: Any) -> Any:
+def spec_of(model: Any, loader: Any) -> Any:
     """CTranslate2's form of the model, float32; a token's name is its id."""
     import torch
 
@@ -66,7 +66,7 @@ def _spec(model: Any, loader: Any) -> Any:
     return spec
 
 
-def _names(batch: dict[str, Any]) -> list[list[str]]:
+def names_of(batch: dict[str, Any]) -> list[list[str]]:
     rows = zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True)
     return [[str(token) for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in rows]
 
