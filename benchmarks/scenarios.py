@@ -1,4 +1,4 @@
-"""Scenarios of a host: chosen by options, measured one after another, each with a JSON of its own."""
+"""Scenarios: chosen by options, measured one after another, each with a JSON of its own."""
 
 from __future__ import annotations
 
@@ -32,16 +32,13 @@ def parse(
     scenarios: Mapping[str, Scenario],
     folders: dict[str, str],
     argv: list[str] | None = None,
-    numbers: dict[str, str] | None = None,
 ) -> argparse.Namespace:
-    """`folders`: options that scenarios need, and their help; `numbers`: options of a benchmark's own."""
+    """`folders`: options that scenarios need, and their help."""
     listed = "\n".join(f"  {name:20} {scenario.what}" for name, scenario in scenarios.items())
     parser = measuring.options(description, rounds=5, epilog=f"scenarios:\n{listed}")
     parser.add_argument("--scenario", nargs="+", choices=scenarios, metavar="NAME", help="default: all that can run")
     for option, text in folders.items():
         parser.add_argument(f"--{option}", type=Path, metavar="DIR", help=text)
-    for number, text in (numbers or {}).items():
-        parser.add_argument(f"--{number}", type=int, metavar="N", help=text)
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.threads < 1:
         parser.error("--rounds and --threads must be 1 or more")
@@ -57,7 +54,6 @@ def run(
     scenarios: Mapping[str, Scenario],
     measure: Callable[[str, argparse.Namespace], dict[str, Any]],
     show: Callable[[list[dict[str, Any]]], str],
-    prefix: str = "",
 ) -> int:
     """Exit status: 1 if one was not timed, because its outputs differ."""
     measuring.begin(args)
@@ -65,7 +61,7 @@ def run(
     for name in args.scenario:
         print(f"{name}: {scenarios[name].what}", file=sys.stderr, flush=True)
         results.append(measure(name, args))
-        measuring.write(args.output, prefix + name, results[-1])
+        measuring.write(args.output, name, results[-1])
         gc.collect()
     print(f"{measuring.cpu_model()}, {args.threads} threads, float32, medians of {args.rounds} rounds (min to max)")
     print(", ".join(f"{name} {version}" for name, version in results[0]["versions"].items()))

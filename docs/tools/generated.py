@@ -10,6 +10,7 @@ flags of its `GenerationConfig`, and that one is of the version named in the pag
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import statistics
@@ -18,6 +19,8 @@ import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from tables import table
 
 DOCS = Path(__file__).resolve().parent.parent
 ROOT = DOCS.parent
@@ -45,18 +48,6 @@ def written(text: str, only: str | None = None) -> str:
         return f"{indent}{begin}\n{textwrap.indent(PARTS[name]().strip(), indent)}\n\n{indent}{end}"
 
     return _PART.sub(part, text)
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [list(header), *([_unbroken(cell) for cell in row] for row in rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _unbroken(cell: str) -> str:
-    """Without ends of lines between figures and their units."""
-    figures = re.fullmatch(r"(?:[\d.,x*()/ ]|\b(?:to|s|ms|MB|MiB)\b)+", cell)
-    return cell.replace(" ", "\u00a0") if figures else cell
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -212,8 +203,8 @@ def _result(name: str) -> dict[str, Any]:
 _TRANSFORMERS = """bart-8x1022 bart-8x512 diverse-8x512 prophetnet-8x512 unilm-8x512 gpt2-4x128 gpt2-4x512
     transformer-base-32 transformer-base-1 transformer-base-greedy ddtp whisper whisper-1 smollm""".split()
 _SHORT = "bart-8x1022 gpt2-4x512 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
-_FAIRSEQ = "wide-8x512 base-32 base-1 bart-8x512 lm-4x256".split()
-_CTRANSLATE2 = "bart-8x512 transformer-base-32 transformer-base-1".split()
+_SUITES = """peers fastseq-table1 fastseq-table2 fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5 lightseq-fig6
+    scale""".split()
 
 
 def _timed(result: dict[str, Any]) -> tuple[str, ...]:
@@ -251,43 +242,10 @@ def results_short() -> str:
     return table(("task", "stock", "fastgen", "faster"), rows)
 
 
-def results_fairseq() -> str:
-    rows = []
-    for name in _FAIRSEQ:
-        result = _result(f"fairseq-{name}")
-        rows.append((result["what"], *_timed(result), str(len(result["rounds"]))))
-    version = _result("fairseq-base-32")["versions"]["fairseq"]
-    title = f"Stock fairseq's `SequenceGenerator` (fairseq {version}) against fastgen, on the same machine:"
-    return f"{title}\n\n{table(('task', 'stock', 'fastgen', 'faster', 'rounds'), rows)}"
-
-
-def _ratio(result: dict[str, Any]) -> str:
-    """Of a side of a task that fastgen-bench has measured."""
-    if "ratio" not in result:
-        return "–"
-    ratio = result["ratio"]
-    return f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f})"
-
-
 def _suite(name: str) -> str:
-    """The tables of a suite of fastgen-bench: ratios to the first side, whose seconds stand first."""
-    document = _result(name)
-    tasks = {task["name"]: task for task in document["tasks"]}
-    parts = []
-    for section in document["sections"]:
-        sides = list(dict.fromkeys(side for task in section["tasks"] for side in tasks[task]["sides"]))
-        labels = [document["sides"][side]["label"] for side in sides]
-        rows = []
-        for task in (tasks[name] for name in section["tasks"]):
-            first, *others = sides
-            seconds = f"{task['sides'][first]['seconds']:.2f} s"
-            rows.append((task["what"], seconds, *(_ratio(task["sides"].get(side, {})) for side in others)))
-        parts.append(f"**{section['title']}**\n\n{table(('task', *labels), rows)}")
-    versions = sorted(document["versions"].items())
-    ran = ", ".join(f"{name} {version}" for name, version in versions if name != "fastgen")
-    rounds, threads, dtype = (document["settings"][name] for name in ("rounds", "threads", "dtype"))
-    parts.append(f"{document['date'][:10]}, {rounds} rounds, {threads} threads, {dtype}; {ran}.")
-    return "\n\n".join(parts)
+    import suites
+
+    return suites.shown(_result(name))
 
 
 def results_whisper() -> str:
@@ -295,20 +253,6 @@ def results_whisper() -> str:
     row = (f"Whisper-base, {result['what']}, {result['beams']} beams", *_timed(result), str(len(result["rounds"])))
     title = f"The package `openai-whisper` {result['versions']['whisper']}, all of `transcribe`:"
     return f"{title}\n\n{table(('task', 'stock', 'fastgen', 'faster', 'rounds'), [row])}"
-
-
-def results_ctranslate2() -> str:
-    rows = []
-    for name in _CTRANSLATE2:
-        result = _result(f"ctranslate2-{name}")
-        timed = result["end_to_end"]["ctranslate2 / fastgen"]
-        ratio = f"{timed['ratio']:.2f} ({timed['min']:.2f} to {timed['max']:.2f})"
-        same = f"{result['ctranslate2_compared']['same_tokens']:.0%}"
-        seconds = (f"{timed[side]:.2f} s" for side in ("ctranslate2", "fastgen"))
-        rows.append((result["what"], *seconds, ratio, same, str(len(result["rounds"]))))
-    version = _result(f"ctranslate2-{_CTRANSLATE2[0]}")["versions"]["ctranslate2"]
-    header = ("task", f"CTranslate2 {version}", "fastgen", "CTranslate2 / fastgen", "tokens as stock's", "rounds")
-    return table(header, rows)
 
 
 def results_offline() -> str:
@@ -448,12 +392,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "models-count": models_count,
     "models-fallback": lambda: _by_reason("fallback"),
     "models-not-tried": lambda: _by_reason("not tried"),
-    "results-ctranslate2": results_ctranslate2,
-    "results-fairseq": results_fairseq,
     "results-machine": results_machine,
     "results-offline": results_offline,
     "results-operators": results_operators,
-    "results-peers": lambda: _suite("peers"),
+    **{f"results-{name}": functools.partial(_suite, name) for name in _SUITES},
     "results-short": results_short,
     "results-slots": results_slots,
     "results-transformers": results_transformers,

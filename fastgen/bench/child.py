@@ -73,6 +73,11 @@ class Child:
         found: dict[str, int] = self._ask({"do": "counts"})["counts"]
         return found
 
+    def near_ties(self, number: int) -> list[dict[str, Any]]:
+        """What it answers to one input, as it is and with weights moved by rounding; it can do nothing else then."""
+        found: list[dict[str, Any]] = self._ask({"do": "near_ties", "number": number})["answers"]
+        return found
+
     def close(self) -> None:
         """The end of its input ends it."""
         if self._process.stdin is not None and not self._process.stdin.closed:

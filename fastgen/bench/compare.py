@@ -150,14 +150,41 @@ def _of_tasks(old: Document, new: Document) -> Iterator[Finding]:
                 yield Finding(FAILURE, f"it did this task, and now refuses it: {why}", name, side)
 
 
-def _of_ratios(olds: Sequence[Document], new: Document) -> _Compared:
-    before, series = [_tasks(old) for old in olds], {}
+def sensitivity(baselines: Sequence[Document], new: Document) -> str:
+    """From which drop on each ratio of fastgen's fails, in a sentence; "" where none could."""
+    series = _series(baselines, new)
+    between = drift([runs for runs, _ in series.values()])
+    drops = [
+        (-math.expm1(-allowed), f"{side} of {name}")
+        for (name, side), (runs, logs) in series.items()
+        if _is_ours(_tasks(new)[name]["sides"][side]) and (allowed := allowed_drop(runs, logs, between)) is not None
+    ]
+    if not drops:
+        return ""
+    (least, _), (most, where) = min(drops), max(drops)
+    return f"A ratio that drops by {least:.0%} or more fails" + (
+        "." if round(least, 2) == round(most, 2) else f" where rounds agree most, and by {most:.0%} in {where}."
+    )
+
+
+_Series = dict[tuple[str, str], tuple[list[list[float]], list[float]]]
+
+
+def _series(olds: Sequence[Document], new: Document) -> _Series:
+    """By task and side: the logarithms of the ratios of each baseline, and of the new run."""
+    before: list[dict[str, Task]] = [_tasks(old) for old in olds]
+    series: _Series = {}
     for name, task in _tasks(new).items():
         same = [tasks[name] for tasks in before if name in tasks and _is_same_work(tasks[name], task)]
         for side in task["sides"]:
             runs = [logs for each in same if (logs := _logs(each, side, task))]
             if runs and (logs := _logs(task, side, task)):
                 series[name, side] = runs, logs
+    return series
+
+
+def _of_ratios(olds: Sequence[Document], new: Document) -> _Compared:
+    series = _series(olds, new)
     between, result = drift([runs for runs, _ in series.values()]), _Compared()
     for (name, side), (runs, logs) in series.items():
         is_ours = _is_ours(_tasks(new)[name]["sides"][side])

@@ -30,14 +30,18 @@ class Ratio(TypedDict):
     max: float
 
 
-class Verified(TypedDict):
-    """A side's outputs beside those of the side it must, or should, equal."""
-
+class _Compared(TypedDict):
     against: str  # that side
     outputs: int
     different: list[int]  # numbers of the outputs that differ in one token or more
     same_tokens: float  # the part of the other side's tokens that have the same token in the same place
     must: bool  # a difference is a failure: fastgen's sides
+
+
+class Verified(_Compared, total=False):
+    """A side's outputs beside those of the side it must, or should, equal."""
+
+    near_ties: list[int]  # outputs that differ, but are the other side's once rounding moves its weights: no failure
 
 
 class Result(TypedDict, total=False):

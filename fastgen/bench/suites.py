@@ -65,6 +65,12 @@ def peers(quick: bool) -> list[Section]:
         _task("greedy-8", "transformer-base", "transformer-base", GREEDY, **short | {"batch": 8, "beams": 1}),
         _task("greedy-gpt2", "GPT-2", "gpt2", GREEDY, batch=4, source=128, new=64),
     ]
+    fairseq = [
+        _task("fairseq-wide", "Transformer as wide as BART-base", "transformer-wide", FAIRSEQ, **long),
+        _task("fairseq-base-32", "transformer-base", "transformer-base", FAIRSEQ, **short),
+        _task("fairseq-base-1", "transformer-base", "transformer-base", FAIRSEQ, **one),
+        _task("fairseq-gpt2", "language model of GPT-2's shape", "gpt2", FAIRSEQ, **prompts | {"source": 256}),
+    ]
     sections = [
         Section(
             "Beam search",
@@ -86,10 +92,7 @@ def peers(quick: bool) -> list[Section]:
         Section(
             "fairseq",
             _random(quick),
-            [
-                _task("fairseq-wide", "Transformer as wide as BART-base", "transformer-wide", FAIRSEQ, **long),
-                _task("fairseq-base-32", "transformer-base", "transformer-base", FAIRSEQ, **short),
-            ],
+            fairseq[:2] if quick else fairseq,
             [*_SHOWN, "phases"],
         ),
     ]

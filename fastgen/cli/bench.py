@@ -130,6 +130,8 @@ def _main(argv: list[str]) -> int:
         if same := [baseline for baseline in baselines if baseline["suite"] == name]:
             findings = compare.compare(same, found)
             print(compare.table(findings), end="")
+            if said := compare.sensitivity(same, found):
+                print(said)
             status = max(status, compare.status(findings))
     return status
 

@@ -227,6 +227,15 @@ def test_another_reference_is_not_compared() -> None:
     assert compare.compare(document(), new) == []
 
 
+def test_what_would_be_noticed_is_said() -> None:
+    assert compare.sensitivity([document([3.0])], document([3.0])) == ""  # of one round nothing is known
+    same = [3.0] * 5
+    assert compare.sensitivity([document(same)], document(same)) == "A ratio that drops by 5% or more fails."
+    allowed = noise.allowed_drop([[math.log(x) for x in (3.0, 2.0, 4.0)]], [math.log(3.0)] * 3, noise.Estimate(0, 0))
+    said = compare.sensitivity([document([3.0, 2.0, 4.0])], document([3.0] * 3))
+    assert allowed is not None and f"{-math.expm1(-allowed):.0%}" in said
+
+
 def test_exit_status_and_table(tmp_path: Path) -> None:
     file = tmp_path / "baseline.json"
     file.write_text(json.dumps(document()))

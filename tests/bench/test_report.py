@@ -142,9 +142,21 @@ def test_summary_says_the_range_of_ratios_and_equality(page: Element, document: 
     text = parsed(report.render(quiet)).all("div", "summary")[0]
     assert "All outputs that must be equal are equal, token for token: 40 outputs (fastgen)." in text.text
     assert "The machine was quiet: in none of 10 timings" in text.text
+    assert "near" not in text.text
     assert not text.all("li", "bad")
     quiet["settings"]["quick"] = True
     assert parsed(report.render(quiet)).all("div", "summary")[0].all("li", "bad")
+
+
+def test_near_ties_are_said_and_no_failure() -> None:
+    task = kit.task("a", 10, ("stock", "fastgen"))
+    task["sides"]["fastgen"]["verified"]["near_ties"] = [7]
+    document = showing(["ratios", "outputs"], task)
+    page = report.render(document)
+    said = parsed(page).all("div", "summary")[0].text
+    assert "39 outputs (fastgen). Besides, 1 differ at near-ties of the host's" in said
+    assert "39 of 40 same" in page and "1 at a near-tie" in page
+    assert "39 same, 1 at a near-tie" in report.table(document)
 
 
 def test_metrics_that_must_be_equal_and_are_not_are_red() -> None:

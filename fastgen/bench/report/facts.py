@@ -83,9 +83,10 @@ def outputs(result: Result) -> str:
     if "verified" not in result:
         return ""
     verified = result["verified"]
-    different = len(verified["different"])
+    different, near = len(verified["different"]), len(verified.get("near_ties", ()))
     if not different:
-        return f"{verified['outputs']:,} same"
+        same = f"{verified['outputs'] - near:,} same"
+        return f"{same}, {near:,} at a near-tie" if near else same
     if verified["must"]:
         return f"{different:,} of {verified['outputs']:,} differ"
     return f"{part(verified['same_tokens'])} of tokens same"

@@ -41,6 +41,11 @@ def sentences(document: Document) -> list[Sentence]:
     return [*found, _quiet(document)]
 
 
+def checks(document: Document) -> list[Sentence]:
+    """Whether outputs were equal, and the machine quiet."""
+    return [*_equality(document), _quiet(document)]
+
+
 def _speed(document: Document, name: str) -> list[Sentence]:
     """One for each side that it is compared with."""
     found = []
@@ -78,9 +83,15 @@ def _equality(document: Document) -> list[Sentence]:
     if wrong:
         where = "; ".join(f"{facts.label(document, n)}, {task['name']}: {facts.outputs(r)}" for task, n, r in wrong)
         return [Sentence(f"Outputs that must be equal are NOT: {where}. Their times are not shown.", wrong=True)]
-    count = sum(result["verified"]["outputs"] for _, _, result in found)
+    near = sum(len(result["verified"].get("near_ties", ())) for _, _, result in found)
+    count = sum(result["verified"]["outputs"] for _, _, result in found) - near
     names = "; ".join(facts.label(document, name) for name in dict.fromkeys(name for _, name, _ in found))
     text = f"All outputs that must be equal are equal, token for token: {count:,} outputs ({names})."
+    if near:
+        text += (
+            f" Besides, {near:,} differ at near-ties of the host's: it gives the same as fastgen itself where rounding "
+            "moves its weights."
+        )
     return [Sentence(text)]
 
 

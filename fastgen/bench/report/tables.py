@@ -161,7 +161,8 @@ def _as_the_other(document: Document, task: Task, result: Result) -> str:
     if expected == result["metrics"]:
         return f"identical to {facts.label(document, other)}"
     text = f"not those of {facts.label(document, other)}"
-    return bad(text) if result["verified"]["must"] else text
+    excused = not result["verified"]["must"] or result["verified"].get("near_ties")
+    return text if excused else bad(text)
 
 
 def outputs(document: Document, tasks: list[Task]) -> Html:
@@ -181,8 +182,10 @@ def outputs(document: Document, tasks: list[Task]) -> Html:
         if "verified" not in result:
             return "not compared"
         found = result["verified"]
-        first = f"{found['outputs'] - len(found['different']):,} of {found['outputs']:,} same"
-        more = [f"{facts.part(found['same_tokens'])} of tokens"] + ([] if below(side) else [demand(result)])
+        near = len(found.get("near_ties", ()))
+        first = f"{found['outputs'] - len(found['different']) - near:,} of {found['outputs']:,} same"
+        more = [f"{near:,} at a near-tie"] if near else []
+        more += [f"{facts.part(found['same_tokens'])} of tokens"] + ([] if below(side) else [demand(result)])
         return _lines(bad(first) if facts.differs(result) else first, *more)
 
     sides = [

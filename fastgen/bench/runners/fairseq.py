@@ -63,5 +63,15 @@ class Runner:
             ],
         }
 
+    def keep(self, number: int) -> None:
+        """From now on there is this input alone."""
+        for batch, prefix in zip(self._batches, self._prefixes, strict=True):
+            if number < (rows := len(batch["net_input"]["src_tokens"])):
+                one = slice(number, number + 1)
+                self._batches = [{"net_input": {name: value[one] for name, value in batch["net_input"].items()}}]
+                self._prefixes = [None if prefix is None else prefix[one]]
+                return
+            number -= rows
+
     def cache_bytes(self) -> int | None:
         return max((call.cache_bytes or 0 for call in fastgen.status().calls), default=0) or None

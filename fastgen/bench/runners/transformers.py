@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import fastgen
@@ -55,6 +56,15 @@ class Runner:
         ends = self.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else ends or []
         return row[: next((place for place, token in enumerate(row) if token in ends), len(row))]
+
+    def keep(self, number: int) -> None:
+        """From now on there is this input alone."""
+        for batch in self.batches:
+            if number < (rows := len(next(iter(batch.values())))):
+                self.batches = [{name: value[number : number + 1] for name, value in batch.items()}]
+                self._job = dataclasses.replace(self._job, batches=self.batches)
+                return
+            number -= rows
 
     # What the first call alone is asked for.
 

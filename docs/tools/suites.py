@@ -1,0 +1,82 @@
+"""What a suite of `fastgen-bench` found, as tables in Markdown."""
+
+from __future__ import annotations
+
+from tables import table
+
+from fastgen.bench.document import Document, Result, Section, Task
+from fastgen.bench.report import facts, summary
+
+_MANY = 6  # sides: from here on each has a row instead of a column
+
+
+def shown(document: Document) -> str:
+    """Each section's tables, and below them what ran, where, and how equal and how quiet it was."""
+    parts = [_section(document, section) for section in document["sections"]]
+    versions = sorted(document["versions"].items())
+    ran = ", ".join(f"{name} {version}" for name, version in versions if name != "fastgen")
+    settings, machine = document["settings"], document["machine"]
+    parts.append(
+        f"{document['date'][:10]}, {machine['cpu']}, {settings['rounds']} rounds, {settings['threads']} threads, "
+        f"{settings['dtype']}; {ran}. {' '.join(one.text for one in summary.checks(document))}"
+    )
+    return "\n\n".join(parts)
+
+
+def _section(document: Document, section: Section) -> str:
+    tasks = facts.tasks_of(document, section)
+    sides = facts.sides_of(document, tasks)
+    show = section["show"]
+    tables = [
+        _metrics(document, tasks) if "metrics" in show else "",
+        _caches(document, tasks, sides) if show[0] == "memory" else "",
+        (_by_side if len(sides) >= _MANY else _ratios)(document, tasks, sides) if "ratios" in show else "",
+    ]
+    return "\n\n".join([f"**{section['title']}.** {section['text']}", *(one for one in tables if one)])
+
+
+def _ratios(document: Document, tasks: list[Task], sides: list[str]) -> str:
+    """How many times as fast as the task's reference, of which the seconds are shown."""
+    rows = [(task["what"], *(_speed(task, side) for side in sides)) for task in tasks]
+    return table(("task", *(facts.label(document, side) for side in sides)), rows)
+
+
+def _by_side(document: Document, tasks: list[Task], sides: list[str]) -> str:
+    rows = [(facts.label(document, side), *(_speed(task, side) for task in tasks)) for side in sides]
+    return table(("side", *(task["what"] for task in tasks)), rows)
+
+
+def _speed(task: Task, side: str) -> str:
+    result = facts.results(task).get(side, {})
+    if facts.timed(result) and "ratio" in result:
+        return facts.ratio(result)
+    if facts.timed(result) and "seconds" in result:
+        return facts.seconds(result["seconds"])
+    return facts.outputs(result) or "–"
+
+
+def _caches(document: Document, tasks: list[Task], sides: list[str]) -> str:
+    """Bytes of the largest cache, and how often each fits in the reference's."""
+
+    def cell(task: Task, side: str) -> str:
+        most, of = (facts.results(task)[name].get("cache_bytes") for name in (side, task["reference"]))
+        if not most or not of:
+            return "–"
+        size = f"{most / 2**20:,.1f} MiB"
+        return size if side == task["reference"] else f"{size}, {facts.times(of / most)} less"
+
+    rows = [(task["what"], *(cell(task, side) for side in sides)) for task in tasks]
+    return table(("caches", *(facts.label(document, side) for side in sides)), rows)
+
+
+def _metrics(document: Document, tasks: list[Task]) -> str:
+    rows = []
+    for task in tasks:
+        for side, result in facts.results(task).items():
+            found = ", ".join(f"{name} {value:.4g}" for name, value in result.get("metrics", {}).items())
+            rows.append((task["what"], facts.label(document, side), found or "–", _outputs(result)))
+    return table(("task", "side", "quality", "outputs"), rows)
+
+
+def _outputs(result: Result) -> str:
+    return facts.outputs(result) or "compared with"
