@@ -169,6 +169,13 @@ inline void check_screened(
   check_linear_bias(bias, weight.size(0), rows);
 }
 
+inline void check_probabilities(const at::Tensor& probabilities) {
+  TORCH_CHECK_VALUE(
+      probabilities.dim() == 2, "probabilities must be [rows, vocabulary], not of shape ", probabilities.sizes(), ".");
+  TORCH_CHECK_TYPE(
+      probabilities.scalar_type() == at::kFloat, "probabilities must be float32, not ", probabilities.dtype().name(), ".");
+}
+
 constexpr int64_t kPanel = 64; // outputs side by side in a packed weight
 
 inline int64_t panels_of(int64_t width) {

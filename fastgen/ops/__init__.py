@@ -21,6 +21,7 @@ __all__ = [
     "ban_source_ngrams_",
     "beam_attention",
     "is_native",
+    "multinomial",
     "pack_weight",
     "packed_linear",
     "screen_weight",
@@ -201,6 +202,28 @@ def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None 
     """
     output: Tensor = torch.ops.fastgen.packed_linear(rows, packed, width, bias)
     return output
+
+
+def multinomial(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One token of each row, drawn by its probability: `torch.multinomial(probabilities, 1)[:, 0]`, faster.
+
+    On the CPU torch makes a number of the exponential distribution for every token, one after the other. Here tokens
+    of probability 0 get none, and the generator goes on as if they had: what is drawn, now and later, is torch's (of
+    builds that draw so; `fastgen.optimizer.transformers.drawing` asks first).
+
+    Args:
+        probabilities: float32 `[rows, V]`, 0 or more; they need not add up to 1.
+        generator: of the same device; torch's default one otherwise.
+
+    Returns: int64 `[rows]`.
+
+    Raises:
+        ValueError: for shapes other than these.
+        TypeError: for other dtypes.
+        RuntimeError: for what is no probability, and rows without any, as torch says it.
+    """
+    tokens: Tensor = torch.ops.fastgen.multinomial(probabilities, generator)
+    return tokens
 
 
 def screen_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from fastgen.ops.checks import (
     check_attention,
     check_ngrams,
     check_packed,
+    check_probabilities,
     check_screened,
     check_skinny,
     check_source,
@@ -32,6 +33,7 @@ SCHEMAS = {
         "(Tensor logits, int k, Tensor? banned=None) -> (Tensor log_probs, Tensor tokens, Tensor log_sum_exp)"
     ),
     "beam_attention": "(Tensor query, Tensor key, Tensor value, Tensor? bias, float scale) -> Tensor",
+    "multinomial": "(Tensor probabilities, Generator? generator=None) -> Tensor",
     "packed_linear": "(Tensor rows, Tensor packed, SymInt width, Tensor? bias) -> Tensor",
     "screened_linear": (
         "(Tensor rows, Tensor weight, Tensor codes, Tensor scales, Tensor errors, Tensor? bias) -> Tensor"
@@ -39,9 +41,12 @@ SCHEMAS = {
     "skinny_linear": "(Tensor rows, Tensor[] weights, Tensor? bias) -> Tensor",
 }
 
+_SEEDED = {"multinomial"}
+
 _library = torch.library.Library("fastgen", "DEF")
 for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _random = (torch.Tag.nondeterministic_seeded,) if _name in _SEEDED else ()
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag, *_random))
     _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
 
 
@@ -87,6 +92,12 @@ def _screened_linear(
 ) -> Tensor:
     check_screened(rows, weight, codes, scales, errors, bias)
     return rows.new_empty(*rows.shape[:-1], weight.shape[0])
+
+
+@torch.library.register_fake("fastgen::multinomial", lib=_library)
+def _multinomial(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    check_probabilities(probabilities)
+    return probabilities.new_empty(probabilities.shape[0], dtype=torch.int64)
 
 
 @torch.library.register_fake("fastgen::packed_linear", lib=_library)

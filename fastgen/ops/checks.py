@@ -126,6 +126,13 @@ def check_screened(
     _check_floats("rows are", rows, *named)
 
 
+def check_probabilities(probabilities: Tensor) -> None:
+    if probabilities.dim() != 2:
+        raise ValueError(f"probabilities must be [rows, vocabulary], not of shape {list(probabilities.shape)}.")
+    if probabilities.dtype != torch.float32:
+        raise TypeError(f"probabilities must be float32, not {probabilities.dtype}.")
+
+
 def check_packed(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> None:
     if not rows.dim():
         raise ValueError(f"rows must be [..., size], not of shape {list(rows.shape)}.")

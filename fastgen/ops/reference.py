@@ -19,6 +19,7 @@ from fastgen.ops.checks import (
     check_ngrams,
     check_no_overlap,
     check_packed,
+    check_probabilities,
     check_screened,
     check_skinny,
     check_source,
@@ -111,6 +112,11 @@ def screened_linear(
     lower = (about - reach).nan_to_num(nan=-torch.inf, posinf=torch.inf)
     is_behind = about + reach < lower.amax(-1, keepdim=True)  # false where one is NaN
     return F.linear(rows, weight, bias).masked_fill(is_behind, -torch.inf)
+
+
+def multinomial(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    check_probabilities(probabilities)
+    return torch.multinomial(probabilities, 1, generator=generator).squeeze(1)
 
 
 def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> Tensor:

@@ -113,7 +113,9 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     request = dataclasses.replace(request, generation_config=chunks.configuration(request))
     is_chunked = request.generation_config.prefill_chunk_size is not None
     if not request.is_search and type(request.logits_processor) is LogitsProcessorList:
-        request = dataclasses.replace(request, logits_processor=Banning(request.logits_processor))
+        config = request.generation_config
+        draws = config.do_sample and not config.output_scores
+        request = dataclasses.replace(request, logits_processor=Banning(request.logits_processor, draws))
     proxy = object.__new__(type(model))
     proxy.__dict__.update(model.__dict__)
 

@@ -147,12 +147,18 @@ class Processing:
 class Banning(logits_process.LogitsProcessorList):
     """The processors of a list, for the host's own loop."""
 
-    def __init__(self, processors: logits_process.LogitsProcessorList) -> None:
+    def __init__(self, processors: logits_process.LogitsProcessorList, draws: bool = False) -> None:
+        """`draws`: nobody but the loop sees the scores, and it draws from them."""
         super().__init__(processors)
-        self._processing = Processing()
+        self._processing, self._draws = Processing(), draws
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        return self._processing.apply(self, input_ids, scores)
+        found = self._processing.apply(self, input_ids, scores)
+        if not (self._draws and found.device.type == "cpu" and found.dtype == torch.float32):
+            return found
+        from fastgen.optimizer.transformers import drawing  # needs our operators, which may have to be compiled first
+
+        return found.as_subclass(drawing.Scores) if drawing.draws_as_torch() else found
 
 
 def _source(processor: Any) -> Tensor:
