@@ -26,14 +26,14 @@ def running(side: str) -> contextlib.AbstractContextManager[Any]:
     return fastgen.disabled() if side == "stock" else contextlib.nullcontext()
 
 
-def ratios(rounds: list[dict[str, float]], sides: tuple[str, str] = SIDES) -> dict[str, float]:
-    """Median, least and largest of the rounds' stock / fastgen (or other sides), and each side's median seconds."""
-    each = [one[sides[0]] / one[sides[1]] for one in rounds]
+def ratios(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Median, least and largest of the rounds' stock / fastgen, and each side's median seconds."""
+    each = [one["stock"] / one["fastgen"] for one in rounds]
     return {
         "ratio": statistics.median(each),
         "min": min(each),
         "max": max(each),
-        **{side: statistics.median(one[side] for one in rounds) for side in sides},
+        **{side: statistics.median(one[side] for one in rounds) for side in SIDES},
     }
 
 

@@ -17,6 +17,7 @@ namespace fastgen {
 namespace {
 
 constexpr int64_t kNumbersPerTask = 1 << 16;
+constexpr int64_t kMostCategories = 1 << 24; // torch refuses more
 constexpr int64_t kFewNumbers = 64; // called one by one, to skip them is as fast
 
 // What ATen's distributions ask for numbers: those that torch's generator would give.
@@ -76,7 +77,8 @@ at::Tensor multinomial(const at::Tensor& probabilities, const std::optional<at::
   const int64_t rows = probabilities.size(0), vocabulary = probabilities.size(1);
   const float* const all = probabilities.const_data_ptr<float>();
   // torch draws in the order in which they lie, and says what is wrong.
-  if (rows == 0 || !probabilities.is_contiguous() || !are_probabilities(all, rows, vocabulary)) {
+  const bool is_simple = rows > 0 && vocabulary <= kMostCategories && probabilities.is_contiguous();
+  if (!is_simple || !are_probabilities(all, rows, vocabulary)) {
     return at::multinomial(probabilities, 1, false, generator).squeeze(1);
   }
   at::Tensor tokens = at::empty({rows}, probabilities.options().dtype(at::kLong));

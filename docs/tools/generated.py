@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tables import table
+from table_markup import table
 
 DOCS = Path(__file__).resolve().parent.parent
 ROOT = DOCS.parent

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tables import table
+from table_markup import table
 
-from fastgen.bench.document import Document, Result, Section, Task
+from fastgen.bench.document import Document, Section, Task
 from fastgen.bench.report import facts, summary
 
 _MANY = 6  # sides: from here on each has a row instead of a column
@@ -74,9 +74,6 @@ def _metrics(document: Document, tasks: list[Task]) -> str:
     for task in tasks:
         for side, result in facts.results(task).items():
             found = ", ".join(f"{name} {value:.4g}" for name, value in result.get("metrics", {}).items())
-            rows.append((task["what"], facts.label(document, side), found or "–", _outputs(result)))
+            outputs = "compared with" if side == task["reference"] else facts.outputs(result) or "–"
+            rows.append((task["what"], facts.label(document, side), found or "–", outputs))
     return table(("task", "side", "quality", "outputs"), rows)
-
-
-def _outputs(result: Result) -> str:
-    return facts.outputs(result) or "compared with"

@@ -133,6 +133,9 @@ def _of_tasks(old: Document, new: Document) -> Iterator[Finding]:
             if verified and verified["must"] and verified["different"]:
                 count = f"{len(verified['different'])} of {verified['outputs']}"
                 yield Finding(FAILURE, f"{count} outputs differ from {verified['against']}'s", name, side)
+            if near := _near_ties(now, name, side) - _near_ties(before, name, side):
+                numbers = ", ".join(map(str, sorted(near)))
+                yield Finding(WARNING, f"outputs that were the same are at near-ties now: {numbers}", name, side)
         if name not in before:
             yield Finding(NOTE, "the baseline does not have this task", name)
     for name, task in before.items():
@@ -181,6 +184,11 @@ def _series(olds: Sequence[Document], new: Document) -> _Series:
             if runs and (logs := _logs(task, side, task)):
                 series[name, side] = runs, logs
     return series
+
+
+def _near_ties(tasks: dict[str, Task], name: str, side: str) -> set[int]:
+    result = tasks[name]["sides"].get(side, Result()) if name in tasks else Result()
+    return set(result["verified"].get("near_ties", ())) if "verified" in result else set()
 
 
 def _of_ratios(olds: Sequence[Document], new: Document) -> _Compared:

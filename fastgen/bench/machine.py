@@ -40,7 +40,8 @@ def cores() -> int:
 
 def cpu_seconds() -> float:
     """CPU time so far of this process and, where there is /proc, of the worker processes that it has."""
-    used = time.process_time()
+    times = os.times()
+    used = time.process_time() + times.children_user + times.children_system  # the latter of those that have ended
     for process in multiprocessing.active_children():
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()

@@ -55,7 +55,7 @@ class Worker:
             if hasattr(self.runner, "watching"):
                 stack.enter_context(self.runner.watching())
             peak = stack.enter_context(Peak(self.order["device"]))
-            started, used = time.perf_counter(), machine.cpu_seconds()
+            used, started = machine.cpu_seconds(), time.perf_counter()
             generated = self.runner.generate()
             seconds, cpu = time.perf_counter() - started, machine.cpu_seconds() - used
         outputs = self.runner.outputs(generated)
@@ -73,7 +73,7 @@ class Worker:
 
     def turn(self, calls: int) -> dict[str, Any]:
         """So many calls: mean seconds of each, CPU seconds of all, and outputs that are not as they were at first."""
-        started, used = time.perf_counter(), machine.cpu_seconds()
+        used, started = machine.cpu_seconds(), time.perf_counter()
         for _ in range(calls):
             generated = self.runner.generate()
         seconds = time.perf_counter() - started

@@ -1,1 +1,1 @@
-"""Models that no host has, in the host's own form. Nothing here is imported unless a script does."""
+"""Models that no host has, in the host's own form. Nothing here is imported unless a script or a command does."""

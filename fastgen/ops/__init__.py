@@ -1,5 +1,5 @@
-"""Operators of the decode loop, for anybody to call: n-gram bans in place, exact top-k of the log-softmax, attention
-of all beams of a sentence to its keys, and products with large weights.
+"""Operators of the decode loop, for anybody to call: n-gram bans in place, exact top-k of the log-softmax, samples,
+attention of all beams of a sentence to its keys, and products with large weights.
 
 They work on every device in plain torch, and natively where a library could be found or built (`fastgen.ops.native`;
 `fastgen.status()` says which). They can be traced by `torch.compile(fullgraph=True)` and captured in CUDA graphs, and
@@ -208,8 +208,8 @@ def multinomial(probabilities: Tensor, generator: torch.Generator | None = None)
     """One token of each row, drawn by its probability: `torch.multinomial(probabilities, 1)[:, 0]`, faster.
 
     On the CPU torch makes a number of the exponential distribution for every token, one after the other. Here tokens
-    of probability 0 get none, and the generator goes on as if they had: what is drawn, now and later, is torch's (of
-    builds that draw so; `fastgen.optimizer.transformers.drawing` asks first).
+    of probability 0 get none, and the generator goes on as if they had: what is drawn, now and later, is torch's,
+    whose builds all draw so as far as is known: compare both once to be sure.
 
     Args:
         probabilities: float32 `[rows, V]`, 0 or more; they need not add up to 1.

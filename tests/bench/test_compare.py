@@ -227,6 +227,13 @@ def test_another_reference_is_not_compared() -> None:
     assert compare.compare(document(), new) == []
 
 
+def test_outputs_at_near_ties_now_are_a_warning() -> None:
+    new = document()
+    new["tasks"][0]["sides"]["fastgen"]["verified"]["near_ties"] = [3]
+    assert found(compare.compare(document(), new)) == [(WARNING, "outputs that were the same are at near-ties now: 3")]
+    assert compare.compare(new, new) == [] and compare.status(compare.compare(document(), new)) == 0
+
+
 def test_what_would_be_noticed_is_said() -> None:
     assert compare.sensitivity([document([3.0])], document([3.0])) == ""  # of one round nothing is known
     same = [3.0] * 5

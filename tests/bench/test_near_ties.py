@@ -67,12 +67,19 @@ def test_scores_and_all_hypotheses_count() -> None:
     assert not is_answer(ours, 1, {**alone, "rows": [[[6], [9]]]})
 
 
+def test_rows_count_to_the_end_and_padding_behind_it_does_not() -> None:
+    alone = {"tokens": [[5, 6]], "rows": [[2, 5, 6, 3]]}
+    rows = {(2, 5, 6, 3): True, (2, 5, 6, 3, 1, 1): True, (2, 5, 6): False, (2, 5, 6, 3, 1, 7): False}
+    for row, is_same in rows.items():
+        assert is_answer({"tokens": [[5, 6]], "rows": [list(row)]}, 0, alone) is is_same
+
+
 # ---------------------------------------------------------------------------------------------- what is made of it
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A task of which fastgen's outputs are others than stock's, and what stock answers when it is asked alone."""
 
-    def take(answers: list[dict[str, Any]] | Exception, outputs: int = 1) -> tuple[Any, list[int]]:
+    def take(answers: list[dict[str, Any]] | Exception, outputs: int = 1, **settings: Any) -> tuple[Any, list[int]]:
         asked = []
 
         class Child(Fake):
@@ -91,7 +98,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(measure, "Child", Child)
         monkeypatch.setattr(measure, "PAUSE", 0)
-        result, _ = measure.run(TASK, Settings(rounds=2), [], lambda what: None)
+        result, _ = measure.run(TASK, Settings(rounds=2, **settings), [], lambda what: None)
         return result, asked
 
     return take
@@ -104,7 +111,8 @@ def test_an_answer_of_the_host_is_excused_and_said(measured: Any) -> None:
     assert "ratio" in ours and run.is_wrong({"tasks": [result]}) == []  # type: ignore[typeddict-item]
 
 
-@pytest.mark.parametrize("answers", [[ANSWER, ANSWER], Refused("its process died")])
+# The last: stock is not undecided, so it is not rounding that decides, but what is alone with it in its batch.
+@pytest.mark.parametrize("answers", [[ANSWER, ANSWER], Refused("its process died"), [OTHER, OTHER]])
 def test_another_output_is_wrong(measured: Any, answers: Any) -> None:
     result, asked = measured(answers)
     ours = result["sides"]["fastgen"]
@@ -116,3 +124,9 @@ def test_another_output_is_wrong(measured: Any, answers: Any) -> None:
 def test_many_differences_are_no_near_ties(measured: Any) -> None:
     result, asked = measured([OTHER], outputs=2)
     assert result["sides"]["fastgen"]["verified"]["different"] == [0, 1] and asked == []
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"counts": True}])
+def test_in_half_precision_and_where_counts_are_compared_nothing_is_excused(measured: Any, settings: Any) -> None:
+    result, asked = measured([ANSWER, OTHER], **settings)
+    assert result["sides"]["fastgen"]["verified"]["different"] == [0] and asked == []

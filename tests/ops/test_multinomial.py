@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -17,10 +19,9 @@ def probabilities(rows: int, vocabulary: int, part: float, seed: int = 0) -> tor
     return found
 
 
-@pytest.mark.native
 @pytest.mark.parametrize("part", [0.0, 0.001, 0.03, 0.5, 1.0])
 @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 1), (1, 5), (3, 31), (4, 312), (2, 625), (5, 4001), (32, 32000)])
-def test_draws_as_torch(rows: int, vocabulary: int, part: float) -> None:
+def test_draws_as_torch(native: Any, rows: int, vocabulary: int, part: float) -> None:
     given = probabilities(rows, vocabulary, part)
     ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
     for _ in range(3):
@@ -30,8 +31,7 @@ def test_draws_as_torch(rows: int, vocabulary: int, part: float) -> None:
     assert torch.equal(torch.randn(9, generator=ours), torch.randn(9, generator=theirs))
 
 
-@pytest.mark.native
-def test_the_default_generator() -> None:
+def test_the_default_generator(native: Any) -> None:
     given = probabilities(4, 1000, 0.1).mT.contiguous().mT  # rows that lie anywhere
     found = []
     for draw in (ops.multinomial, lambda given: torch.multinomial(given, 1).squeeze(1)):
@@ -40,9 +40,8 @@ def test_the_default_generator() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.native
 @pytest.mark.parametrize("wrong", [-0.1, float("inf"), float("nan")])
-def test_what_torch_refuses(wrong: float) -> None:
+def test_what_torch_refuses(native: Any, wrong: float) -> None:
     given = probabilities(3, 50, 0.5)
     given[1, 7] = wrong
     with pytest.raises(RuntimeError, match="probability tensor contains either `inf`, `nan` or element < 0"):
@@ -65,8 +64,7 @@ def test_bad_arguments() -> None:
     assert ops.multinomial(torch.empty(0, 5)).shape == (0,)
 
 
-@pytest.mark.native
-def test_a_tiny_probability_alone() -> None:
+def test_a_tiny_probability_alone(native: Any) -> None:
     """Its quotient with a large number may be 0: torch then takes the first token."""
     given = torch.zeros(200, 3)
     given[:, 2] = 1e-45

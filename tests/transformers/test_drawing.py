@@ -27,6 +27,17 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return seen
 
 
+def test_the_native_operator_is_used_whatever_torchs_defaults_are() -> None:
+    """Where no native library could be had there is nothing to use."""
+    drawing.draws_as_torch.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert drawing.draws_as_torch() is ops.is_native(torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("warped", [{"top_k": 0}, {"top_k": 20, "top_p": 0.8}, {"top_k": 1}])
 @pytest.mark.parametrize("family", ["bart", "gpt2", "t5"])
 def test_drawn_by_ours(draws: list[torch.Tensor], family: str, warped: dict[str, Any]) -> None:
@@ -50,8 +61,10 @@ def test_other_functions_get_an_ordinary_tensor() -> None:
     assert type(scores + 1) is type(scores.argmax(-1)) is type(torch.stack([scores])) is torch.Tensor
     probabilities = torch.nn.functional.softmax(scores, dim=-1)
     assert type(probabilities * 2) is torch.Tensor
-    for how in ({"num_samples": 2}, {"num_samples": 1, "replacement": True}):
+    plain = probabilities.as_subclass(torch.Tensor)
+    for more in ({"num_samples": 2}, {"num_samples": 1, "replacement": True}, {"num_samples": 1}):
         torch.manual_seed(1)
-        found = torch.multinomial(probabilities, **how)
+        found = [torch.multinomial(probabilities, **more), torch.multinomial(input=probabilities, **more)]
         torch.manual_seed(1)
-        assert torch.equal(found, torch.multinomial(probabilities.as_subclass(torch.Tensor), **how))
+        expected = [torch.multinomial(plain, **more) for _ in found]
+        assert all(type(a) is torch.Tensor and torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -93,5 +93,10 @@ def test_others_are_not_joined(first: Any, second: Any, size: int) -> None:
     assert not nucleus.are_joined(first, second, torch.zeros(2, size))
 
 
+def test_scores_of_a_caller_in_another_precision_are_not_joined() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert not nucleus.are_joined(TopKLogitsWarper(5), TopPLogitsWarper(0.9), torch.zeros(2, V, dtype=dtype))
+
+
 def test_these_are() -> None:
     assert nucleus.are_joined(TopKLogitsWarper(5), TopPLogitsWarper(0.9), torch.zeros(2, V))

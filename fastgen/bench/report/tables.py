@@ -182,9 +182,9 @@ def outputs(document: Document, tasks: list[Task]) -> Html:
         if "verified" not in result:
             return "not compared"
         found = result["verified"]
-        near = len(found.get("near_ties", ()))
-        first = f"{found['outputs'] - len(found['different']) - near:,} of {found['outputs']:,} same"
-        more = [f"{near:,} at a near-tie"] if near else []
+        near = found.get("near_ties", [])
+        first = f"{found['outputs'] - len(found['different']) - len(near):,} of {found['outputs']:,} same"
+        more = [f"output {number:,} at a near-tie" for number in near]
         more += [f"{facts.part(found['same_tokens'])} of tokens"] + ([] if below(side) else [demand(result)])
         return _lines(bad(first) if facts.differs(result) else first, *more)
 

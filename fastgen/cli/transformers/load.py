@@ -36,6 +36,9 @@ def find_device(name: str | None) -> torch.device:
 
 
 def load_config(name: str) -> Any:
+    import fastgen.models.unilm
+    import fastgen.models.vae  # noqa: F401  # both make themselves known to transformers' Auto classes
+
     try:
         return AutoConfig.from_pretrained(name)
     except _UNLOADABLE as error:

@@ -23,7 +23,8 @@ def draws_as_torch() -> bool:
     if not ops.is_native(torch.device("cpu")):
         return False
     ours, theirs = (torch.Generator().manual_seed(5) for _ in range(2))
-    probabilities = torch.rand(3, 700, generator=torch.Generator().manual_seed(1))
+    random = torch.Generator().manual_seed(1)
+    probabilities = torch.rand(3, 700, generator=random, dtype=torch.float32, device="cpu")  # whatever the defaults
     probabilities[:, 50:600] = 0
     same = torch.equal(
         ops.multinomial(probabilities, generator=ours),
@@ -42,8 +43,12 @@ class _Replacing(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            plain = [one.as_subclass(Tensor) if isinstance(one, _Replacing) else one for one in args]
-            return cls.replaced.get(func, func)(*plain, **(kwargs or {}))
+            named = {name: _plain(one) for name, one in (kwargs or {}).items()}
+            return cls.replaced.get(func, func)(*map(_plain, args), **named)
+
+
+def _plain(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, _Replacing) else value
 
 
 class _Probabilities(_Replacing):
@@ -58,10 +63,10 @@ def _softmax(*args: Any, **kwargs: Any) -> Tensor:
     return torch.nn.functional.softmax(*args, **kwargs).as_subclass(_Probabilities)
 
 
-def _multinomial(probabilities: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if args or kwargs != {"num_samples": 1} or probabilities.dtype != torch.float32 or probabilities.dim() != 2:
-        return torch.multinomial(probabilities, *args, **kwargs)
-    return ops.multinomial(probabilities)[:, None]
+def _multinomial(*args: Any, **kwargs: Any) -> Tensor:
+    if len(args) != 1 or kwargs != {"num_samples": 1} or args[0].dtype != torch.float32 or args[0].dim() != 2:
+        return torch.multinomial(*args, **kwargs)
+    return ops.multinomial(args[0])[:, None]
 
 
 Scores.replaced = {torch.nn.functional.softmax: _softmax}

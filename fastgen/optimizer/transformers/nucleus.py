@@ -24,6 +24,7 @@ def are_joined(first: Any, second: Any, scores: Tensor) -> bool:
         and first.filter_value == second.filter_value == -float("inf")
         and first.top_k <= min(_MOST, scores.shape[-1] - 1)
         and scores.device.type == "cpu"
+        and scores.dtype == torch.float32
     )
 
 

@@ -154,7 +154,7 @@ class Banning(logits_process.LogitsProcessorList):
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         found = self._processing.apply(self, input_ids, scores)
-        if not (self._draws and found.device.type == "cpu" and found.dtype == torch.float32):
+        if not (self._draws and type(found) is Tensor and found.device.type == "cpu" and found.dtype == torch.float32):
             return found
         from fastgen.optimizer.transformers import drawing  # needs our operators, which may have to be compiled first
 
