@@ -203,8 +203,7 @@ def _result(name: str) -> dict[str, Any]:
 _TRANSFORMERS = """bart-8x1022 bart-8x512 diverse-8x512 prophetnet-8x512 unilm-8x512 gpt2-4x128 gpt2-4x512
     transformer-base-32 transformer-base-1 transformer-base-greedy ddtp whisper whisper-1 smollm""".split()
 _SHORT = "bart-8x1022 gpt2-4x512 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
-_SUITES = """peers fastseq-table1 fastseq-table2 fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5 lightseq-fig6
-    scale""".split()
+_SUITES = "peers fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5 lightseq-fig6 scale".split()
 
 
 def _timed(result: dict[str, Any]) -> tuple[str, ...]:

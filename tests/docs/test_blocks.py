@@ -183,7 +183,11 @@ def _mkdocs(words: list[str], block: Block) -> None:
 
 
 def _bench(words: list[str], block: Block) -> None:
-    """Planned, not measured: tests/bench has that."""
+    """Planned, not measured: tests/bench has that. A report is written beside a copy of its result."""
+    if "--report" in words:
+        assert words[0] == "--report"
+        _run_once(lambda: bench.main(["--report", shutil.copy(ROOT / words[1], "result.json")]), "bench", *words)
+        return
     words = [word.replace("before/*.json", "before.json") for word in words]
     shutil.copy(ROOT / "benchmarks/baselines/counts.json", "before.json")
     words = [str(ROOT / word) if word.startswith("benchmarks/") else word for word in words]
