@@ -7,8 +7,6 @@ from table_markup import table
 from fastgen.bench.document import Document, Section, Task
 from fastgen.bench.report import facts, summary
 
-_MANY = 6  # sides: from here on each has a row instead of a column
-
 
 def shown(document: Document) -> str:
     """Each section's tables, and below them what ran, where, and how equal and how quiet it was."""
@@ -30,7 +28,7 @@ def _section(document: Document, section: Section) -> str:
     tables = [
         _metrics(document, tasks) if "metrics" in show else "",
         _caches(document, tasks, sides) if show[0] == "memory" else "",
-        (_by_side if len(sides) >= _MANY else _ratios)(document, tasks, sides) if "ratios" in show else "",
+        _ratios(document, tasks, sides) if "ratios" in show else "",
     ]
     return "\n\n".join([f"**{section['title']}.** {section['text']}", *(one for one in tables if one)])
 
@@ -39,11 +37,6 @@ def _ratios(document: Document, tasks: list[Task], sides: list[str]) -> str:
     """How many times as fast as the task's reference, of which the seconds are shown."""
     rows = [(task["what"], *(_speed(task, side) for side in sides)) for task in tasks]
     return table(("task", *(facts.label(document, side) for side in sides)), rows)
-
-
-def _by_side(document: Document, tasks: list[Task], sides: list[str]) -> str:
-    rows = [(facts.label(document, side), *(_speed(task, side) for task in tasks)) for side in sides]
-    return table(("side", *(task["what"] for task in tasks)), rows)
 
 
 def _speed(task: Task, side: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from fastgen.bench.document import FORMAT, Document, Result, Task, problem
 from fastgen.bench.noise import SMALLEST_DROP, Estimate, allowed_drop, center, drift
+from fastgen.bench.report import facts
 from fastgen.pipeline.errors import InputError
 
 FAILURE, REGRESSION, WARNING, NOTE = "failure", "regression", "warning", "note"
@@ -187,8 +188,7 @@ def _series(olds: Sequence[Document], new: Document) -> _Series:
 
 
 def _near_ties(tasks: dict[str, Task], name: str, side: str) -> set[int]:
-    result = tasks[name]["sides"].get(side, Result()) if name in tasks else Result()
-    return set(result["verified"].get("near_ties", ())) if "verified" in result else set()
+    return set(facts.near_ties(tasks[name]["sides"].get(side, Result()))) if name in tasks else set()
 
 
 def _of_ratios(olds: Sequence[Document], new: Document) -> _Compared:

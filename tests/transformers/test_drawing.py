@@ -46,6 +46,13 @@ def test_drawn_by_ours(draws: list[torch.Tensor], family: str, warped: dict[str,
     assert len(draws) >= 12 and all(type(given) is torch.Tensor for given in draws)
 
 
+def test_another_draw_is_noticed(draws: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "multinomial", lambda given: given.argmin(-1))
+    inputs = {**zoo.inputs_for("bart"), **zoo.FAMILIES["bart"].generate}
+    with pytest.raises(AssertionError, match="sequences differ"):
+        harness.compare(zoo.load("bart"), inputs, **OPTIONS)
+
+
 def test_what_is_returned_is_of_no_class_of_ours(draws: list[torch.Tensor]) -> None:
     inputs = {**zoo.inputs_for("bart"), **zoo.FAMILIES["bart"].generate}
     output, _ = harness.run_fastgen(zoo.load("bart"), inputs, **OPTIONS)

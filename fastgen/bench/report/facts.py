@@ -71,6 +71,11 @@ def differs(result: Result) -> bool:
     return "verified" in result and result["verified"]["must"] and bool(result["verified"]["different"])
 
 
+def near_ties(result: Result) -> list[int]:
+    """Outputs that differ where the other side is undecided itself."""
+    return result["verified"].get("near_ties", []) if "verified" in result else []
+
+
 def timed(result: Result) -> bool:
     """Whether its time may be shown: a time of other outputs is none."""
     return "refused" not in result and not differs(result)
@@ -83,7 +88,7 @@ def outputs(result: Result) -> str:
     if "verified" not in result:
         return ""
     verified = result["verified"]
-    different, near = len(verified["different"]), len(verified.get("near_ties", ()))
+    different, near = len(verified["different"]), len(near_ties(result))
     if not different:
         same = f"{verified['outputs'] - near:,} same"
         return f"{same}, {near:,} at a near-tie" if near else same

@@ -83,7 +83,7 @@ def _equality(document: Document) -> list[Sentence]:
     if wrong:
         where = "; ".join(f"{facts.label(document, n)}, {task['name']}: {facts.outputs(r)}" for task, n, r in wrong)
         return [Sentence(f"Outputs that must be equal are NOT: {where}. Their times are not shown.", wrong=True)]
-    near = sum(len(result["verified"].get("near_ties", ())) for _, _, result in found)
+    near = sum(len(facts.near_ties(result)) for _, _, result in found)
     count = sum(result["verified"]["outputs"] for _, _, result in found) - near
     names = "; ".join(facts.label(document, name) for name in dict.fromkeys(name for _, name, _ in found))
     text = f"All outputs that must be equal are equal, token for token: {count:,} outputs ({names})."

@@ -161,7 +161,7 @@ def _as_the_other(document: Document, task: Task, result: Result) -> str:
     if expected == result["metrics"]:
         return f"identical to {facts.label(document, other)}"
     text = f"not those of {facts.label(document, other)}"
-    excused = not result["verified"]["must"] or result["verified"].get("near_ties")
+    excused = not result["verified"]["must"] or facts.near_ties(result)
     return text if excused else bad(text)
 
 
@@ -182,7 +182,7 @@ def outputs(document: Document, tasks: list[Task]) -> Html:
         if "verified" not in result:
             return "not compared"
         found = result["verified"]
-        near = found.get("near_ties", [])
+        near = facts.near_ties(result)
         first = f"{found['outputs'] - len(found['different']) - len(near):,} of {found['outputs']:,} same"
         more = [f"output {number:,} at a near-tie" for number in near]
         more += [f"{facts.part(found['same_tokens'])} of tokens"] + ([] if below(side) else [demand(result)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 
@@ -26,6 +27,15 @@ class Runner(Protocol):
     def outputs(self, generated: Any) -> dict[str, Any]:
         """What `generate` returned, for comparison: `tokens` (the best of each input, new tokens
         without the end); `rows` and `scores` where they are there."""
+
+
+def place(sizes: Iterable[int], number: int) -> tuple[int, slice]:
+    """The batch that has the input of this number, of batches of these sizes, and its row there."""
+    for batch, size in enumerate(sizes):
+        if number < size:
+            return batch, slice(number, number + 1)
+        number -= size
+    raise IndexError("there is no such input")
 
 
 def runner(order: dict[str, Any]) -> Runner:

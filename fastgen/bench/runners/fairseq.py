@@ -9,7 +9,7 @@ from typing import Any
 
 import fastgen
 from fastgen.bench import fairseq_models
-from fastgen.bench.runners import Missing
+from fastgen.bench.runners import Missing, place
 
 _UNPICKLING = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # fairseq's checkpoints hold more than weights
 
@@ -65,13 +65,10 @@ class Runner:
 
     def keep(self, number: int) -> None:
         """From now on there is this input alone."""
-        for batch, prefix in zip(self._batches, self._prefixes, strict=True):
-            if number < (rows := len(batch["net_input"]["src_tokens"])):
-                one = slice(number, number + 1)
-                self._batches = [{"net_input": {name: value[one] for name, value in batch["net_input"].items()}}]
-                self._prefixes = [None if prefix is None else prefix[one]]
-                return
-            number -= rows
+        batch, row = place((len(batch["net_input"]["src_tokens"]) for batch in self._batches), number)
+        inputs, prefix = self._batches[batch]["net_input"], self._prefixes[batch]
+        self._batches = [{"net_input": {name: value[row] for name, value in inputs.items()}}]
+        self._prefixes = [None if prefix is None else prefix[row]]
 
     def cache_bytes(self) -> int | None:
         return max((call.cache_bytes or 0 for call in fastgen.status().calls), default=0) or None

@@ -8,6 +8,7 @@ from typing import Any
 
 import fastgen
 from fastgen.bench import models
+from fastgen.bench.runners import place
 
 
 class Runner:
@@ -59,12 +60,9 @@ class Runner:
 
     def keep(self, number: int) -> None:
         """From now on there is this input alone."""
-        for batch in self.batches:
-            if number < (rows := len(next(iter(batch.values())))):
-                self.batches = [{name: value[number : number + 1] for name, value in batch.items()}]
-                self._job = dataclasses.replace(self._job, batches=self.batches)
-                return
-            number -= rows
+        batch, row = place((len(next(iter(batch.values()))) for batch in self.batches), number)
+        self.batches = [{name: value[row] for name, value in self.batches[batch].items()}]
+        self._job = dataclasses.replace(self._job, batches=self.batches)
 
     # What the first call alone is asked for.
 
