@@ -7,6 +7,7 @@ quickly.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,11 +34,46 @@ def _main(argv: Sequence[str] | None) -> int:
     except ImportError as error:
         message = f"transformers is needed: pip install 'fastgen[transformers]' ({first_line(error)})."
         raise InputError(message) from error
+    args = parser().parse_args(argv)
+    if args.ray is not None:
+        return _on_ray(args)
+    _refuse_rays(args)
     from fastgen.cli.transformers.run import run
 
-    args = parser().parse_args(argv)
+    args.input, args.output = Path(args.input), Path(args.output)
+    args.workers = WORKERS if args.workers is None else args.workers
     _check_files(args.input, args.output)
     return run(args)
+
+
+def _on_ray(args: argparse.Namespace) -> int:
+    # Its core writes of its own affairs to the user's terminal, as if they were errors; read when Ray is imported.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"--ray needs Ray: pip install 'fastgen[ray]' ({first_line(error)}).") from error
+    from fastgen.distributed.run import run
+
+    return run(args)
+
+
+def _refuse_rays(args: argparse.Namespace) -> None:
+    """What needs Ray, and is given without."""
+    from fastgen.cli.transformers import records
+
+    for name in ("actors", "cpus_per_actor", "gpus_per_actor", "shards"):
+        if getattr(args, name):
+            raise InputError(f"--{name.replace('_', '-')} needs --ray.")
+    forms = (
+        args.input_format or records.format_of(args.input),
+        args.output_format or records.format_of(args.output),
+    )
+    if records.PARQUET in forms:
+        raise InputError("Parquet is read and written with --ray alone: pip install 'fastgen[ray]'.")
+    for path in (args.input, args.output):
+        if "://" in path:
+            raise InputError(f"{path} is no file of this machine: --ray reads and writes there.")
 
 
 def _check_files(source: Path, output: Path) -> None:
@@ -61,23 +97,13 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     result.add_argument("model", metavar="MODEL", help="name or folder of the model")
-    result.add_argument("input", metavar="INPUT", type=Path, help="text, one input a line, or .jsonl")
-    result.add_argument("output", metavar="OUTPUT", type=Path, help="text, or .jsonl for all hypotheses and scores")
-    forms = (records.TEXT, records.JSONL)
+    result.add_argument("input", metavar="INPUT", help="text, one input a line, or .jsonl")
+    result.add_argument("output", metavar="OUTPUT", help="text, or .jsonl for all hypotheses and scores")
+    forms = (records.TEXT, records.JSONL, records.PARQUET)
     result.add_argument("--input-format", choices=forms, help="default: by the name of the file")
     result.add_argument("--output-format", choices=forms, help="default: by the name of the file")
     result.add_argument("--text-field", default="text", metavar="NAME", help="of JSONL input (default: %(default)s)")
-    result.add_argument("--tokenizer", metavar="NAME", help="default: the model's")
-    result.add_argument("--task-prefix", default="", metavar="TEXT", help="put before each input, as T5 needs")
-    result.add_argument("--source-lang", metavar="LANG", help="as the tokenizer calls it: en, en_XX, eng_Latn, ...")
-    result.add_argument("--target-lang", metavar="LANG", help="the same, of the output")
-    result.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "float16", "bfloat16"),
-        default="auto",
-        help="auto: as the model was saved (default)",
-    )
-    result.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    flags.add_model_flags(result)
     sizes = result.add_mutually_exclusive_group()
     sizes.add_argument(
         "--batch-size", type=_size, default=32, metavar="N|auto", help="records in a batch (default: %(default)s)"
@@ -99,19 +125,50 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--workers",
         type=whole_number,
-        default=WORKERS,
         metavar="N",
-        help="processes that tokenise and detokenise; 0: none (default: %(default)s)",
+        help=f"processes that tokenise and detokenise; 0: none (default: {WORKERS}; with --ray, of each actor: 0)",
     )
     result.add_argument("--resume", action="store_true", help="go on with the killed run that wrote OUTPUT")
     result.add_argument("--quiet", action="store_true", help="no progress line")
+    _add_ray(result)
     flags.add_flags(result)
     return result
+
+
+def _add_ray(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "many machines", "On Ray (pip install 'fastgen[ray]'): INPUT may be a folder or a URI, and .parquet."
+    )
+    group.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="run on the cluster there; without ADDRESS on that of RAY_ADDRESS, or one of this machine alone",
+    )
+    group.add_argument(
+        "--actors", metavar="N|MIN:MAX", help="copies of the model (default: one for each GPU, or each node)"
+    )
+    group.add_argument("--cpus-per-actor", type=_share, metavar="X", help="(default: 1 beside a GPU, else the node's)")
+    group.add_argument("--gpus-per-actor", type=_share, metavar="X", help="(default: 1 where there are GPUs)")
+    group.add_argument(
+        "--shards", action="store_true", help="leave OUTPUT a folder of parts of 4096 records (jsonl, or parquet)"
+    )
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         refuse_arguments(message)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return share
 
 
 def _size(text: str) -> int | str:

@@ -323,6 +323,10 @@ class BeamSearch:
         self._evicted = True
         return stay
 
+    def hypotheses(self, row: int) -> tuple[Tensor, Tensor]:
+        """Tokens `[M, L]` and scores `[M]`, best first, of a live sentence that is settled."""
+        return self.live.finished_tokens[row], self.live.finished_scores[row]
+
     def _store(self, which: Tensor) -> None:
         live = self.live
         place = live.sentence[which]

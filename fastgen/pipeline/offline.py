@@ -121,7 +121,7 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
         from fastgen.optimizer.transformers.refill import unrefillable
     except ImportError:
         return "fastgen leaves this version of transformers alone"
-    return unrefillable(model, _call(model, [source], _options_of([0], options)))
+    return unrefillable(model, padded(model, [source], _options_of([0], options)))
 
 
 def generated(
@@ -136,7 +136,7 @@ def generated(
     # The longest first: what doesn't fit into memory shows at once.
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
     parts = [order[first : first + size] for first in range(0, len(order), size)]
-    calls = (_call(model, [sources[index] for index in part], _options_of(part, options)) for part in parts)
+    calls = (padded(model, [sources[index] for index in part], _options_of(part, options)) for part in parts)
     if refill:
         from fastgen.optimizer.transformers.refill import run
 
@@ -174,8 +174,8 @@ def _listed(tokens: Any) -> list[int]:
     return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
 
 
-def _call(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `model.generate`."""
+def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `model.generate` for sources, tokens of each, padded together."""
     import torch
 
     pad = _padding(model, options)

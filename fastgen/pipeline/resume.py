@@ -114,7 +114,7 @@ class Journal:
             raise InputError(f"Cannot resume: there is no {self.path}; start without --resume.")
         if header is None or not isinstance(header.get("settings"), dict):
             raise InputError(f"Cannot resume: {self.path} is not a journal; start without --resume.")
-        if different := _differences(header["settings"], self._settings):
+        if different := differences(header["settings"], self._settings):
             raise InputError(f"Cannot resume {self.results}: it was begun with another {different}.")
         size, kept = self.results.stat().st_size, _Kept()
         for end, record in lines:
@@ -191,6 +191,7 @@ def _crc(path: Path, size: int) -> int:
     return crc
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The names of the settings that differ, to be shown; "" if none does."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return ", ".join(sorted(names))

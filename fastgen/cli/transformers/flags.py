@@ -10,6 +10,7 @@ from typing import Any
 
 from fastgen.pipeline.errors import InputError
 
+PREFIX = "generation."  # of the fields' names among the parsed arguments
 _POSITIVE = ("num_beams", "num_return_sequences", "max_new_tokens")
 # Set by the command: it needs the sequences, and asks for scores itself.
 _OURS = {"return_dict_in_generate", "output_scores", "transformers_version"}
@@ -70,6 +71,21 @@ def field_types() -> dict[str, str]:
     return types
 
 
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """How the model and its tokenizer are used."""
+    parser.add_argument("--tokenizer", metavar="NAME", help="default: the model's")
+    parser.add_argument("--task-prefix", default="", metavar="TEXT", help="put before each input, as T5 needs")
+    parser.add_argument("--source-lang", metavar="LANG", help="as the tokenizer calls it: en, en_XX, eng_Latn, ...")
+    parser.add_argument("--target-lang", metavar="LANG", help="the same, of the output")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        default="auto",
+        help="auto: as the model was saved (default)",
+    )
+    parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags; those not given are absent from the parsed arguments."""
     group = parser.add_argument_group(
@@ -80,7 +96,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         optional: dict[str, Any] = {"nargs": "?", "const": True} if kind == "bool" else {}
         group.add_argument(
             "--" + name.replace("_", "-"),
-            dest=f"generation.{name}",
+            dest=PREFIX + name,
             type=parse,
             default=argparse.SUPPRESS,
             metavar={"bool": "BOOL", "int": "N", "float": "X", "str": "TEXT"}.get(kind, "JSON"),
@@ -90,15 +106,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The fields that the user set; InputError for values that no model takes."""
-    prefix = "generation."
-    fields = {name[len(prefix) :]: value for name, value in vars(args).items() if name.startswith(prefix)}
-    for name, value in fields.items():
-        flag = "--" + name.replace("_", "-")
-        if name in _POSITIVE and isinstance(value, int) and value < 1:
-            raise InputError(f"{flag} must be at least 1, not {value}.")
-        if name.endswith("_token_id") and value is not None and not token_ids(value):
-            raise InputError(f"{flag} takes the number of a token, or a list of them, not {value!r}.")
+    fields = {name[len(PREFIX) :]: value for name, value in vars(args).items() if name.startswith(PREFIX)}
+    check(fields, lambda name: "--" + name.replace("_", "-"))
     return fields
+
+
+def check(fields: dict[str, Any], shown: Callable[[str], str]) -> None:
+    """InputError for values that no model takes; `shown`: how the user wrote a field's name."""
+    for name, value in fields.items():
+        if name in _POSITIVE and isinstance(value, int) and value < 1:
+            raise InputError(f"{shown(name)} must be at least 1, not {value}.")
+        if name.endswith("_token_id") and value is not None and not token_ids(value):
+            raise InputError(f"{shown(name)} takes the number of a token, or a list of them, not {value!r}.")
 
 
 def token_ids(value: Any) -> list[int]:

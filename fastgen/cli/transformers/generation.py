@@ -12,18 +12,16 @@ import torch
 from transformers import GenerationConfig
 
 from fastgen.cli.transformers.batches import Batch, Source
+from fastgen.cli.transformers.hypotheses import Hypotheses, hypotheses_of
 from fastgen.cli.transformers.records import Record
 from fastgen.memory import is_out_of_memory
 from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory, run_with_backoff
 from fastgen.pipeline.errors import InputError, first_line
 
-# The hypotheses of one record: tokens and scores.
-Found = tuple[list[list[int]], list[float | None]]
-
 
 @dataclass
-class Hypotheses:
+class Rows:
     """Tokens of every hypothesis of a batch, record after record, and their scores."""
 
     rows: list[list[int]]
@@ -42,12 +40,12 @@ class Generator:
         seed: int,
         scores: bool,
         warn: Callable[[str], None],
-        progress: Callable[[int, int], None] = lambda records, tokens: None,
         tokenizer: Any = None,
     ) -> None:
-        """`progress` is told of records as they are ready; `tokenizer` is needed for `stop_strings` alone."""
-        self._model, self._config, self._source = model, config, source
-        self._seed, self._scores, self._warn, self._progress = seed, scores, warn, progress
+        """`tokenizer` is needed for `stop_strings` alone."""
+        self._model, self._config, self.source = model, config, source
+        self._seed, self._scores, self._warn = seed, scores, warn
+        self.progress: Callable[[int, int], None] = lambda records, tokens: None  # told of records as they are ready
         self.per_record = int(config.num_return_sequences or 1)
         # Else the log-probabilities of all tokens would be kept at each step: 64 MB for 64 sentences and 5 beams.
         config._fastgen_sequence_scores_only = scores
@@ -60,25 +58,25 @@ class Generator:
         with _refusals():
             return offline.why_not_refilled(self._model, [self._config.pad_token_id], wished, self._options)
 
-    def __call__(self, batch: Batch) -> Hypotheses:
+    def __call__(self, batch: Batch) -> Rows:
         """All hypotheses of `batch`; a record that doesn't fit into memory alone gets its `error` set, and none."""
         if self._config.do_sample:
             # By batch, not by run: a run that is resumed draws the same numbers.
             torch.manual_seed(((self._seed << 32) + batch.number) % 2**63)
         full = self._refilled(batch) if batch.size < len(batch.records) else {}
         rest = [record for record in batch.records if record.index not in full]
-        found: list[Found] = []
+        found: list[Hypotheses] = []
         for first in range(0, len(rest), batch.size):
             found += run_with_backoff(rest[first : first + batch.size], self._run, self._out_of_memory)
         full.update({record.index: one for record, one in zip(rest, found, strict=True)})
         all_found = [full[record.index] for record in batch.records]
-        return Hypotheses(
+        return Rows(
             [row for rows, _ in all_found for row in rows], [score for _, scores in all_found for score in scores]
         )
 
-    def _refilled(self, batch: Batch) -> dict[int, Found]:
+    def _refilled(self, batch: Batch) -> dict[int, Hypotheses]:
         """By their indices the records that were done before memory ran out."""
-        full: dict[int, Found] = {}
+        full: dict[int, Hypotheses] = {}
         try:
             for part, found in self._generated(batch.records, batch.size, refill=True):
                 full.update({record.index: one for record, one in zip(part, found, strict=True)})
@@ -88,15 +86,15 @@ class Generator:
             if not is_out_of_memory(error):
                 raise
         release_memory()  # outside of the handler: its traceback holds the tensors
-        self._source.failed_full(batch.records)
+        self.source.failed_full(batch.records)
         self._warn(f"out of memory while {batch.size} records were kept in a batch: going on without refill")
         return full
 
     def _out_of_memory(self, part: Sequence[Record]) -> None:
-        self._source.failed(part)
+        self.source.failed(part)
         self._warn(f"out of memory with {len(part)} records in a batch: going on with halves")
 
-    def _run(self, records: Sequence[Record]) -> list[Found]:
+    def _run(self, records: Sequence[Record]) -> list[Hypotheses]:
         started = time.perf_counter()
         try:
             found = self._generate(records)
@@ -104,51 +102,33 @@ class Generator:
             if len(records) > 1 or not is_out_of_memory(error):
                 raise
             records[0].refuse("out of memory, even alone in its batch")
-            if self._source.stop_at_error:
+            if self.source.stop_at_error:
                 raise InputError(str(records[0].error)) from error
-            found = [([], [])]
+            found = [Hypotheses([], [])]
             self._done(found)
             return found
         work = sum(len(record.tokens) for record in records) + sum(len(row) for rows, _ in found for row in rows)
-        self._source.succeeded(records, work / (time.perf_counter() - started))
+        self.source.succeeded(records, work / (time.perf_counter() - started))
         self._done(found)
         return found
 
-    def _done(self, found: list[Found]) -> None:
+    def _done(self, found: list[Hypotheses]) -> None:
         pad = self._config.pad_token_id
-        self._progress(len(found), sum(len(row) - row.count(pad) for rows, _ in found for row in rows))
+        self.progress(len(found), sum(len(row) - row.count(pad) for rows, _ in found for row in rows))
 
-    def _generate(self, records: Sequence[Record]) -> list[Found]:
+    def _generate(self, records: Sequence[Record]) -> list[Hypotheses]:
         return [one for _, found in self._generated(records, len(records)) for one in found]
 
     def _generated(
         self, records: Sequence[Record], size: int, *, refill: bool = False
-    ) -> Iterator[tuple[list[Record], list[Found]]]:
+    ) -> Iterator[tuple[list[Record], list[Hypotheses]]]:
         """Records and what was found for each, as it is ready; `size` of them decode together."""
-        pad, n = self._config.pad_token_id, self.per_record
         tokens = [record.tokens for record in records]
         with _refusals():
             for part, output, longest in offline.generated(
                 self._model, tokens, self._options, batch_size=size, refill=refill
             ):
-                sequences = output.sequences if self._scores else output
-                new = sequences if self._model.config.is_encoder_decoder else sequences[:, longest:]
-                rows = [_without_tail(row, pad) for row in new.tolist()]
-                scores: list[float | None] = self._score(output) if self._scores else [None] * len(rows)
-                found = [(rows[k * n : (k + 1) * n], scores[k * n : (k + 1) * n]) for k in range(len(part))]
-                yield [records[index] for index in part], found
-
-    def _score(self, output: Any) -> list[float | None]:
-        """The search's own score; without beams the sum of the log-probabilities of the tokens."""
-        scores = getattr(output, "sequences_scores", None)
-        if scores is None:
-            steps = self._model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
-            # After its end a row is padding, whose probabilities don't count.
-            ends = torch.tensor(_ends(self._config.eos_token_id), device=steps.device)
-            ended = torch.isin(output.sequences[:, -steps.shape[1] :], ends).cumsum(-1)  # [B, T]
-            after = torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=-1) > 0
-            scores = steps.masked_fill(after, 0.0).sum(-1)
-        return [float(score) for score in scores.tolist()]
+                yield [records[index] for index in part], hypotheses_of(self._model, self._config, output, longest)
 
 
 @contextlib.contextmanager
@@ -158,14 +138,3 @@ def _refusals() -> Iterator[None]:
         yield
     except ValueError as error:
         raise InputError(f"transformers refuses to generate: {first_line(error)}.") from error
-
-
-def _ends(tokens: int | list[int] | None) -> list[int]:
-    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
-
-
-def _without_tail(row: list[int], pad: int) -> list[int]:
-    end = len(row)
-    while end and row[end - 1] == pad:
-        end -= 1
-    return row[:end]

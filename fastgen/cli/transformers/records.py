@@ -1,17 +1,17 @@
-"""Inputs and outputs of fastgen-generate-transformers: text with one record a line, or JSONL."""
+"""Inputs and outputs of fastgen-generate-transformers: text with one record a line, JSONL, or (with Ray) Parquet."""
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline.errors import InputError
 
-TEXT, JSONL = "text", "jsonl"
+TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
 
 
 @dataclass
@@ -19,23 +19,26 @@ class Record:
     """One line of the input and what became of it."""
 
     index: int
-    path: Path
+    path: str
     text: str = ""
     name: Any = None  # "id" of a JSONL record
+    before: int = 0  # records of the files before this one
+    file: str | None = None  # to be named in JSONL output, where the input is several
     error: str | None = None
     tokens: list[int] = field(default_factory=list)
 
     @property
     def line(self) -> int:
-        return self.index + 1
+        return self.index - self.before + 1
 
     def refuse(self, why: str) -> None:
         """Mark as failed, with a sentence that names file and line."""
         self.error = f"{self.path}, line {self.line}: {why}."
 
 
-def format_of(path: Path) -> str:
-    return JSONL if path.suffix in (".jsonl", ".ndjson") else TEXT
+def format_of(path: str | Path) -> str:
+    suffix = Path(path).suffix
+    return JSONL if suffix in (".jsonl", ".ndjson") else PARQUET if suffix in (".parquet", ".pq") else TEXT
 
 
 def count_lines(path: Path) -> int:
@@ -57,17 +60,31 @@ def count_lines(path: Path) -> int:
 def read(path: Path, form: str, *, text_field: str = "text") -> Iterator[Record]:
     """The records; a line that can't be used has its `error` set, a sentence with file and line."""
     with open(path, "rb") as file:
-        for index, raw in enumerate(file):
-            record = Record(index, path)
-            if index == 0:
-                raw = raw.removeprefix(codecs.BOM_UTF8)
-            try:
-                line = raw.rstrip(b"\r\n").decode("utf-8")
-            except UnicodeDecodeError as error:
-                record.refuse(f"not UTF-8 (byte {raw[error.start]:#04x} at position {error.start + 1})")
-            else:
-                _fill(record, line, form, text_field)
-            yield record
+        yield from parsed(file, str(path), form, text_field=text_field)
+
+
+def parsed(
+    lines: Iterable[bytes],
+    path: str,
+    form: str,
+    *,
+    text_field: str,
+    first: int = 0,
+    before: int = 0,
+    file: str | None = None,
+) -> Iterator[Record]:
+    """The records of these lines, the first of which has the index `first`; `before` and `file`: see Record."""
+    for index, raw in enumerate(lines, first):
+        record = Record(index, path, before=before, file=file)
+        if record.line == 1:
+            raw = raw.removeprefix(codecs.BOM_UTF8)
+        try:
+            line = raw.rstrip(b"\r\n").decode("utf-8")
+        except UnicodeDecodeError as error:
+            record.refuse(f"not UTF-8 (byte {raw[error.start]:#04x} at position {error.start + 1})")
+        else:
+            _fill(record, line, form, text_field)
+        yield record
 
 
 def _fill(record: Record, line: str, form: str, text_field: str) -> None:
@@ -88,13 +105,19 @@ def _fill(record: Record, line: str, form: str, text_field: str) -> None:
     if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
         record.refuse(f"not an object with the text in its field {text_field!r}")
         return
-    record.name, record.text = fields.get("id"), fields[text_field]
-    if not record.text.strip():
-        record.refuse(f"the field {text_field!r} is empty")
-    elif why := _unwritable(record.text):
-        record.refuse(why)
+    record.name = fields.get("id")
+    fill_text(record, fields[text_field], text_field)
     if why := _unwritable(record.name):  # of a failed record as well: its name is written too
         record.name = None
+        record.refuse(why)
+
+
+def fill_text(record: Record, text: str, text_field: str) -> None:
+    """Its text, from this field; refused if there is nothing in it to generate from."""
+    record.text = text
+    if not text.strip():
+        record.refuse(f"the field {text_field!r} is empty")
+    elif why := _unwritable(text):
         record.refuse(why)
 
 
@@ -114,7 +137,9 @@ def render(record: Record, outputs: list[tuple[str, float | None]], form: str) -
     if form == TEXT:
         # A line is a record: line ends inside of a text would shift all that follow.
         return "".join(" ".join(text.splitlines()) + "\n" for text, _ in outputs)
-    fields: dict[str, Any] = {"line": record.line}
+    fields: dict[str, Any] = (
+        {"line": record.line} if record.file is None else {"file": record.file, "line": record.line}
+    )
     if record.name is not None:
         fields["id"] = record.name
     if record.error is not None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastgen.pipeline.errors import InputError, first_line
 
 
-@dataclass(frozen=True)
-class TokenizerSpec:
+class TokenizerSpec(NamedTuple):
     """How to load the tokenizer; sent to each worker."""
 
     name: str

@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 from fastgen.buffers import Buffers
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.decoding.static_search import StaticSearch
+from fastgen.decoding.token_search import TokenSearch
 from fastgen.optimizer.transformers import chunks, host
 from fastgen.optimizer.transformers.cache import stock_cache
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
@@ -37,13 +38,17 @@ def fast(request: Request, decoder: TreeDecoder) -> Any:
 
 
 def steps(request: Request, decoder: TreeDecoder) -> Steps:
-    """Our loop, which yields the host's inputs of each step, one row per beam, and is sent the model's outputs."""
+    """Our loop, which yields the host's inputs of each step, one row per beam, and is sent the model's outputs.
+
+    It is for searches, and for what `refill` takes into a running batch without one.
+    """
     model, config, beams = request.model, request.generation_config, request.beams
     keeps_all = request.keeps_all_rows
     all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
     all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
     buffers = decoder.tree.buffers
-    process, is_stopped, may_evict = Processing(buffers), request.stopper(), request.may_evict
+    process, is_stopped = Processing(buffers), request.stopper()
+    may_evict = request.may_evict or not request.is_search
 
     def stops(tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
         return is_stopped(tokens, hypotheses, length=search.length, scores=all_scores)
@@ -54,7 +59,7 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
         outputs = host.prefill(model, request.input_ids[::beams], chunks.configuration(request), shared)
     decoder.plant(shared, outputs.logits)
     outputs.past_key_values = decoder.cache
-    search = _search(request, decoder, buffers)
+    search = _search(request, decoder, buffers) if request.is_search else _token_search(request)
     takes_logits = search.takes_logits and all_scores is None and not config.do_sample
     # From here on the host's inputs have one row per beam, as it prepares them itself.
     rows = {**started, "past_key_values": decoder.cache}
@@ -66,10 +71,13 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
         if all_logits is not None:
             all_logits += (logits.clone(),)  # a replayed step writes the next ones to the same memory
         parents = banned = None
-        if takes_logits:
+        if isinstance(search, TokenSearch):
+            parents = search.choose(request.logits_processor(search.running(), logits), stops)
+        elif takes_logits:
             banned = process.banned(request.logits_processor, search.length, logits)
             parents = None if banned is None else search.choose_allowed(logits, banned, stops)
         if parents is None:
+            assert isinstance(search, BeamSearch)
             log_probs = process(request.logits_processor, search.running(), logits)
             if all_scores is not None:
                 all_scores += (log_probs.clone(),)
@@ -79,17 +87,19 @@ def steps(request: Request, decoder: TreeDecoder) -> Steps:
         decoder.reorder(parents)
         if search.done:
             break
-        if may_evict and decoder.lets_go(search.leavers()):
-            settled = search.settled()
+        if may_evict and (leaving := decoder.leaving(search)) is not None:
             index = torch.arange(search.batch * beams, device=device)
-            index = index[~settled.repeat_interleave(beams)]
+            index = index[~leaving.repeat_interleave(beams)]
             rows = _kept(rows, index, search.batch * beams)
             request.keep(index)
-            decoder.keep(search.evict(settled))
+            decoder.keep(search.evict(leaving))
         outputs = yield host.next_inputs(model, search.running(), rows)
         logits = _last(outputs, device)
 
+    decoder.ended(search)
     found = search.result()
+    if isinstance(search, TokenSearch):
+        return found.tokens[:, :, : search.length].flatten(0, 1)
     count = config.num_return_sequences
     tokens, indices = found.tokens[:, :count].flatten(0, 1), found.rows[:, :count].flatten(0, 1)
     generated = (indices + 1).bool().sum(dim=1).max()
@@ -141,6 +151,13 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     if not isinstance(result, Tensor):
         result.past_key_values = stock_cache(decoder.cache, decoder.tree)
     return result
+
+
+def _token_search(request: Request) -> TokenSearch:
+    config = request.generation_config
+    pad = config._pad_token_tensor
+    fill = 0 if pad is None else int(pad)  # without one nothing ends before the last token
+    return TokenSearch(request.input_ids, request.beams, config.max_length, fill, request.seeds)
 
 
 def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSearch:

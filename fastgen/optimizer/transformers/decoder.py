@@ -16,7 +16,9 @@ from fastgen.buffers import Buffers
 from fastgen.cache.slim import kind_of
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings, replay
+from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.static_search import StaticSearch
+from fastgen.decoding.token_search import TokenSearch
 from fastgen.optimizer.transformers import host, modules
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.requests import Request
@@ -214,9 +216,12 @@ class TreeDecoder:
         """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
         self.cache.reorder_cache(parents)
 
-    def lets_go(self, settled: int) -> bool:
-        """Whether so many sentences, of those still here, are worth letting out now."""
-        return self.tree.lets_go(settled)
+    def leaving(self, search: BeamSearch | TokenSearch) -> Tensor | None:
+        """Which sentences shall leave now, bool `[B]`, if any: letting few out does not pay."""
+        return search.settled() if self.tree.lets_go(search.leavers()) else None
+
+    def ended(self, search: BeamSearch | TokenSearch) -> None:
+        """The search is done."""
 
     def keep(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""

@@ -9,8 +9,8 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,12 @@ from transformers.generation.utils import GenerationMixin
 from fastgen import config, report
 from fastgen.buffers import Buffers
 from fastgen.cache.joint import JointTree
+from fastgen.decoding.beam_search import BeamSearch
+from fastgen.decoding.token_search import TokenSearch
 from fastgen.optimizer.transformers import beam_search, dispatch, modules, planning, proof, slim
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, resized
-from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
+from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
 from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
 
 # `model_type` of those whose only absolute positions are `position_ids` or a module told `past_key_values_length`.
@@ -44,8 +46,11 @@ def unrefillable_model(model: Any) -> str | None:
     return None
 
 
-def unrefillable(model: Any, call: Mapping[str, Any]) -> str | None:
-    """Why a call like this one, of `model.generate`, cannot be decoded with others, or None."""
+def unrefillable(model: Any, call: Mapping[str, Any], *, tokens: bool = False) -> str | None:
+    """Why a call like this one, of `model.generate`, cannot be decoded with others, or None.
+
+    `tokens`: see `Running.admit`.
+    """
     if reason := unrefillable_model(model):
         return reason
     try:
@@ -53,7 +58,7 @@ def unrefillable(model: Any, call: Mapping[str, Any]) -> str | None:
             model.generate(**call)
     except dispatch.Intercepted as intercepted:
         with torch.no_grad():
-            return _unrefillable(intercepted.request, intercepted.stock)
+            return _unrefillable(intercepted.request, intercepted.stock, tokens)
     return "fastgen is disabled, or the search is none of those that it accelerates"
 
 
@@ -63,53 +68,95 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
     A call begins when there is room for its sentences among the `batch_size` that decode together; one that cannot
     be decoded with others runs alone. All calls have the same options: they differ in their inputs.
     """
-    waiting, planned = enumerate(calls), _Planned()
+    waiting = enumerate(calls)
     following = next(waiting, None)
-    live: list[_Call] = []
-    joint: _Joint | None = None
-    start, sentences = time.perf_counter(), 0
-    with contextlib.ExitStack() as ending:
-        while following is not None or live:
-            entering: list[_Call] = []
-            while following is not None and _has_room([*live, *entering], following[1], batch_size):
-                call = _Call(model, planned, *following)
+    with contextlib.closing(Running(model, batch_size)) as running:
+        while following is not None or running.calls:
+            while following is not None and running.has_room(_sentences(following[1])):
+                call = running.admit(*following)
                 following = next(waiting, None)
                 if call.ended:
                     yield call.number, call.result
-                else:
-                    entering.append(call)
-                    sentences += call.request.batch
-            if not (live or entering):
-                continue
-            joint = joint or ending.enter_context(
-                contextlib.closing(_Joint(entering[0].request, batch_size, planned.kept))
-            )
-            joint.regroup(entering)
-            joint.step_all()
-            live = [call for call in joint.calls if not call.ended]
-            for call in joint.calls:
-                if call.ended:
-                    yield call.number, call.result
-        if joint is not None:
-            model_name, seconds = type(model).__name__, time.perf_counter() - start
-            how = joint.steps, seconds, joint.cache_bytes(), joint.cache_kind(), planned.plan
-            report.record(report.Call("transformers", model_name, "fast", None, sentences, joint.beams, *how))
+            for call in running.step():
+                yield call.number, call.result
 
 
-def _has_room(calls: list[_Call], kwargs: Mapping[str, Any], batch_size: int) -> bool:
-    size = next(value.shape[0] for value in kwargs.values() if isinstance(value, Tensor))
-    return not calls or (len(calls) < _MOST_CALLS and sum(call.sentences for call in calls) + size <= batch_size)
+class Running:
+    """A batch that calls of `model.generate` enter and leave while it decodes. All have the same number of beams."""
+
+    def __init__(self, model: Any, batch_size: int) -> None:
+        """`close` it in the end. `batch_size`: sentences that decode together, at most."""
+        self._model, self._size = model, batch_size
+        self._planned = _Planned()
+        self._joint: _Joint | None = None
+        self._live: list[Call] = []
+        self._entering: list[Call] = []
+        self._started, self._admitted = time.perf_counter(), 0
+
+    @property
+    def calls(self) -> list[Call]:
+        """Those that have not ended."""
+        return [*self._live, *self._entering]
+
+    def has_room(self, sentences: int) -> bool:
+        """Whether a call of so many sentences may enter now. If there is no other, it may."""
+        calls = self.calls
+        taken = sum(call.sentences for call in calls)
+        return not calls or (len(calls) < _MOST_CALLS and taken + sentences <= self._size)
+
+    def admit(
+        self, number: int, kwargs: Mapping[str, Any], *, tokens: bool = False, seeds: Sequence[int] | None = None
+    ) -> Call:
+        """Begin `model.generate(**kwargs)`: its prompts are read. It may have ended when this returns.
+
+        Args:
+            number: whatever the caller knows it by.
+            tokens: greedy search and sampling are wanted in the batch, too, and `found` for each sentence.
+            seeds: of each sentence's samples.
+        """
+        call = Call(self._model, self._planned, number, kwargs, tokens, seeds)
+        if not call.ended:
+            self._entering.append(call)
+            self._admitted += call.request.batch
+        return call
+
+    def step(self) -> list[Call]:
+        """One step for all sentences; returns the calls that have ended."""
+        if not self.calls:
+            return []
+        if self._joint is None:
+            self._joint = _Joint(self._entering[0].request, self._size, self._planned.kept)
+        self._joint.regroup(self._entering)
+        self._entering = []
+        if self._joint.calls:
+            self._joint.step_all()
+        self._live = [call for call in self._joint.calls if not call.ended]
+        return [call for call in self._joint.calls if call.ended]
+
+    def close(self) -> None:
+        """Let go of the tree, and report."""
+        if self._joint is not None:
+            self._joint.close()
+            joint, seconds = self._joint, time.perf_counter() - self._started
+            how = joint.steps, seconds, joint.cache_bytes(), joint.cache_kind(), self._planned.plan
+            name = type(self._model).__name__
+            report.record(report.Call("transformers", name, "fast", None, self._admitted, joint.beams, *how))
+            self._joint = None
 
 
-def _unrefillable(request: Request, stock: Callable[..., Any]) -> str | None:
-    """Why this call cannot be decoded with others, or None."""
+def _sentences(kwargs: Mapping[str, Any]) -> int:
+    return int(next(value.shape[0] for value in kwargs.values() if isinstance(value, Tensor)))
+
+
+def _unrefillable(request: Request, stock: Callable[..., Any], tokens: bool = False) -> str | None:
+    """Why this call cannot be decoded with others, or None. `tokens`: greedy search and sampling can."""
     if config.current().tier not in ("auto", "fast"):
         return "another tier is configured"
-    if not request.is_search:
+    if not request.is_search and not tokens:
         return "it is no beam search"
     if request.diverse:
         return "beams in groups are searched by a loop of their own"
-    if not request.may_evict:
+    if not (request.may_evict if request.is_search else request.has_free_rows):
         return "what is asked for needs all sentences of a batch until its end"
     return (
         unrefillable_model(request.model)
@@ -132,27 +179,47 @@ class _Planned:
         return self.kept
 
 
-class _Call:
+class Found(NamedTuple):
+    """What a sentence ends with, best first."""
+
+    sentence: int  # of the call
+    tokens: Tensor  # int64 [num_return_sequences, L], the prompt of a decoder-only model among them
+    scores: Tensor  # [num_return_sequences]
+
+
+class Call:
     """One call of `generate`, suspended at each of its steps."""
 
-    def __init__(self, model: Any, planned: _Planned, number: int, kwargs: Mapping[str, Any]) -> None:
-        self.number, self._planned = number, planned
+    def __init__(
+        self,
+        model: Any,
+        planned: _Planned,
+        number: int,
+        kwargs: Mapping[str, Any],
+        tokens: bool = False,
+        seeds: Sequence[int] | None = None,
+    ) -> None:
+        """See `Running.admit`."""
+        self.number, self._planned, self._tokens = number, planned, tokens
         self.result: Any = None
         self.ended = False
+        self.found: list[Found] = []  # of sentences that have finished since the caller took the last ones
         try:
             with dispatch.intercepting():
                 self.result, self.ended = model.generate(**kwargs), True
             return
         except dispatch.Intercepted as intercepted:
             self.request, stock = intercepted.request, intercepted.stock
+        self.request.seeds = seeds if self.request.generation_config.do_sample else None
         self._start(stock)  # outside: what it raises has nothing to do with the interception
 
     @torch.no_grad()
     def _start(self, stock: Callable[..., Any]) -> None:
-        if _unrefillable(self.request, stock):
+        if _unrefillable(self.request, stock, self._tokens):
             self.result, self.ended = dispatch.run(self.request, stock), True
             return
-        self.decoder = _OneOfSeveral(self.request, self._planned.of(self.request, stock))
+        kept = self._planned.of(self.request, stock)
+        self.decoder = _OneOfSeveral(self.request, kept, self.found if self._tokens else None)
         self._steps = beam_search.steps(self.request, self.decoder)
         self.proceed(None)
 
@@ -162,7 +229,22 @@ class _Call:
             self.inputs = self._steps.send(outputs)
         except StopIteration as end:
             self.result, self.ended = end.value, True
+        self.ended |= self.decoder.is_over
+        if self.ended:
+            self._steps.close()
             self.decoder.close()
+
+    def running(self) -> dict[int, Tensor]:
+        """By its number, the hypotheses so far of each sentence that is still here, int64 `[M, length]`."""
+        search = self.decoder.searching
+        if search is None:
+            return {}
+        hypotheses = search.running().unflatten(0, (-1, self.decoder.beams))
+        return dict(zip(search.live.sentence.tolist(), hypotheses, strict=True))
+
+    def abandon(self, sentence: int) -> None:
+        """Let this sentence go, unfinished, before the step after the next."""
+        self.decoder.abandoned.add(sentence)
 
     @property
     def sentences(self) -> int:
@@ -179,8 +261,14 @@ class _OneOfSeveral(TreeDecoder):
     From then on its own tree is but a clock, and what the search wants done is noted for the joint decoder.
     """
 
-    def __init__(self, request: Request, kept: Kept) -> None:
+    def __init__(self, request: Request, kept: Kept, found: list[Found] | None) -> None:
+        """`found`: where to put what a sentence ends with as soon as it does."""
         super().__init__(request, kept=kept)
+        self._found, self._reported = found, set[int]()
+        self._count = int(request.generation_config.num_return_sequences or 1)
+        self.searching: BeamSearch | TokenSearch | None = None
+        self.abandoned: set[int] = set()  # sentences, which are to leave as if they had finished
+        self.is_over = False  # none is left
         self.has_moved = False
         self.is_clearing = False  # sentences that have finished shall leave now
         self.settled = 0  # sentences that could leave
@@ -206,9 +294,32 @@ class _OneOfSeveral(TreeDecoder):
         else:
             super().reorder(parents)
 
-    def lets_go(self, settled: int) -> bool:
-        self.settled = settled
-        return settled > 0 and (self.is_clearing or not self.has_moved)
+    def leaving(self, search: BeamSearch | TokenSearch) -> Tensor | None:
+        self.searching = search
+        leaving = search.settled()
+        if self._found is not None:
+            self._report(search, leaving)
+        given_up = [index for index, one in enumerate(search.live.sentence.tolist()) if one in self.abandoned]
+        leaving[given_up] = True
+        self.settled = int(leaving.sum())
+        if given_up and self.settled == search.batch:
+            self.is_over = True  # a step of no rows is none
+            return None
+        may_leave = self.is_clearing or not self.has_moved or bool(given_up)
+        return leaving if self.settled and may_leave else None
+
+    def ended(self, search: BeamSearch | TokenSearch) -> None:
+        if self._found is not None:
+            self._report(search, torch.ones(search.batch, dtype=torch.bool))
+
+    def _report(self, search: BeamSearch | TokenSearch, finished: Tensor) -> None:
+        assert self._found is not None
+        for row in finished.nonzero()[:, 0].tolist():
+            sentence = int(search.live.sentence[row])
+            if sentence not in self._reported | self.abandoned:
+                self._reported.add(sentence)
+                tokens, scores = search.hypotheses(row)
+                self._found.append(Found(sentence, tokens[: self._count].clone(), scores[: self._count].clone()))
 
     def keep(self, sentences: Tensor) -> None:
         if self.has_moved:
@@ -229,11 +340,11 @@ class _Joint(TreeDecoder):
         super().__init__(request, tree, kept=kept)
         self._rows = rows
         self.session.patches |= _absolute_positions(self.model)
-        self.calls: list[_Call] = []  # in the order of their rows
+        self.calls: list[Call] = []  # in the order of their rows
         self.steps = 0
 
     @torch.no_grad()
-    def regroup(self, entering: list[_Call]) -> None:
+    def regroup(self, entering: list[Call]) -> None:
         """Do what the calls' searches have noted, drop the sentences that have left and take in new calls'."""
         beams, device = self.beams, self.tree.ancestry().device
         first, parents, stay = 0, [], []
@@ -285,7 +396,9 @@ class _Joint(TreeDecoder):
         for call in self.calls:
             call.decoder.tree.steps += 1
         self.session.spans = [(call.rows, call.decoder.tree.length) for call in self.calls]
-        outputs = self.step(self._inputs())
+        inputs = self._inputs()
+        self.session.knows_positions = isinstance(inputs.get("position_ids"), Tensor)
+        outputs = self.step(inputs)
         self.steps += 1
         # Decided for all: the joint tree is copied once, whoever leaves.
         settled = sum(call.decoder.settled for call in self.calls)
@@ -299,7 +412,8 @@ class _Joint(TreeDecoder):
         """The calls' inputs, one below the other; what has no rows is the same for all."""
         inputs: dict[str, Any] = {}
         for name, value in self.calls[0].inputs.items():
-            if isinstance(value, Tensor) and value.ndim and value.shape[0] == self.calls[0].rows:
+            has_rows = isinstance(value, Tensor) and value.ndim and value.shape[0] == self.calls[0].rows
+            if has_rows and name not in NOT_ROWS:
                 # Masks are of different lengths, and the tree has its own.
                 is_mask = name in ("attention_mask", "decoder_attention_mask")
                 value = value if is_mask else torch.cat([call.inputs[name] for call in self.calls])
@@ -336,7 +450,8 @@ def _at_each_position(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         for rows, position in session.spans:
             own = {name: _of_rows(value, first, rows, total) for name, value in arguments.items()}
             own[_BEFORE] = position
-            if isinstance(own.get("position_ids"), Tensor) and own["position_ids"].shape[:1] != (rows,):
+            # Not told by the host, the model counts them from the joint clock.
+            if isinstance(own.get("position_ids"), Tensor) and not session.knows_positions:
                 own["position_ids"] = torch.full_like(own["position_ids"], position)
             part = forward(**own)
             parts.append(part.reshape(-1, 1, part.shape[-1]).expand(rows, -1, -1))

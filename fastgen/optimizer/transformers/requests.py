@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +67,7 @@ class Request:
     streamer: Any = None  # of `_sample`
     is_search: bool = True
     diverse: Callable[..., Any] | None = None  # a loop like the host's, for beams in groups; else the host's own
+    seeds: Sequence[int] | None = None  # of each sentence, for samples drawn in a batch with others
 
     @property
     def beams(self) -> int:
@@ -111,10 +112,14 @@ class Request:
     @property
     def may_evict(self) -> bool:
         """Whether sentences may leave the batch as they finish; ask before any has left."""
-        config = self.generation_config
+        # Samples: one random stream for the whole batch.
+        return not self.generation_config.do_sample and self.has_free_rows
+
+    @property
+    def has_free_rows(self) -> bool:
+        """Whether no sentence's scores depend on others, or are wanted after it has finished."""
         return (
-            not config.do_sample  # one random stream for the whole batch
-            and not self.keeps_all_rows
+            not self.keeps_all_rows
             and all(_is_row_local(processor) for processor in self.logits_processor)
             # A source for each sentence; a caller's own processor may hold others.
             and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)

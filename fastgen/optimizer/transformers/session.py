@@ -66,6 +66,7 @@ class Session:
                 self.patches |= compiled.seam(model)
         # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
         self.spans: list[tuple[int, int]] | None = None
+        self.knows_positions = False  # with `spans`: the host has told the positions of all rows
         self.folds = 0  # calls folded so far: proof that the path ran
         self.held: list[Tensor] = []  # what a captured step reads, and perhaps nobody else keeps
         self.is_active = False

@@ -1,0 +1,101 @@
+"""fastgen-serve MODEL: answer requests over HTTP with a Hugging Face model, on Ray Serve."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from fastgen.cli.exits import exit_code, positive_number, refuse_arguments
+from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
+
+NAME = "fastgen-serve"
+TOKEN = "FASTGEN_SERVE_TOKEN"  # environment variable: the bearer token that requests need
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code when the service has been stopped."""
+    return exit_code(NAME, lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    # Its core writes of its own affairs to the user's terminal, as if they were errors; read when Ray is imported.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        import ray.serve  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"Ray Serve is needed: pip install 'fastgen[ray]' ({first_line(error)}).") from error
+    from fastgen.serving.deployment import run
+
+    return run(parser().parse_args(argv), os.environ.get(TOKEN) or None)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    from fastgen.cli.transformers import flags
+    from fastgen.serving.options import Limits
+
+    limits = Limits()
+    result = _Parser(
+        prog=NAME,
+        description="Answer requests over HTTP with a Hugging Face model: POST /v1/generate; /docs describes it.",
+        epilog=f"With {TOKEN} set, requests need that bearer token. {EXIT_CODES}.",
+        allow_abbrev=False,
+    )
+    result.add_argument("model", metavar="MODEL", help="name or folder of the model")
+    result.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s, this machine")
+    result.add_argument("--port", type=positive_number, default=8000, metavar="N", help="default: %(default)s")
+    flags.add_model_flags(result)
+    ray = result.add_argument_group("replicas")
+    ray.add_argument(
+        "--ray", default="", metavar="ADDRESS", help="of a cluster (default: RAY_ADDRESS, or this machine)"
+    )
+    ray.add_argument("--replicas", type=positive_number, default=1, metavar="N", help="default: %(default)s")
+    ray.add_argument("--cpus-per-replica", type=float, metavar="X", help="default: 1 beside a GPU, else the node's")
+    ray.add_argument("--gpus-per-replica", type=float, metavar="X", help="default: 1 where there are GPUs")
+    bounds = result.add_argument_group("limits")
+    bounds.add_argument(
+        "--max-rows",
+        type=positive_number,
+        default=limits.rows,
+        metavar="N",
+        help="inputs times beams that decode together in a replica (default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--max-queued",
+        type=positive_number,
+        default=512,
+        metavar="N",
+        help="inputs that wait in a replica; beyond, the answer is 429 (default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--max-inputs", type=positive_number, default=limits.inputs, metavar="N", help="of a request (%(default)s)"
+    )
+    bounds.add_argument(
+        "--max-input-tokens", type=positive_number, metavar="N", help="of an input (default: the model's own)"
+    )
+    bounds.add_argument(
+        "--max-new-tokens", type=positive_number, default=limits.new_tokens, metavar="N", help="default: %(default)s"
+    )
+    bounds.add_argument(
+        "--max-beams", type=positive_number, default=limits.beams, metavar="N", help="and samples (%(default)s)"
+    )
+    bounds.add_argument(
+        "--max-body", type=positive_number, default=limits.body_bytes, metavar="BYTES", help="default: %(default)s"
+    )
+    bounds.add_argument(
+        "--timeout", type=positive_number, default=int(limits.seconds), metavar="SECONDS", help="default: %(default)s"
+    )
+    return result
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        refuse_arguments(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

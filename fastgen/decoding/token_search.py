@@ -1,0 +1,107 @@
+"""Greedy search and sampling with the interface of BeamSearch, so that both can share a batch with others' rows.
+
+Shapes: `B` live sentences, `M` rows of each (samples), `L` maximal length, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fastgen.decoding.beam_search import Hypotheses, IsStopped, PerSentence
+
+
+class _Rows(PerSentence):
+    def __init__(self, prompt: Tensor, samples: int, length: int, fill: int) -> None:
+        batch = prompt.shape[0] // samples
+        self.tokens = prompt.new_full((batch, samples, length), fill)
+        self.tokens[:, :, : prompt.shape[1]] = prompt.unflatten(0, (batch, samples))
+        self.scores = torch.zeros(batch, samples, device=prompt.device)
+        self.unfinished = torch.ones(batch, samples, dtype=torch.bool, device=prompt.device)
+        self.sentence = torch.arange(batch, device=prompt.device)
+
+
+class TokenSearch:
+    """One token a row and step: the best one, or one that is drawn from a random stream of its sentence's own.
+
+    So a sentence's samples are those of a call of `generate` for it alone, after `torch.manual_seed`.
+    """
+
+    takes_logits = False
+
+    def __init__(
+        self, prompt: Tensor, samples: int, max_length: int, fill: int, seeds: Sequence[int] | None = None
+    ) -> None:
+        """`prompt`: int64 `[B*M, P]`; `fill`: token after the end; `seeds`: of each sentence; None: greedy."""
+        self.beams, self._fill = samples, fill
+        self.prompt_length = self.length = prompt.shape[1]
+        self.live = _Rows(prompt, samples, max_length, fill)
+        self._result = Hypotheses(self.live.tokens.clone(), self.live.tokens, self.live.scores.clone())
+        self._streams = None
+        if seeds is not None:
+            self._streams = [torch.Generator(prompt.device).manual_seed(seed) for seed in seeds]
+        self.done = False
+
+    @property
+    def batch(self) -> int:
+        return self.live.tokens.shape[0]
+
+    def running(self) -> Tensor:
+        """The rows so far, int64 `[B*M, length]`."""
+        return self.live.tokens[:, :, : self.length].flatten(0, 1)
+
+    def choose(self, scores: Tensor, is_stopped: IsStopped) -> Tensor:
+        """The next token of each row by `scores` `[B*M, V]`, logits as the host's processors left them.
+
+        Returns the rows that go on, int64 `[B*M]`: all of them.
+        """
+        live, shape = self.live, (self.batch, self.beams)
+        if self._streams is None:
+            tokens = scores.argmax(-1)
+        else:
+            shares = scores.softmax(-1).unflatten(0, shape)
+            streams = [self._streams[sentence] for sentence in live.sentence.tolist()]
+            drawn = [torch.multinomial(one, 1, generator=stream) for one, stream in zip(shares, streams, strict=True)]
+            tokens = torch.cat(drawn).squeeze(1)
+        gained = scores.log_softmax(-1).gather(1, tokens[:, None]).view(shape)
+        tokens = tokens.view(shape).masked_fill(~live.unfinished, self._fill)
+        stopped = is_stopped(tokens, self._continued(tokens))
+        live.scores = live.scores + gained.masked_fill(~live.unfinished, 0.0)
+        live.tokens[:, :, self.length] = tokens
+        live.unfinished = live.unfinished & ~stopped
+        self.length += 1
+        self.done = not bool(live.unfinished.any())
+        return torch.arange(tokens.numel(), device=tokens.device)
+
+    def _continued(self, tokens: Tensor) -> Callable[[], Tensor]:
+        return lambda: torch.cat([self.running(), tokens.flatten()[:, None]], dim=1)
+
+    def settled(self) -> Tensor:
+        """Which sentences have ended in all their rows, bool `[B]`."""
+        return ~self.live.unfinished.any(1)
+
+    def leavers(self) -> int:
+        """How many have."""
+        return int(self.settled().sum())
+
+    def evict(self, leaving: Tensor) -> Tensor:
+        """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""
+        self._store(leaving)
+        stay = torch.nonzero(~leaving)[:, 0]
+        self.live.keep(stay)
+        return stay
+
+    def hypotheses(self, row: int) -> tuple[Tensor, Tensor]:
+        """Tokens `[M, L]` and scores `[M]` of a live sentence that is settled: sums of log-probabilities."""
+        return self.live.tokens[row], self.live.scores[row]
+
+    def _store(self, which: Tensor) -> None:
+        place = self.live.sentence[which]
+        self._result.tokens[place], self._result.scores[place] = self.live.tokens[which], self.live.scores[which]
+
+    def result(self) -> Hypotheses:
+        """All sentences' rows in the order of the request."""
+        self._store(torch.ones(self.batch, dtype=torch.bool, device=self.live.sentence.device))
+        return self._result

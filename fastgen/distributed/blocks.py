@@ -1,0 +1,181 @@
+"""A corpus cut into blocks: who reads one needs no line of the others.
+
+A block is what `fastgen-generate-transformers` sorts by length at once, so one process and many make the same batches
+of a corpus: their results are the same to the last digit, and the same tokens are sampled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+from pyarrow import fs
+
+from fastgen.cli.transformers.records import PARQUET, Record, fill_text, format_of, parsed
+from fastgen.pipeline.errors import InputError, first_line
+
+_CHUNK = 1 << 22  # bytes read at once
+_NEWLINE = ord("\n")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Up to `batches.WINDOW` records of one file."""
+
+    number: int  # of the corpus
+    path: str
+    name: str  # of the file, as the user would say it
+    form: str
+    offset: int  # where it begins: a byte, or a row of Parquet
+    size: int  # bytes, or rows
+    count: int  # records
+    first: int  # index of its first record in the corpus
+    before: int  # records of the files before
+    file: str | None  # the name to show, where there are several files
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the corpus."""
+
+    path: str
+    name: str  # as the user would say it
+    form: str
+    stamp: tuple[int, int]  # size and time of the last change in ns: another file has another
+
+
+def opened(path: str) -> tuple[fs.FileSystem, str]:
+    """The file system of a path or URI, and the path in it."""
+    if "://" not in path:
+        return fs.LocalFileSystem(), os.path.abspath(path)
+    try:
+        return fs.FileSystem.from_uri(path)
+    except (ValueError, OSError, ImportError) as error:
+        raise InputError(f"Cannot use {path}: {first_line(error)}.") from error
+
+
+def sources(path: str, form: str | None) -> list[Source]:
+    """The files at `path`, a file or a folder, sorted by name; InputError if there are none to read.
+
+    Args:
+        form: of all of them; by default each file's name tells.
+    """
+    system, inside = opened(path)
+    try:
+        info = system.get_file_info(inside)
+        if info.type == fs.FileType.NotFound:
+            raise InputError(f"Cannot read {path}: there is no such file or folder.")
+        is_file = info.type == fs.FileType.File
+        infos = [info] if is_file else system.get_file_info(fs.FileSelector(inside))
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {first_line(error)}.") from error
+    prefix = path.split("://", 1)[0] + "://" if "://" in path else ""
+    found = [
+        Source(
+            prefix + info.path,
+            path if is_file else f"{path.rstrip('/')}/{info.base_name}",
+            form or format_of(info.path),
+            (info.size, info.mtime_ns or 0),
+        )
+        for info in sorted(infos, key=lambda one: one.path)
+        if info.type == fs.FileType.File and not info.base_name.startswith((".", "_"))
+    ]
+    if not found:
+        raise InputError(f"{path} has no files.")
+    if packed := next((one.path for one in found if one.path.endswith((".gz", ".bz2", ".zst", ".lz4", ".xz"))), None):
+        raise InputError(f"{packed} is compressed: unpack it, since a block of its lines could not be found again.")
+    return found
+
+
+def cut(source: Source, window: int) -> list[tuple[int, int, int]]:
+    """The blocks of a file, each of `window` records but the last: offset, size and number of records."""
+    system, inside = opened(source.path)
+    try:
+        if source.form == PARQUET:
+            with system.open_input_file(inside) as file:
+                rows = pyarrow.parquet.ParquetFile(file).metadata.num_rows
+            return [(row, min(window, rows - row), min(window, rows - row)) for row in range(0, rows, window)]
+        # No decompression: places are bytes of the file.
+        with system.open_input_stream(inside, compression=None) as stream:
+            return _cut_lines(stream, window)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise InputError(f"Cannot read {source.name}: {first_line(error)}.") from error
+
+
+def _cut_lines(stream: Any, window: int) -> list[tuple[int, int, int]]:
+    starts, lines, position, last = [0], 0, 0, b"\n"
+    while chunk := stream.read(_CHUNK):
+        ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
+        starts += (ends[-(lines + 1) % window :: window] + position + 1).tolist()
+        lines, position, last = lines + len(ends), position + len(chunk), chunk[-1:]
+    lines += last != b"\n"
+    starts = [start for start in starts if start < position]  # none of an empty file, or behind the last line
+    return [
+        (start, end - start, min(window, lines - number * window))
+        for number, (start, end) in enumerate(zip(starts, [*starts[1:], position], strict=False))
+    ]
+
+
+def numbered(files: list[Source], cuts: list[list[tuple[int, int, int]]]) -> list[Block]:
+    """All blocks of the corpus, given those of each file."""
+    found: list[Block] = []
+    total = 0
+    for source, parts in zip(files, cuts, strict=True):
+        before, file = total, PurePosixPath(source.path).name if len(files) > 1 else None
+        for offset, size, count in parts:
+            found.append(
+                Block(len(found), source.path, source.name, source.form, offset, size, count, total, before, file)
+            )
+            total += count
+    return found
+
+
+def read(block: Block, text_field: str) -> Iterator[Record]:
+    """The records of a block; one that can't be used has its `error` set."""
+    system, inside = opened(block.path)
+    with system.open_input_file(inside) as file:
+        if block.form == PARQUET:
+            yield from _rows(block, file, text_field)
+            return
+        file.seek(block.offset)
+        lines = file.read(block.size).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    yield from parsed(
+        lines,
+        block.name,
+        block.form,
+        text_field=text_field,
+        first=block.first,
+        before=block.before,
+        file=block.file,
+    )
+
+
+def _rows(block: Block, file: Any, text_field: str) -> Iterator[Record]:
+    parquet = pyarrow.parquet.ParquetFile(file)
+    names = parquet.schema_arrow.names
+    if text_field not in names:
+        raise InputError(f"{block.name} has no column {text_field!r}: --text-field names that of the text.")
+    columns = [text_field, *({"id"} & set(names) - {text_field})]
+    first, skipped, groups = 0, None, []
+    for group in range(parquet.num_row_groups):
+        after = first + parquet.metadata.row_group(group).num_rows
+        if first < block.offset + block.size and after > block.offset:
+            skipped = block.offset - first if skipped is None else skipped
+            groups.append(group)
+        first = after
+    table = parquet.read_row_groups(groups, columns).slice(skipped or 0, block.size)
+    names_of = table.column("id").to_pylist() if "id" in columns else [None] * len(table)
+    for index, (text, name) in enumerate(zip(table.column(text_field).to_pylist(), names_of, strict=True), block.first):
+        record = Record(index, block.name, name=name, before=block.before, file=block.file)
+        if isinstance(text, str):
+            fill_text(record, text, text_field)
+        else:
+            record.refuse(f"no text in the column {text_field!r}")
+        yield record

@@ -1,0 +1,74 @@
+"""Generation for the rows of a `ray.data.Dataset`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from fastgen.cli.transformers import flags, records
+from fastgen.cli.transformers.batches import WINDOW
+
+if TYPE_CHECKING:
+    import ray.data
+
+# Arguments of the command that are about its files, or said to `generate` in another way.
+_NOT_OPTIONS = set("model input output input_format output_format resume quiet references metrics ray shards".split())
+
+
+def generate(
+    dataset: ray.data.Dataset,
+    model: str,
+    *,
+    actors: str | int | None = None,
+    cpus_per_actor: float | None = None,
+    gpus_per_actor: float | None = None,
+    **options: Any,
+) -> ray.data.Dataset:
+    """The dataset with what `model` generates for each row, in the columns `outputs` and `error`.
+
+    Lazy, as all of Ray Data: nothing runs until rows are asked for or written.
+
+    Args:
+        dataset: its column `text_field` (default: "text") has the inputs, as strings.
+        model: name or folder of a model of Hugging Face transformers, which every node can reach.
+        actors: copies of the model, or "LEAST:MOST"; by default one for each GPU, or else one for each node.
+        cpus_per_actor: by default 1 beside a GPU, else all of the node.
+        gpus_per_actor: by default 1 where the cluster has GPUs.
+        options: those of `fastgen-generate-transformers`, with underscores: `batch_size=64`, `task_prefix="..."`; and
+            the fields of transformers' GenerationConfig: `num_beams=4`, `max_new_tokens=100`.
+
+    Returns: `outputs` is a list of `{"text": str, "score": float or None}`, best first; for a row that can't be used
+        it is None, and `error` is a sentence that says why.
+
+    Raises:
+        TypeError: there is no such option.
+        InputError: an option's value can't be used. What only the workers can find out, such as a model that can't be
+            loaded, is raised by Ray when the dataset runs.
+    """
+    import ray
+
+    from fastgen.distributed.placement import nodes_of, placement
+    from fastgen.distributed.run import pool
+    from fastgen.distributed.worker import Job, RowWorker
+
+    args = _arguments(model, options)
+    if not ray.is_initialized():
+        ray.init()
+    how = placement(None if actors is None else str(actors), cpus_per_actor, gpus_per_actor, nodes_of(ray.nodes()))
+    return pool(dataset, RowWorker, (Job(args, records.PARQUET),), how, batch_size=WINDOW, batch_format="pyarrow")
+
+
+def _arguments(model: str, options: dict[str, Any]) -> argparse.Namespace:
+    """What the command's parser makes of these options."""
+    from fastgen.cli.generate_transformers import parser
+
+    args, fields = parser().parse_args([model, "", ""]), flags.field_types()
+    for name, value in options.items():
+        if name in fields:
+            setattr(args, f"{flags.PREFIX}{name}", value)
+        elif hasattr(args, name) and name not in _NOT_OPTIONS:
+            setattr(args, name, value)
+        else:
+            raise TypeError(f"generate() has no option {name!r}")
+    flags.given(args)
+    return args

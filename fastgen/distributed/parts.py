@@ -1,0 +1,160 @@
+"""The folder of a run: a part for each block, and a mark for each part that is whole.
+
+A part is written under a name of its own, renamed, and then marked; so of a writer that dies at any point, or of two
+that were given the same block, there is one whole part or none. What begins with `_` is passed over by readers of
+such folders (Ray, Spark, pyarrow).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import uuid
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+from pyarrow import fs
+
+from fastgen.cli.transformers import records
+from fastgen.distributed import blocks
+from fastgen.pipeline.errors import InputError, first_line
+from fastgen.pipeline.resume import differences
+
+SETTINGS, _MARKS = "_settings.json", "_done"
+# `score` is null where there is none; `id` has JSON where the input's is no string.
+SCHEMA = pyarrow.schema(
+    [
+        ("file", pyarrow.string()),
+        ("line", pyarrow.int64()),
+        ("id", pyarrow.string()),
+        ("outputs", pyarrow.list_(pyarrow.struct([("text", pyarrow.string()), ("score", pyarrow.float64())]))),
+        ("error", pyarrow.string()),
+    ]
+)
+Outputs = list[tuple[str, float | None]]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a part holds."""
+
+    size: int  # bytes
+    crc: int
+    count: int  # records
+    failed: int
+    tokens: int
+    errors: list[str]  # the first few
+
+
+class Parts:
+    """The parts at a path or URI."""
+
+    def __init__(self, path: str, form: str) -> None:
+        self.path, self.form = path, form
+        self._fs, self._folder = blocks.opened(path)
+
+    def begin(self, settings: dict[str, Any], *, resume: bool) -> dict[int, Mark]:
+        """The blocks that need not be done again; InputError if the folder is another run's."""
+        settings = json.loads(json.dumps(settings, default=str))
+        try:
+            known = self._read(SETTINGS)
+            if known is None and self._names(""):
+                raise InputError(f"{self.path} is not empty: choose another folder.")
+            if known is not None and not resume:
+                raise InputError(f"{self.path} has an earlier run's parts: go on with --resume, or remove the folder.")
+            if known is None:
+                self._fs.create_dir(f"{self._folder}/{_MARKS}", recursive=True)
+                self._write(SETTINGS, json.dumps(settings).encode())
+                return {}
+            try:
+                before = json.loads(known)
+            except ValueError:
+                raise InputError(f"Cannot resume: {self.path}/{SETTINGS} is damaged.") from None
+            if different := differences(before, settings):
+                raise InputError(f"Cannot resume {self.path}: it was begun with another {different}.")
+            for name in self._names(""):
+                if name.startswith("_writing."):  # of writers that died
+                    self._fs.delete_file(f"{self._folder}/{name}")
+            numbers = [int(name.split(".")[0]) for name in self._names(_MARKS) if name[:1].isdigit()]
+            return {number: mark for number in numbers if (mark := self.mark(number)) is not None}
+        except OSError as error:
+            raise InputError(f"Cannot use {self.path}: {first_line(error)}.") from error
+
+    def mark(self, number: int) -> Mark | None:
+        """That of a block's part; None if there is none yet, or the part isn't what it says."""
+        try:
+            mark = Mark(**json.loads(self._read(f"{_MARKS}/{number:06}.json") or b""))
+        except (ValueError, TypeError):
+            return None
+        part = self._read(self.name(number))
+        return mark if part is not None and (len(part), zlib.crc32(part)) == (mark.size, mark.crc) else None
+
+    def name(self, number: int) -> str:
+        return f"part-{number:06}.{'txt' if self.form == records.TEXT else self.form}"
+
+    def write(self, number: int, done: list[records.Record], outputs: list[Outputs], tokens: int) -> Mark:
+        """The part of a block, and its mark."""
+        data = _rendered(done, outputs, self.form)
+        errors = [record.error for record in done if record.error is not None]
+        mark = Mark(len(data), zlib.crc32(data), len(done), len(errors), tokens, errors[:10])
+        self._write(self.name(number), data)
+        self._write(f"{_MARKS}/{number:06}.json", json.dumps(asdict(mark)).encode())
+        return mark
+
+    def read(self, number: int) -> bytes:
+        part = self._read(self.name(number))
+        if part is None:
+            raise InputError(f"{self.path}/{self.name(number)} is gone: --resume makes it again.")
+        return part
+
+    def remove(self) -> None:
+        """The folder and all that is in it."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.delete_dir(self._folder)
+
+    def _names(self, folder: str) -> list[str]:
+        selector = fs.FileSelector(f"{self._folder}/{folder}".rstrip("/"), allow_not_found=True)
+        return [info.base_name for info in self._fs.get_file_info(selector)]
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            with self._fs.open_input_file(f"{self._folder}/{name}") as file:
+                return bytes(file.read())
+        except FileNotFoundError:
+            return None
+
+    def _write(self, name: str, data: bytes) -> None:
+        writing = f"{self._folder}/_writing.{uuid.uuid4().hex}"
+        with self._fs.open_output_stream(writing) as file:
+            file.write(data)
+        self._fs.move(writing, f"{self._folder}/{name}")
+
+
+def _rendered(done: list[records.Record], outputs: list[Outputs], form: str) -> bytes:
+    if form == records.PARQUET:
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(_rows(done, outputs)), SCHEMA), buffer)
+        return buffer.getvalue()
+    lines = (records.render(record, found, form) for record, found in zip(done, outputs, strict=True))
+    return "".join(lines).encode()
+
+
+def _rows(done: list[records.Record], outputs: list[Outputs]) -> Iterator[dict[str, Any]]:
+    for record, found in zip(done, outputs, strict=True):
+        yield {
+            "file": record.file,
+            "line": record.line,
+            "id": record.name if record.name is None or isinstance(record.name, str) else json.dumps(record.name),
+            "outputs": None if record.error else listed(found),
+            "error": record.error,
+        }
+
+
+def listed(found: Outputs) -> list[dict[str, Any]]:
+    """Hypotheses as Parquet and Ray's datasets have them."""
+    return [{"text": text, "score": score} for text, score in found]

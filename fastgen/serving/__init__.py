@@ -1,0 +1,1 @@
+"""A service for requests over HTTP, on Ray Serve: `fastgen-serve`, from `pip install 'fastgen[ray]'`."""

@@ -1,0 +1,126 @@
+"""Replicas of the service on Ray Serve."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import ray
+import torch
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from fastgen.cli.transformers import prepare
+from fastgen.distributed.connection import connected
+from fastgen.distributed.placement import Placement, nodes_of, placement
+from fastgen.pipeline.errors import DONE, InputError, first_line
+from fastgen.serving.app import build
+from fastgen.serving.options import Limits
+from fastgen.serving.service import Service
+
+_APP = "fastgen"
+_HEALTH_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a replica is told."""
+
+    args: argparse.Namespace
+    limits: Limits
+    most_queued: int
+    token: str | None
+
+
+_service: tuple[Service, str | None] | None = None  # of this process, which is one replica's
+
+
+def _app() -> FastAPI:
+    assert _service is not None
+    return build(*_service)
+
+
+@serve.ingress(_app)
+class Replica:
+    """One copy of the model."""
+
+    def __init__(self, settings: Settings) -> None:
+        global _service
+        torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+        self._service = Service(settings.args, settings.limits, settings.most_queued)
+        _service = self._service, settings.token
+
+    def check_health(self) -> None:
+        """Ray Serve replaces a replica that raises."""
+        if not self._service.engine.is_alive:
+            raise RuntimeError("the engine has stopped")
+
+
+def run(args: argparse.Namespace, token: str | None) -> int:
+    """Serve until SIGINT or SIGTERM; requests that run then are still answered."""
+    args.truncate = False
+    limits = Limits(
+        body_bytes=args.max_body,
+        inputs=args.max_inputs,
+        input_tokens=args.max_input_tokens,
+        new_tokens=args.max_new_tokens,
+        beams=args.max_beams,
+        rows=args.max_rows,
+        seconds=float(args.timeout),
+    )
+    prepare.prepared(args)  # what can't be used is a sentence, before anything is started
+    if args.host not in ("127.0.0.1", "localhost", "::1") and token is None:
+        _say(f"anyone who can reach {args.host} may use this service: FASTGEN_SERVE_TOKEN sets a bearer token.")
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+
+    with connected(args.ray):
+        os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        how = placement(str(args.replicas), args.cpus_per_replica, args.gpus_per_replica, nodes_of(ray.nodes()))
+        try:
+            serve.start(http_options=HTTPOptions(host=args.host, port=args.port))
+            serve.run(_application(Settings(args, limits, args.max_queued, token), how), name=_APP)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise InputError(f"Cannot start the service: {first_line(error)}.") from error
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            _say(f"http://{args.host}:{args.port}/v1/generate answers; /docs describes it. Ctrl-C stops.")
+            while not stopped.wait(1.0):
+                pass
+            _say("stopping: what was asked is still answered.")
+            serve.delete(_APP)  # waits for the requests that run
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            serve.shutdown()
+    return DONE
+
+
+def _application(settings: Settings, how: Placement) -> Any:
+    limits = settings.limits
+    deployment = serve.deployment(
+        name="generate",
+        num_replicas=how.least,
+        # The engine's own queue refuses first: Ray's only keeps the bound if replicas are busy with other things.
+        max_ongoing_requests=settings.most_queued + limits.rows + 64,
+        max_queued_requests=settings.most_queued,
+        graceful_shutdown_timeout_s=limits.seconds + 5.0,
+        health_check_period_s=_HEALTH_SECONDS,
+        ray_actor_options={"num_cpus": how.cpus, "num_gpus": how.gpus},
+    )
+    return deployment(Replica).bind(settings)
+
+
+def _say(text: str) -> None:
+    print(f"fastgen-serve: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,371 @@
+"""The thread that generates: requests enter and leave batches that run all the time.
+
+Requests with the same number of beams decode together, whatever else they ask for; those that arrive together with the
+same options are one call of `generate`. What cannot share a batch (beams in groups, models whose sentences cannot be at
+different positions) is decoded by the host's own `generate`, requests with the same options together.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from fastgen.cli.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
+from fastgen.memory import is_out_of_memory
+from fastgen.optimizer.transformers.refill import Call, Found, Running, unrefillable
+from fastgen.pipeline import offline
+from fastgen.pipeline.batching import release_memory
+from fastgen.pipeline.errors import first_line
+
+_IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
+_MOST_OPTIONS = 1000  # whose verdicts are remembered
+_JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer wait for each other, since each call costs its own search
+
+
+class Finished(NamedTuple):
+    """An input has been generated."""
+
+    which: int
+    found: Hypotheses
+
+
+class Grown(NamedTuple):
+    """All tokens of an input so far, for a request that streams."""
+
+    which: int
+    tokens: list[int]
+
+
+class Failed(NamedTuple):
+    """The request has ended without an answer."""
+
+    status: int  # of HTTP
+    message: str
+
+
+Event = Finished | Grown | Failed
+
+
+class Full(Exception):
+    """The queue is full."""
+
+
+@dataclass(eq=False)
+class Ask:
+    """A request: inputs with the same options."""
+
+    inputs: list[list[int]]  # tokens
+    config: Any  # GenerationConfig
+    key: Hashable  # equal for requests whose options are
+    listener: Callable[[Event], None]  # called in the engine's thread; must not wait
+    seed: int = 0
+    streams: bool = False
+    deadline: float = float("inf")  # of time.monotonic()
+    waiting: deque[int] = field(default_factory=deque)  # inputs that are not in a batch yet
+    left: set[int] = field(default_factory=set)  # inputs that are not finished
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.waiting.extend(range(len(self.inputs)))
+        self.left.update(self.waiting)
+
+    @property
+    def rows(self) -> int:
+        """Of each input: beams or samples."""
+        return max(int(self.config.num_beams or 1), int(self.config.num_return_sequences or 1))
+
+
+@dataclass
+class Counts:
+    """What the engine has done since it began; `running` and `queued` are of now."""
+
+    requests: int = 0
+    finished: int = 0
+    failed: int = 0
+    refused: int = 0  # the queue was full
+    expired: int = 0  # beyond their deadlines
+    cancelled: int = 0  # their clients are gone
+    freed_rows: int = 0  # which left a batch before their end, expired or cancelled
+    inputs: int = 0
+    tokens: int = 0  # generated
+    steps: int = 0
+    rows: int = 0  # summed over the steps: rows / steps decode together
+    running: int = 0  # rows in the batches
+    queued: int = 0  # inputs that wait
+
+
+_Unit = tuple[Ask, int]
+
+
+class Engine:
+    """Generates for requests from any thread, in one of its own."""
+
+    def __init__(self, model: Any, tokenizer: Any = None, *, most_rows: int = 256, most_queued: int = 1024) -> None:
+        """`close` it in the end.
+
+        Args:
+            model: of Hugging Face transformers, on its device, in evaluation mode.
+            most_rows: that decode together: inputs times beams.
+            most_queued: inputs that may wait.
+        """
+        self.counts = Counts()
+        self._model, self._tokenizer = model, tokenizer
+        self._most_rows, self._most_queued = most_rows, most_queued
+        self._asks: list[Ask] = []  # that have inputs waiting, the oldest first
+        self._batches: dict[int, Running] = {}  # by rows of each input
+        self._units: dict[int, list[_Unit]] = {}  # of each call, by its number
+        self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
+        self._calls = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="fastgen-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, ask: Ask) -> None:
+        """Its listener will hear of each input, or that it failed. Full if there is no room in the queue."""
+        with self._changed:
+            queued = sum(len(one.waiting) for one in self._asks)
+            if queued and queued + len(ask.inputs) > self._most_queued:
+                self.counts.refused += 1
+                raise Full
+            self.counts.requests += 1
+            self.counts.inputs += len(ask.inputs)
+            self._asks.append(ask)
+            self._changed.notify()
+
+    def cancel(self, ask: Ask) -> None:
+        """Nobody listens any more. From any thread; its rows leave at the next step."""
+        with self._changed:
+            if not ask.is_over:
+                ask.is_over = True
+                self.counts.cancelled += 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread; what is not finished fails."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while True:
+                with self._changed:
+                    busy = any(batch.calls for batch in self._batches.values())
+                    if not (busy or self._asks or self._is_closed):
+                        self._clear()
+                        self._changed.wait(_IDLE_SECONDS)
+                    if self._is_closed:
+                        break
+                try:
+                    self._turn()
+                except Exception as error:  # of a model, or of ours: the service goes on
+                    self._fail_all(error)
+        self._fail_all(RuntimeError("the service has been stopped"), status=503)
+
+    def _turn(self) -> None:
+        self._expire()
+        self._admit()
+        for batch in list(self._batches.values()):
+            for call in batch.calls:
+                for row, (ask, index) in enumerate(self._units[call.number]):
+                    if ask.is_over and index in ask.left and row not in call.decoder.abandoned:
+                        call.abandon(row)
+                        self.counts.freed_rows += call.decoder.beams
+            calls = batch.calls
+            if calls:
+                self.counts.steps += 1
+                self.counts.rows += sum(call.rows for call in calls)
+            batch.step()
+            for call in calls:
+                self._deliver(call)
+        with self._changed:
+            self.counts.running = sum(call.rows for batch in self._batches.values() for call in batch.calls)
+            self.counts.queued = sum(len(ask.waiting) for ask in self._asks)
+
+    def _expire(self) -> None:
+        """Requests whose time is up, and those that are over already, wait no longer."""
+        now = time.monotonic()
+        with self._changed:
+            known = {id(ask): ask for units in self._units.values() for ask, _ in units}
+            for ask in [*self._asks, *known.values()]:
+                if not ask.is_over and ask.deadline < now:
+                    self.counts.expired += 1
+                    self._end(ask, Failed(504, "the request took longer than it may"))
+            self._asks = [ask for ask in self._asks if ask.waiting and not ask.is_over]
+
+    def _admit(self) -> None:
+        """Take in what there is room for, the oldest first; later ones with the same options come along."""
+        with self._changed:
+            asks = list(self._asks)
+        for ask in asks:
+            self._find_out(ask)
+        while (units := self._next()) is not None:
+            ask, _ = units[0]
+            if self._apart[ask.key]:
+                self._generate_apart(units)
+            else:
+                self._begin(units)
+
+    def _next(self) -> list[_Unit] | None:
+        with self._changed:
+            for ask in self._asks:
+                batch = self._batches.get(ask.rows)
+                taken = sum(call.rows for one in self._batches.values() for call in one.calls)
+                room = (self._most_rows - taken) // ask.rows if taken else max(1, self._most_rows // ask.rows)
+                alike = [one for one in self._asks if one.key == ask.key]
+                if self._apart.get(ask.key) is None:
+                    continue  # it has come since
+                if self._apart[ask.key] and ask.config.do_sample:
+                    alike, room = [ask], 1  # the host has one random stream for all of a batch
+                wished = sum(len(one.waiting) for one in alike)
+                if batch is not None and batch.calls:
+                    here = sum(call.sentences for call in batch.calls)
+                    if len(batch.calls) > 1 and min(wished, room) < here * _JOINS_FROM:
+                        continue
+                    if not batch.has_room(1):
+                        continue
+                if room < 1:
+                    continue
+                units: list[_Unit] = []
+                for one in alike:
+                    while one.waiting and len(units) < room:
+                        units.append((one, one.waiting.popleft()))
+                self._asks = [one for one in self._asks if one.waiting]
+                return units
+        return None
+
+    def _find_out(self, ask: Ask) -> None:
+        """Whether such requests can share a batch. Any input will do: what counts are the model and the options."""
+        if ask.key in self._apart:
+            return
+        if len(self._apart) > _MOST_OPTIONS:
+            self._apart.clear()
+        try:
+            call = self._call([ask.inputs[0]], ask)
+            self._apart[ask.key] = unrefillable(self._model, call, tokens=True) is not None
+        except Exception as error:
+            self._end(ask, self._failure(error))
+
+    def _call(self, inputs: list[list[int]], ask: Ask) -> dict[str, Any]:
+        return offline.padded(self._model, inputs, {"generation_config": ask.config})
+
+    def _begin(self, units: list[_Unit]) -> None:
+        """One call for these inputs, the longest first, in the batch of their number of rows."""
+        units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
+        ask, _ = units[0]
+        inputs = [one.inputs[index] for one, index in units]
+        batch = self._batches.get(ask.rows)
+        if batch is None:
+            batch = self._batches[ask.rows] = Running(self._model, max(1, self._most_rows // ask.rows))
+        self._calls += 1
+        self._units[self._calls] = units
+        try:
+            call = batch.admit(self._calls, self._call(inputs, ask), tokens=True, seeds=[one.seed for one, _ in units])
+        except Exception as error:
+            del self._units[self._calls]
+            self._fail(units, error)
+            return
+        if call.ended:
+            self._deliver(call)
+
+    def _deliver(self, call: Call) -> None:
+        """What is new of a call, to those who asked."""
+        units = self._units[call.number]
+        found, call.found[:] = list(call.found), []
+        for one in found:
+            ask, index = units[one.sentence]
+            self._finish(ask, index, self._hypotheses(ask, index, one, call))
+        if call.ended:
+            del self._units[call.number]
+            return
+        if any(ask.streams for ask, _ in units):
+            for sentence, hypotheses in call.running().items():
+                ask, index = units[sentence]
+                if ask.streams and index in ask.left and not ask.is_over:
+                    ask.listener(Grown(index, hypotheses[0, self._prompt(call) :].tolist()))
+
+    def _prompt(self, call: Call) -> int:
+        """Tokens before the first one that is generated."""
+        return 0 if self._model.config.is_encoder_decoder else call.request.input_ids.shape[1]
+
+    def _hypotheses(self, ask: Ask, index: int, found: Found, call: Call) -> Hypotheses:
+        pad = ask.config.pad_token_id
+        tokens = found.tokens[:, self._prompt(call) :].tolist()
+        return Hypotheses([without_tail(row, pad) for row in tokens], found.scores.tolist())
+
+    def _generate_apart(self, units: list[_Unit]) -> None:
+        """By the host's own generate, to the end."""
+        ask, _ = units[0]
+        inputs = [one.inputs[index] for one, index in units]
+        if ask.config.do_sample:
+            torch.manual_seed(ask.seed)
+        try:
+            call = self._call(inputs, ask)
+            output = self._model.generate(**call)
+        except Exception as error:
+            self._fail(units, error)
+            return
+        found = hypotheses_of(self._model, ask.config, output, call["input_ids"].shape[1])
+        for (one, index), hypotheses in zip(units, found, strict=True):
+            self._finish(one, index, hypotheses)
+
+    def _finish(self, ask: Ask, index: int, found: Hypotheses) -> None:
+        self.counts.tokens += sum(map(len, found.tokens))
+        if ask.is_over:
+            return
+        ask.left.discard(index)
+        ask.listener(Finished(index, found))
+        if not ask.left:
+            ask.is_over = True
+            self.counts.finished += 1
+
+    def _fail(self, units: list[_Unit], error: Exception) -> None:
+        failed = self._failure(error)
+        for ask, _ in units:
+            self._end(ask, failed)
+
+    def _failure(self, error: Exception) -> Failed:
+        if is_out_of_memory(error):
+            release_memory()
+            return Failed(503, "out of memory: try fewer or shorter inputs, or again later")
+        if isinstance(error, ValueError):
+            return Failed(422, f"transformers refuses to generate: {first_line(error)}")
+        return Failed(500, f"{type(error).__name__}: {first_line(error)}")
+
+    def _fail_all(self, error: Exception, status: int = 500) -> None:
+        """A step of all failed: nobody knows what the batches hold."""
+        units = [unit for call in self._units.values() for unit in call]
+        self._clear()
+        if status == 500:
+            self._fail(units, error)
+            return
+        with self._changed:
+            waiting, self._asks = self._asks, []
+        for ask in [*(ask for ask, _ in units), *waiting]:
+            self._end(ask, Failed(status, first_line(error)))
+
+    def _end(self, ask: Ask, failed: Failed) -> None:
+        if not ask.is_over:
+            ask.is_over = True
+            self.counts.failed += 1
+            ask.listener(failed)
+
+    def _clear(self) -> None:
+        """Let go of the batches and their memory."""
+        for batch in self._batches.values():
+            batch.close()
+        self._batches.clear()
+        self._units.clear()
+        self.counts.running = 0

@@ -1,0 +1,118 @@
+"""What a request may ask for: fields of transformers' GenerationConfig, of the types that the command's flags have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model
+
+from fastgen.cli.transformers.flags import field_types
+
+_TOKEN = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+_TOKENS = Annotated[list[_TOKEN], Field(max_length=1000)]
+_NUMBER = Annotated[float, Field(allow_inf_nan=False)]
+_SHARE = Annotated[float, Field(ge=0.0, le=1.0)]
+_COUNT = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+
+# Others would return tensors, need files or other models, or change how the service itself runs.
+_OFFERED: dict[str, Any] = {
+    "max_new_tokens": Annotated[StrictInt, Field(ge=1)],
+    "min_new_tokens": _COUNT,
+    "min_length": _COUNT,
+    "num_beams": Annotated[StrictInt, Field(ge=1)],
+    "num_return_sequences": Annotated[StrictInt, Field(ge=1)],
+    "do_sample": StrictBool,
+    "early_stopping": StrictBool | Literal["never"],
+    "length_penalty": Annotated[float, Field(ge=-100.0, le=100.0)],
+    "repetition_penalty": Annotated[float, Field(gt=0.0, le=1e6)],
+    "no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0, le=1000)],
+    "encoder_no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0, le=1000)],
+    "temperature": Annotated[float, Field(gt=0.0, le=1e6)],
+    "top_k": _COUNT,
+    "top_p": _SHARE,
+    "min_p": _SHARE,
+    "typical_p": Annotated[float, Field(gt=0.0, le=1.0)],
+    "epsilon_cutoff": Annotated[float, Field(ge=0.0, lt=1.0)],
+    "eta_cutoff": Annotated[float, Field(ge=0.0, lt=1.0)],
+    "bad_words_ids": Annotated[list[Annotated[_TOKENS, Field(min_length=1)]], Field(max_length=1000)],
+    "suppress_tokens": _TOKENS,
+    "begin_suppress_tokens": _TOKENS,
+    "forced_bos_token_id": _TOKEN,
+    "forced_eos_token_id": _TOKEN | _TOKENS,
+    "exponential_decay_length_penalty": tuple[_COUNT, Annotated[float, Field(gt=0.0, le=100.0)]],
+    "renormalize_logits": StrictBool,
+    "remove_invalid_values": StrictBool,
+}
+_SCALARS = {"bool": bool, "int": int, "float": float}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may not exceed."""
+
+    body_bytes: int = 1 << 20
+    inputs: int = 64
+    input_tokens: int | None = None  # beside the model's own
+    new_tokens: int = 1024
+    beams: int = 16  # and samples
+    rows: int = 256  # beams of all inputs that decode together
+    seconds: float = 120.0
+
+
+class Hypothesis(BaseModel):
+    """One output of an input."""
+
+    text: str
+    score: float | None = Field(description="of the search; without beams the sum of the tokens' log-probabilities")
+
+
+class Answer(BaseModel):
+    """What has been generated."""
+
+    outputs: list[list[Hypothesis]] = Field(description="of each input its hypotheses, best first")
+    seed: int | None = Field(description="of the samples: the same request with it draws the same ones")
+
+
+class Problem(BaseModel):
+    """Why there is no answer."""
+
+    detail: str
+
+
+def question(limits: Limits) -> type[BaseModel]:
+    """The body of a request, of this version of transformers."""
+    known = field_types()
+    bounded = {
+        "max_new_tokens": Annotated[StrictInt, Field(ge=1, le=limits.new_tokens)],
+        "num_beams": Annotated[StrictInt, Field(ge=1, le=limits.beams)],
+        "num_return_sequences": Annotated[StrictInt, Field(ge=1, le=limits.beams)],
+    }
+    fields: dict[str, Any] = {
+        name: (kind | None, None) for name, kind in {**_OFFERED, **bounded}.items() if name in known
+    }
+    text = Annotated[str, Field(min_length=1, max_length=limits.body_bytes)]
+    return create_model(
+        "Question",
+        __config__=ConfigDict(extra="forbid"),
+        text=(text | Annotated[list[text], Field(min_length=1, max_length=limits.inputs)], ...),
+        seed=(Annotated[StrictInt, Field(ge=0, lt=2**63)] | None, Field(None, description="of sampling")),
+        stream=(StrictBool, Field(False, description="server-sent events, for greedy search and sampling")),
+        timeout=(Annotated[float, Field(gt=0, le=limits.seconds)] | None, Field(None, description="in seconds")),
+        **fields,
+    )
+
+
+NOT_GENERATION = ("text", "seed", "stream", "timeout")
+
+
+def given(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of GenerationConfig that a request sets."""
+    return {name: value for name, value in body.items() if name not in NOT_GENERATION and value is not None}
+
+
+def finite(score: float | None) -> float | None:
+    """JSON has no infinity: a hypothesis that is impossible has no score."""
+    return score if score is not None and math.isfinite(score) else None

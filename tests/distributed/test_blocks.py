@@ -1,0 +1,112 @@
+"""Corpora cut into blocks: every line in one of them, and each read without the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'fastgen[ray]'")
+
+import pyarrow
+import pyarrow.parquet
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastgen.cli.transformers import records
+from fastgen.distributed import blocks
+from fastgen.distributed.parts import Parts
+from fastgen.distributed.placement import Node, Placement, placement
+from fastgen.pipeline.errors import InputError
+
+
+def _read(path: Path, window: int, form: str | None = None, text_field: str = "text") -> list[records.Record]:
+    files = blocks.sources(str(path), form)
+    corpus = blocks.numbered(files, [blocks.cut(file, window) for file in files])
+    assert [block.number for block in corpus] == list(range(len(corpus)))
+    found = [list(blocks.read(block, text_field)) for block in reversed(corpus)]
+    assert [len(one) for one in found] == [block.count for block in reversed(corpus)]
+    return [record for part in reversed(found) for record in part]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.lists(st.sampled_from([b"a", b"bc\r", b"", b"\xff", b"\xc3\xa9"]), max_size=12), ends=st.booleans())
+@pytest.mark.parametrize("window", (1, 3))
+def test_blocks_hold_the_records_that_are_read_at_once(
+    tmp_path_factory: pytest.TempPathFactory, data: list[bytes], ends: bool, window: int
+) -> None:
+    path = tmp_path_factory.mktemp("blocks") / "in.txt"
+    path.write_bytes(b"\n".join(data) + b"\n" * (ends and bool(data)))
+    assert _read(path, window) == list(records.read(path, records.TEXT))
+
+
+def test_places_are_found_whatever_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("".join(f"{'x' * (i % 7)}{i}\n" for i in range(100)))
+    for chunk in (1, 5, 64):
+        monkeypatch.setattr(blocks, "_CHUNK", chunk)
+        assert [record.text for record in _read(path, 8)] == path.read_text().split("\n")[:-1]
+
+
+def test_files_of_a_folder_follow_each_other_and_are_named(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text('{"id": 7, "text": "three"}\n')
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "_ignored").write_text("x\n")
+    found = _read(tmp_path, 1)
+    assert [(one.file, one.line, one.index, one.text, one.name) for one in found] == [
+        ("a.txt", 1, 0, "one", None),
+        ("a.txt", 2, 1, "two", None),
+        ("b.jsonl", 1, 2, "three", 7),
+    ]
+
+
+def test_parquet_is_read_across_row_groups(tmp_path: Path) -> None:
+    table = pyarrow.table({"id": [f"n{i}" for i in range(10)], "src": [*map(str, range(9)), None], "more": range(10)})
+    pyarrow.parquet.write_table(table, tmp_path / "in.parquet", row_group_size=3)
+    found = _read(tmp_path / "in.parquet", 4, text_field="src")
+    assert [(one.name, one.text) for one in found[:9]] == [(f"n{i}", str(i)) for i in range(9)]
+    assert found[9].error is not None and found[9].error.endswith("line 10: no text in the column 'src'.")
+    with pytest.raises(InputError, match="has no column 'text'"):
+        _read(tmp_path / "in.parquet", 4)
+
+
+@pytest.mark.parametrize("name, what", (("none", "no such file"), ("empty", "has no files"), ("a.gz", "compressed")))
+def test_what_cannot_be_read_is_a_sentence(tmp_path: Path, name: str, what: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.gz").write_bytes(b"x")
+    with pytest.raises(InputError, match=what):
+        _read(tmp_path / name, 4)
+
+
+def test_a_part_counts_when_it_is_whole_and_marked(tmp_path: Path) -> None:
+    parts = Parts(str(tmp_path / "out"), records.JSONL)
+    assert parts.begin({"beams": 4}, resume=False) == {}
+    record = records.Record(0, "in.txt", text="a")
+    mark = parts.write(3, [record], [[("b", -1.0)]], 5)
+    assert parts.begin({"beams": 4}, resume=True) == {3: mark} and (mark.count, mark.failed, mark.tokens) == (1, 0, 5)
+    part = tmp_path / "out" / parts.name(3)
+    part.write_bytes(part.read_bytes()[:-1])
+    assert parts.begin({"beams": 4}, resume=True) == {}
+    with pytest.raises(InputError, match="begun with another beams"):
+        parts.begin({"beams": 5}, resume=True)
+    with pytest.raises(InputError, match="earlier run's parts"):
+        parts.begin({"beams": 4}, resume=False)
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    with pytest.raises(InputError, match="is not empty"):
+        Parts(str(tmp_path), records.JSONL).begin({}, resume=False)
+
+
+def test_actors_are_placed_by_gpus_or_by_nodes() -> None:
+    cpus, gpus = [Node(8, 0), Node(4, 0)], [Node(16, 2), Node(16, 1), Node(8, 0)]
+    assert placement(None, None, None, cpus) == Placement(2, 2, 4.0, 0.0)
+    assert placement("4", None, None, cpus) == Placement(4, 4, 2.0, 0.0)
+    assert placement("1:6", 2.0, None, cpus) == Placement(1, 6, 2.0, 0.0)
+    assert placement(None, None, None, gpus) == Placement(3, 3, 1.0, 1.0)
+    assert placement(None, None, 0.5, gpus) == Placement(6, 6, 1.0, 0.5)
+    assert placement(None, None, 0.0, gpus) == Placement(3, 3, 8.0, 0.0)
+    for wrong in ("0", "3:2", "x", "-1", "1:"):
+        with pytest.raises(InputError, match="--actors"):
+            placement(wrong, None, None, cpus)

@@ -1,0 +1,236 @@
+"""`--ray`: what the command writes without it, from several actors; whoever is killed, nothing is lost or twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'fastgen[ray]'")
+
+import pyarrow.parquet
+
+from fastgen.cli import generate_transformers
+from fastgen.cli.demo import SHIPPED_MODEL
+from fastgen.cli.transformers import batches
+from fastgen.distributed import run as driver
+
+pytestmark = pytest.mark.slow
+MODEL = str(SHIPPED_MODEL)
+FLAGS = ["--num-beams", "3", "--batch-size", "8", "--quiet"]
+RAY = ["--ray", "--actors", "2", "--cpus-per-actor", "1"]
+WINDOW = 32
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "WINDOW", WINDOW)
+    monkeypatch.setattr(batches, "WINDOW", WINDOW)  # of the command without Ray
+
+
+def run(*arguments: object) -> int:
+    return generate_transformers.main([str(argument) for argument in arguments])
+
+
+def plain(source: Path, *flags: object) -> bytes:
+    """What the command writes without Ray."""
+    output = source.with_name(f"plain-{random.random()}.jsonl")
+    run(MODEL, source, output, *FLAGS, *flags, "--workers", 0)
+    return output.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "flags", ((), ("--num-return-sequences", 2), ("--do-sample", "--num-beams", 1, "--top-k", 20)), ids=str
+)
+def test_the_file_is_that_of_one_process(cluster: Any, lines: Path, tmp_path: Path, flags: tuple[Any, ...]) -> None:
+    assert run(MODEL, lines, tmp_path / "out.jsonl", *FLAGS, *flags, *RAY) == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == plain(lines, *flags)
+    assert not (tmp_path / "out.jsonl.parts").exists()
+    assert run(MODEL, lines, tmp_path / "out.jsonl", *FLAGS, *flags, *RAY, "--resume") == 0  # is complete
+
+
+def test_records_that_fail_are_those_of_one_process(cluster: Any, lines: Path, tmp_path: Path) -> None:
+    lines.write_text(lines.read_text() + "\n" + "5 " * 400 + "\n")
+    assert run(MODEL, lines, tmp_path / "out.jsonl", *FLAGS, *RAY) == 1
+    assert (tmp_path / "out.jsonl").read_bytes() == plain(lines)
+
+
+def test_text_ends_at_a_record_that_fails(
+    cluster: Any, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines.write_text(lines.read_text() + "\n")
+    assert run(MODEL, lines, tmp_path / "out.txt", *FLAGS, *RAY) == 1
+    assert "in.txt, line 201: the line is empty." in capfd.readouterr().err
+    assert not (tmp_path / "out.txt").exists()
+
+
+def test_a_folder_becomes_shards_of_parquet(cluster: Any, lines: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    all_lines = lines.read_text().splitlines(keepends=True)
+    (tmp_path / "in" / "a.txt").write_text("".join(all_lines[:150]))
+    (tmp_path / "in" / "b.jsonl").write_text(
+        "".join(json.dumps({"id": f"n{i}", "text": line.strip()}) + "\n" for i, line in enumerate(all_lines[150:]))
+    )
+    shards = ("--shards", "--output-format", "parquet")
+    assert run(MODEL, tmp_path / "in", tmp_path / "out", *FLAGS, *RAY, *shards) == 0
+    rows = pyarrow.parquet.read_table(tmp_path / "out").to_pylist()
+    expected = [json.loads(line) for line in plain(lines).splitlines()]
+    assert [row["outputs"][0]["text"] for row in rows] == [one["outputs"][0]["text"] for one in expected]
+    assert [(row["file"], row["line"]) for row in rows[149:151]] == [("a.txt", 150), ("b.jsonl", 1)]
+    assert [row["id"] for row in rows] == [None] * 150 + [f"n{i}" for i in range(50)]
+    assert run(MODEL, tmp_path / "in", tmp_path / "all.parquet", *FLAGS, *RAY) == 0
+    assert pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist() == rows
+
+
+def test_rows_of_a_dataset(cluster: Any, lines: Path) -> None:
+    import ray
+
+    from fastgen.distributed import generate
+
+    texts = lines.read_text().split()
+    ray.init(ignore_reinit_error=True, log_to_driver=False)
+    try:
+        dataset = ray.data.from_items([{"n": i, "text": text} for i, text in enumerate([*texts, " "])])
+        rows = generate(dataset, MODEL, actors=1, cpus_per_actor=1, num_beams=3, batch_size=8).take_all()
+        with pytest.raises(TypeError, match="no option 'beams'"):
+            generate(dataset, MODEL, beams=3)
+    finally:
+        ray.shutdown()
+    expected = [json.loads(line)["outputs"] for line in plain(lines).splitlines()]
+    rows.sort(key=lambda row: row["n"])
+    assert [[one["text"] for one in row["outputs"]] for row in rows[:-1]] == [
+        [one["text"] for one in outputs] for outputs in expected
+    ]
+    assert rows[-1]["outputs"] is None and "is empty" in rows[-1]["error"]
+
+
+@pytest.mark.parametrize(
+    "flags, what",
+    (
+        (["--actors", "0"], "--actors 0"),
+        (["--shards", "--references", "x"], "--references needs one output file"),
+        (["--input-format", "parquet"], "Cannot read"),
+        (["--no-such-flag"], "Unrecognized arguments"),
+        (["--ray", "127.0.0.1:1"], "the Ray cluster at 127.0.0.1:1"),
+    ),
+)
+def test_bad_arguments_are_a_sentence(
+    cluster: Any, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], flags: list[str], what: str
+) -> None:
+    assert run(MODEL, lines, tmp_path / "out.jsonl", *FLAGS, "--ray", *flags) == 1
+    assert what in capfd.readouterr().err and not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("flag", (["--actors", "2"], ["--shards"], ["--gpus-per-actor", "1"]))
+def test_what_needs_ray_says_so(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: list[str]
+) -> None:
+    assert run(MODEL, lines, tmp_path / "out.jsonl", *FLAGS, *flag) == 1
+    assert f"{flag[0]} needs --ray." in capsys.readouterr().err
+    assert run(MODEL, lines, tmp_path / "out.parquet", *FLAGS) == 1
+    assert "--ray" in capsys.readouterr().err
+
+
+def _marks(parts: Path) -> int:
+    return len(list((parts / "_done").glob("*.json"))) if parts.exists() else 0
+
+
+def _waits(what: Callable[[], bool], seconds: float = 120) -> Iterator[None]:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)
+        yield
+
+
+_SCRIPT = f"""
+import sys
+from fastgen.cli import generate_transformers
+from fastgen.cli.transformers import batches
+from fastgen.distributed import run
+run.WINDOW = {WINDOW}
+sys.exit(generate_transformers.main(sys.argv[1:]))
+"""
+
+
+def _start(*arguments: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", _SCRIPT, *map(str, arguments)])
+
+
+def test_a_driver_that_is_killed_is_resumed(cluster: Any, lines: Path, tmp_path: Path) -> None:
+    output, parts = tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts"
+    arguments = (MODEL, lines, output, *FLAGS, *RAY)
+    for done in (1, 3):
+        process = _start(*arguments, "--resume")
+        for _ in _waits(lambda done=done: _marks(parts) >= done):  # type: ignore[misc]
+            assert process.poll() is None
+        process.kill()
+        process.wait()
+    kept = {path: path.stat().st_mtime_ns for path in (parts / "_done").glob("*.json")}
+    assert 3 <= len(kept) <= 7
+    assert run(*arguments) == 1  # not without --resume
+    process = _start(*arguments, "--resume")
+    for _ in _waits(lambda: _marks(parts) > len(kept) or process.poll() is not None):
+        pass
+    if parts.exists():
+        assert all(path.stat().st_mtime_ns == before for path, before in kept.items() if path.exists())
+    assert process.wait(timeout=120) == 0
+    assert output.read_bytes() == plain(lines) and not parts.exists()
+
+
+def test_an_interrupted_driver_keeps_what_is_done(cluster: Any, lines: Path, tmp_path: Path) -> None:
+    output, parts = tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts"
+    process = _start(MODEL, lines, output, *FLAGS, *RAY)
+    for _ in _waits(lambda: _marks(parts) >= 1):
+        pass
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 130 and _marks(parts) >= 1
+    assert run(MODEL, lines, output, *FLAGS, *RAY, "--resume") == 0 and output.read_bytes() == plain(lines)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_node_that_is_killed_costs_only_its_blocks(cluster: Any, lines: Path, tmp_path: Path, seed: int) -> None:
+    output, parts = tmp_path / "out.jsonl", tmp_path / "out.jsonl.parts"
+    done = random.Random(seed).randrange(4)
+    process = _start(MODEL, lines, output, *FLAGS, "--ray", "--actors", "2", "--cpus-per-actor", "1")
+    for _ in _waits(lambda: _marks(parts) >= done and parts.exists()):
+        assert process.poll() is None
+    node = next(iter(cluster.worker_nodes))
+    cluster.remove_node(node, allow_graceful=False)
+    try:
+        assert process.wait(timeout=240) == 0
+        assert output.read_bytes() == plain(lines)
+    finally:
+        cluster.add_node(num_cpus=1)
+
+
+def test_a_block_that_kills_its_worker_is_named(
+    cluster: Any, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastgen.distributed import worker
+
+    class Dies(worker.BlockWorker):
+        def _done(self, block: Any) -> Any:
+            if block.number == 2 and self._attempts_left(block):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super()._done(block)
+
+        def _attempts_left(self, block: Any) -> bool:
+            import ray
+
+            return bool(ray.get(self._counter.begin.remote(block.number)) <= worker.ATTEMPTS)
+
+    monkeypatch.setattr(driver, "BlockWorker", Dies)
+    assert run(MODEL, lines, tmp_path / "out.jsonl", *FLAGS, *RAY) == 1
+    told = capfd.readouterr().err
+    assert "in.txt, records 65 and the 31 that follow: a worker died 4 times" in told
+    assert _marks(tmp_path / "out.jsonl.parts") >= 1
