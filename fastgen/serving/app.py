@@ -1,7 +1,6 @@
 """The service over HTTP: FastAPI, with limits before anything is parsed."""
 
-from __future__ import annotations
-
+# No postponed annotations here: FastAPI could not look up a body's class that is made within a function.
 import secrets
 from typing import Any
 
@@ -77,8 +76,10 @@ def build(service: Service, token: str | None) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         # Not the input itself: it may be what JSON can't say.
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        errors = error.errors()
+        # `text` may be one or several: what is said of the other kind is of no use.
+        first = next((one for one in errors if one["type"] not in ("string_type", "list_type")), errors[0])
+        place = ".".join([str(part) for part in first["loc"] if part != "body"][:1])
         detail = f"{place}: {first['msg']}" if place else str(first["msg"])
         status = 400 if first["type"] == "json_invalid" else 422
         return JSONResponse({"detail": detail.encode("ascii", "backslashreplace").decode()}, status)

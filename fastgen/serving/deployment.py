@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ def run(args: argparse.Namespace, token: str | None) -> int:
     prepare.prepared(args)  # what can't be used is a sentence, before anything is started
     if args.host not in ("127.0.0.1", "localhost", "::1") and token is None:
         _say(f"anyone who can reach {args.host} may use this service: FASTGEN_SERVE_TOKEN sets a bearer token.")
+    if not args.ray and "RAY_ADDRESS" not in os.environ:  # else who listens is another machine
+        _check_port(args.host, args.port)
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -105,6 +108,14 @@ def run(args: argparse.Namespace, token: str | None) -> int:
                 signal.signal(number, handler)
             serve.shutdown()
     return DONE
+
+
+def _check_port(host: str, port: int) -> None:
+    try:
+        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+            pass
+    except (OSError, OverflowError) as error:
+        raise InputError(f"Cannot listen at {host}, port {port}: {first_line(error)}.") from error
 
 
 def _application(settings: Settings, how: Placement) -> Any:

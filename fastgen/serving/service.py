@@ -83,8 +83,9 @@ class Service:
     async def _asked(self, body: dict[str, Any], *, streams: bool) -> tuple[Ask, asyncio.Queue[Event]]:
         """The request in the engine's queue."""
         texts = [body["text"]] if isinstance(body["text"], str) else list(body["text"])
-        if blank := next((index for index, text in enumerate(texts) if not text.strip()), None):
-            raise Refusal(422, f"text {blank} is empty")
+        for index, text in enumerate(texts):
+            if not text.strip():
+                raise Refusal(422, f"text {index} is empty")
         fields = given(body)
         try:
             config = self._config(fields)
@@ -137,7 +138,7 @@ class Service:
     def _config(self, fields: dict[str, Any]) -> Any:
         known = self._known
         flags.check(fields, str)
-        config = generation_config(self._model, known.tokenizer, {**known.given, **fields}, known.language)
+        config = generation_config(self._model, known.tokenizer, {**known.given, **fields}, known.language, str)
         if "max_new_tokens" not in {**known.given, **fields} and config.max_new_tokens is None:
             longest = config.max_length or 0
             if longest <= 20 or longest > self.limits.new_tokens:  # transformers' default, which says nothing

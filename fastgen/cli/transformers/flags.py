@@ -86,6 +86,10 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
 
 
+def flag_of(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags; those not given are absent from the parsed arguments."""
     group = parser.add_argument_group(
@@ -95,7 +99,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parse = _PARSERS.get(kind, _literal)
         optional: dict[str, Any] = {"nargs": "?", "const": True} if kind == "bool" else {}
         group.add_argument(
-            "--" + name.replace("_", "-"),
+            flag_of(name),
             dest=PREFIX + name,
             type=parse,
             default=argparse.SUPPRESS,
@@ -107,7 +111,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """The fields that the user set; InputError for values that no model takes."""
     fields = {name[len(PREFIX) :]: value for name, value in vars(args).items() if name.startswith(PREFIX)}
-    check(fields, lambda name: "--" + name.replace("_", "-"))
+    check(fields, flag_of)
     return fields
 
 

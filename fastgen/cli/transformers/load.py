@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
-from fastgen.cli.transformers.flags import token_ids
+from fastgen.cli.transformers.flags import flag_of, token_ids
 from fastgen.pipeline.errors import InputError, first_line
 
 # What transformers raises for names, folders and files that it can't use.
@@ -40,7 +41,7 @@ def load_config(name: str) -> Any:
     import fastgen.models.vae  # noqa: F401  # both make themselves known to transformers' Auto classes
 
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)  # else it would ask
     except _UNLOADABLE as error:
         raise InputError(f"Cannot load the model {name!r}: {first_line(error)}.") from error
 
@@ -51,7 +52,9 @@ def load_model(name: str, config: Any, dtype: str, device: torch.device) -> Any:
 
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        model = kind.from_pretrained(name, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        model = kind.from_pretrained(
+            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), trust_remote_code=False
+        )
         return model.to(device).eval()
     except (*_UNLOADABLE, SafetensorError) as error:
         raise InputError(f"Cannot load the model {name!r}: {first_line(error)}.") from error
@@ -68,8 +71,14 @@ def source_limit(config: Any, tokenizer: Any, new_tokens: int) -> int | None:
     return limit
 
 
-def generation_config(model: Any, tokenizer: Any, flags: dict[str, Any], language: int | None) -> GenerationConfig:
-    """The model's own, with the user's flags over it."""
+def generation_config(
+    model: Any,
+    tokenizer: Any,
+    flags: dict[str, Any],
+    language: int | None,
+    shown: Callable[[str], str] = flag_of,
+) -> GenerationConfig:
+    """The model's own, with the user's flags over it; `shown`: how the user writes a field's name."""
     try:
         merged = GenerationConfig.from_dict({**model.generation_config.to_dict(), **flags})
     except (ValueError, TypeError) as error:
@@ -80,23 +89,22 @@ def generation_config(model: Any, tokenizer: Any, flags: dict[str, Any], languag
         merged.pad_token_id = _pad_token(tokenizer, model)
     if "max_new_tokens" in flags and "max_length" not in flags:
         merged.max_length = None  # else both are given, and transformers warns at every batch
-    _check_tokens(model, flags)
-    _check_length(model, merged)
+    _check_tokens(model, flags, shown)
+    _check_length(model, merged, shown)
     return merged
 
 
-def _check_tokens(model: Any, flags: dict[str, Any]) -> None:
+def _check_tokens(model: Any, flags: dict[str, Any], shown: Callable[[str], str]) -> None:
     """Tokens that the model is fed. One that ends a sentence may be any: -1 is a way to say none."""
     size = model.get_input_embeddings().num_embeddings
     for name, value in flags.items():
         if not name.endswith("_token_id") or name == "eos_token_id" or value is None:
             continue
         if wrong := [i for i in token_ids(value) if not 0 <= i < size]:
-            flag = "--" + name.replace("_", "-")
-            raise InputError(f"{flag} {wrong[0]}: the model's tokens are 0 to {size - 1}.")
+            raise InputError(f"{shown(name)} {wrong[0]}: the model's tokens are 0 to {size - 1}.")
 
 
-def _check_length(model: Any, config: GenerationConfig) -> None:
+def _check_length(model: Any, config: GenerationConfig, shown: Callable[[str], str]) -> None:
     """A decoder with a table of positions has no more than that; one that computes them may go on."""
     if not model.config.is_encoder_decoder or not hasattr(model, "get_decoder"):
         return  # of causal models see source_limit
@@ -106,9 +114,11 @@ def _check_length(model: Any, config: GenerationConfig) -> None:
     room = table.num_embeddings - int(getattr(table, "offset", 0))
     # The first token is the decoder's start; the last one is never fed.
     if config.max_new_tokens is not None and config.max_new_tokens > room:
-        raise InputError(f"--max-new-tokens {config.max_new_tokens}: the model's decoder has {room} positions.")
+        raise InputError(
+            f"{shown('max_new_tokens')} {config.max_new_tokens}: the model's decoder has {room} positions."
+        )
     if config.max_new_tokens is None and config.max_length is not None and config.max_length - 1 > room:
-        raise InputError(f"--max-length {config.max_length}: the model's decoder has {room} positions.")
+        raise InputError(f"{shown('max_length')} {config.max_length}: the model's decoder has {room} positions.")
 
 
 def _pad_token(tokenizer: Any, model: Any) -> int:

@@ -35,7 +35,7 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(spec.name)
+        tokenizer = AutoTokenizer.from_pretrained(spec.name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         raise InputError(f"Cannot load the tokenizer {spec.name!r}: {first_line(error)}.") from error
     if spec.source_lang is not None:

@@ -1,0 +1,36 @@
+"""The helpers beside this file importable, and one service for all tests that need no network."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'fastgen[ray]'")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[Any]:
+    from kit import arguments
+
+    from fastgen.serving.options import Limits
+    from fastgen.serving.service import Service
+
+    service = Service(arguments(), Limits(body_bytes=20_000, inputs=8, new_tokens=64, beams=6, rows=48), 64)
+    yield service
+    service.engine.close()
+
+
+@pytest.fixture
+def client(service: Any) -> Iterator[Any]:
+    from fastapi.testclient import TestClient
+
+    from fastgen.serving.app import build
+
+    with TestClient(build(service, None), raise_server_exceptions=False) as client:
+        yield client

@@ -1,0 +1,48 @@
+"""The shipped model behind the service, and what stock transformers makes of the same request."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+import fastgen
+from fastgen.cli import demo_task, serve
+from fastgen.cli.demo import SHIPPED_MODEL
+from fastgen.cli.transformers.hypotheses import hypotheses_of
+from fastgen.cli.transformers.load import generation_config
+
+TEXTS = [" ".join(next(demo_task.sentences(seed, held_out=True))[0].split()[: 3 + 2 * seed % 13]) for seed in range(40)]
+
+
+@functools.cache
+def loaded() -> tuple[Any, Any]:
+    return AutoModelForSeq2SeqLM.from_pretrained(SHIPPED_MODEL).eval(), AutoTokenizer.from_pretrained(SHIPPED_MODEL)
+
+
+def config_of(**options: Any) -> Any:
+    """What the service makes of a request's options."""
+    config = generation_config(*loaded(), options, None)
+    config.return_dict_in_generate = config.output_scores = True
+    config._fastgen_sequence_scores_only = True
+    return config
+
+
+def stock(text: str, seed: int = 0, **options: Any) -> tuple[list[str], list[float | None]]:
+    """Texts and scores of one input alone, by stock transformers."""
+    model, tokenizer = loaded()
+    config = config_of(**options)
+    torch.manual_seed(seed)
+    with fastgen.disabled(), torch.no_grad():
+        output = model.generate(tokenizer(text, return_tensors="pt").input_ids, generation_config=config)
+    (found,) = hypotheses_of(model, config, output, 0)
+    return tokenizer.batch_decode(found.tokens, skip_special_tokens=True), found.scores
+
+
+def arguments(*flags: str) -> Any:
+    """Those of `fastgen-serve` for the shipped model."""
+    args = serve.parser().parse_args([str(SHIPPED_MODEL), *flags])
+    args.truncate = False
+    return args

@@ -1,0 +1,251 @@
+"""The service over HTTP, without Ray: answers, refusals, limits, and bodies that nobody should send."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import TEXTS, stock
+
+from fastgen.cli.transformers import load, tokenizing
+from fastgen.serving import app as http
+from fastgen.serving.options import question
+
+BODIES = int(os.environ.get("FASTGEN_FUZZ", "400"))  # malformed ones
+
+
+def ask(client: Any, **body: Any) -> Any:
+    return client.post("/v1/generate", json=body)
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        dict(num_beams=4, max_new_tokens=20),
+        dict(max_new_tokens=20),
+        dict(num_beams=3, num_return_sequences=3, length_penalty=0.5, max_new_tokens=20),
+        dict(do_sample=True, top_k=12, max_new_tokens=20, seed=7, num_return_sequences=2),
+        dict(do_sample=True, num_beams=2, max_new_tokens=12, seed=3),
+    ),
+)
+def test_answers_are_those_of_generate(client: Any, options: dict[str, Any]) -> None:
+    answer = ask(client, text=TEXTS[:3], **options)
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    seed = options.pop("seed", None)
+    assert body["seed"] == seed
+    for text, outputs in zip(TEXTS, body["outputs"], strict=False):
+        texts, scores = stock(text, seed or 0, **options)
+        assert [one["text"] for one in outputs] == texts
+        assert [one["score"] for one in outputs] == pytest.approx(scores, abs=1e-4)
+
+
+def test_a_seed_that_is_told_draws_the_same(client: Any) -> None:
+    first = ask(client, text="1 2 3", do_sample=True, max_new_tokens=20).json()
+    again = ask(client, text="1 2 3", do_sample=True, max_new_tokens=20, seed=first["seed"]).json()
+    assert first == again
+
+
+def _events(text: str) -> Iterator[Any]:
+    *events, end, empty = text.split("\n\n")
+    assert (end, empty) == ("data: [DONE]", "")
+    for event in events:
+        yield json.loads(event.removeprefix("data: "))
+
+
+@pytest.mark.parametrize("options", (dict(), dict(do_sample=True, seed=5)))
+def test_a_stream_is_the_answer_in_pieces(client: Any, options: dict[str, Any]) -> None:
+    texts = [max(TEXTS, key=len), TEXTS[1]]
+    answer = ask(client, text=texts, stream=True, max_new_tokens=40, **options)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    deltas, ends = ["", ""], {}
+    for event in _events(answer.text):
+        if "delta" in event:
+            deltas[event["index"]] += event["delta"]
+        else:
+            ends[event["index"]] = event
+    for index, text in enumerate(texts):
+        wanted, scores = stock(text, options.get("seed", 0), max_new_tokens=40, do_sample=bool(options))
+        assert deltas[index] == ends[index]["text"] == wanted[0]
+        assert ends[index]["score"] == pytest.approx(scores[0], abs=1e-4)
+    assert len(list(_events(answer.text))) > 6
+
+
+@pytest.mark.parametrize(
+    "body, status, what",
+    (
+        ({}, 422, "text: Field required"),
+        ({"text": ""}, 422, "at least 1 character"),
+        ({"text": "  "}, 422, "text 0 is empty"),
+        ({"text": ["1", "\t"]}, 422, "text 1 is empty"),
+        ({"text": ["1"] * 9}, 422, "at most 8 items"),
+        ({"text": "1 " * 3000}, 422, "tokens, and there is room for"),
+        ({"text": "1", "num_beams": 7}, 422, "num_beams: Input should be less than or equal to 6"),
+        ({"text": "1", "num_beams": "4"}, 422, "num_beams: Input should be a valid integer"),
+        ({"text": "1", "max_new_tokens": 65}, 422, "max_new_tokens"),
+        ({"text": "1", "no_such_option": 1}, 422, "no_such_option: Extra inputs are not permitted"),
+        ({"text": "1", "num_return_sequences": 3, "num_beams": 2}, 422, "transformers refuses"),
+        ({"text": "1", "forced_bos_token_id": 10**6}, 422, "forced_bos_token_id"),
+        ({"text": "1", "suppress_tokens": [-1]}, 422, "suppress_tokens"),
+        ({"text": "1", "bad_words_ids": [[]]}, 422, "bad_words_ids"),
+        ({"text": "1", "timeout": 1e9}, 422, "timeout"),
+        ({"text": "1", "stream": True, "num_beams": 4}, 422, "stream: only greedy search"),
+    ),
+)
+def test_what_cannot_be_used_is_a_sentence(client: Any, body: Any, status: int, what: str) -> None:
+    answer = client.post("/v1/generate", json=body)
+    assert (answer.status_code, what in answer.json()["detail"]) == (status, True), answer.text
+
+
+RAW = (
+    (b"", 422),
+    (b"{", 400),
+    (b"[]", 422),
+    (b"null", 422),
+    (b"\xff\xfe", 400),
+    (b'{"text": "\\ud800"}', 422),
+    (b'{"text": "1", "\\ud800": 1}', 422),
+    (b'{"text": "1", "temperature": NaN}', 422),
+    (b'{"text": "1", "temperature": 1e999}', 422),
+    (b'{"text": "1", "length_penalty": -Infinity}', 422),
+    (b'{"text": ' + b"[" * 9_000 + b"]" * 9_000 + b"}", 400),
+    (b'{"text": "1", "seed": ' + b"9" * 6_000 + b"}", 400),
+    (b'{"text": "1", "seed": 9223372036854775808}', 422),
+    (b'{"text": "' + b"1 " * 20_000 + b'"}', 413),
+)
+
+
+@pytest.mark.parametrize("body, status", RAW, ids=[repr(body[:30]) for body, _ in RAW])
+def test_bodies_that_are_no_request_are_refused(client: Any, body: bytes, status: int) -> None:
+    for headers in ({"content-type": "application/json"}, {}):
+        answer = client.post("/v1/generate", content=body, headers=headers)
+        assert 400 <= answer.status_code < 500 and isinstance(answer.json()["detail"], str)
+        if headers:
+            assert answer.status_code == status, answer.text
+    pieces = client.post("/v1/generate", content=iter([body[:7], body[7:]]))  # of a length that is not said
+    assert 400 <= pieces.status_code < 500
+
+
+def _garbled(chance: random.Random) -> bytes:
+    """A good body with something wrong in it."""
+    names = list(question_fields())
+    values: list[Any] = [None, True, -1, 0, 2**70, 1e308, "", "x", [], [[]], {}, [None], {"a": 1}, "\u0000", [1] * 50]
+    body: dict[str, Any] = {"text": "1 2", "max_new_tokens": 2}
+    for _ in range(chance.randrange(1, 4)):
+        body[chance.choice([*names, "x", ""])] = chance.choice(values)
+    raw = bytearray(json.dumps(body).encode())
+    if chance.random() < 0.5:
+        for _ in range(chance.randrange(1, 4)):
+            place = chance.randrange(len(raw))
+            raw[place : place + chance.randrange(3)] = bytes(chance.randrange(256) for _ in range(chance.randrange(3)))
+    return bytes(raw)
+
+
+def question_fields() -> Any:
+    from fastgen.serving.options import Limits
+
+    return question(Limits()).model_fields
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_malformed_bodies_are_never_the_services_fault(client: Any, service: Any) -> None:
+    chance, statuses, before = random.Random(9), set(), 0
+    for number in range(BODIES):
+        answer = client.post("/v1/generate", content=_garbled(chance), headers={"content-type": "application/json"})
+        statuses.add(answer.status_code)
+        assert answer.status_code in (200, 400, 413, 422), answer.text  # some are requests all the same
+        if number == BODIES // 4:
+            gc.collect()
+            before = _resident()
+    assert {400, 422} <= statuses
+    gc.collect()
+    assert _resident() - before < 64 << 20
+    assert service.engine.is_alive
+
+
+@pytest.mark.slow
+def test_bodies_of_its_own_openapi_are_never_the_services_fault(service: Any) -> None:
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    from hypothesis import HealthCheck, given, settings
+
+    operation = schemathesis.openapi.from_asgi("/openapi.json", http.build(service, None))["/v1/generate"]["POST"]
+    for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+
+        @given(case=operation.as_strategy(generation_mode=mode))
+        @settings(max_examples=BODIES // 8, suppress_health_check=list(HealthCheck), deadline=None)
+        def send(case: Any) -> None:
+            answer = case.call()
+            assert answer.status_code < 500 or answer.status_code == 504, answer.text  # a `timeout` of next to nothing
+
+        send()
+    assert service.engine.is_alive
+
+
+def test_a_token_is_asked_for(service: Any) -> None:
+    from fastapi.testclient import TestClient
+
+    with TestClient(http.build(service, "sesame")) as client:
+        for headers in (
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "Basic x"},
+            {"Authorization": "Bearer é"},
+        ):
+            answer = client.post(
+                "/v1/generate", json={"text": "1"}, headers={k: v.encode() for k, v in headers.items()}
+            )
+            assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        answer = client.post("/v1/generate", json={"text": "1"}, headers={"Authorization": "Bearer sesame"})
+        assert answer.status_code == 200
+        assert client.get("/health").json() == {"status": "ok"}
+
+
+def test_metrics_count(client: Any, service: Any) -> None:
+    before = service.engine.counts.finished
+    ask(client, text="1 2 3", max_new_tokens=5)
+    lines = client.get("/metrics").text.splitlines()
+    assert f"fastgen_finished_total {before + 1}" in lines
+    names = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert names == {line.split()[0] for line in lines if not line.startswith("#")}
+
+
+def test_a_full_queue_says_when_to_try_again(client: Any, service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastgen.serving.engine import Full
+
+    def full(ask: Any) -> None:
+        raise Full
+
+    monkeypatch.setattr(service.engine, "submit", full)
+    answer = ask(client, text="1")
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+
+
+def test_code_of_a_models_repository_never_runs(tmp_path: Path) -> None:
+    from fastgen.pipeline.errors import InputError
+
+    (tmp_path / "foreign.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n")
+    names = {"AutoConfig": "foreign.Config", "AutoModelForSeq2SeqLM": "foreign.Model", "AutoTokenizer": "foreign.T"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "foreign", "auto_map": names}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": names}))
+    with pytest.raises(InputError, match="Cannot load the model"):
+        load.load_config(str(tmp_path))
+    with pytest.raises(InputError, match="Cannot load the tokenizer"):
+        tokenizing.load_tokenizer(tokenizing.TokenizerSpec(str(tmp_path), "", None, None, None))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_page_describes_it(client: Any) -> None:
+    assert client.get("/docs").status_code == 200
+    described = client.get("/openapi.json").json()["paths"]["/v1/generate"]["post"]
+    assert {"200", "401", "413", "422", "429", "504"} <= set(described["responses"])

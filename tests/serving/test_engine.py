@@ -1,0 +1,183 @@
+"""The engine: each request gets what `generate` gives it alone, whatever shares its batch, or frees its rows."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kit import TEXTS, config_of, loaded, stock
+
+from fastgen.serving.engine import Ask, Engine, Event, Failed, Finished, Full, Grown
+
+KINDS: list[dict[str, Any]] = [
+    dict(num_beams=4, max_new_tokens=30),
+    dict(num_beams=4, max_new_tokens=5, length_penalty=0.3),
+    dict(num_beams=4, num_return_sequences=3, no_repeat_ngram_size=2, max_new_tokens=20),
+    dict(num_beams=2, max_new_tokens=20, early_stopping=True, repetition_penalty=1.2),
+    dict(max_new_tokens=20),
+    dict(max_new_tokens=1),
+    dict(max_new_tokens=20, repetition_penalty=1.5),
+    dict(max_new_tokens=20, do_sample=True),
+    dict(max_new_tokens=20, do_sample=True, num_return_sequences=4, top_k=9),
+    dict(max_new_tokens=20, do_sample=True, num_beams=2),  # decoded apart
+]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(loaded()[0], most_rows=32, most_queued=50)
+    yield engine
+    engine.close()
+
+
+def ask_of(texts: list[str], *, seed: int = 0, **more: Any) -> tuple[Ask, list[Event]]:
+    events: list[Event] = []
+    extra = {name: more.pop(name) for name in ("streams", "deadline") if name in more}
+    inputs = loaded()[1](texts).input_ids
+    return Ask(inputs, config_of(**more), str(sorted(more.items())), events.append, seed=seed, **extra), events
+
+
+def wait(*asks: Ask) -> None:
+    end = time.monotonic() + 60
+    while not all(ask.is_over for ask in asks):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def texts_of(event: Event) -> list[str]:
+    assert isinstance(event, Finished), event
+    return list(loaded()[1].batch_decode(event.found.tokens, skip_special_tokens=True))
+
+
+def test_answers_are_those_of_generate_whatever_shares_the_batch() -> None:
+    engine = Engine(loaded()[0], most_rows=32, most_queued=500)
+    chance, asked = random.Random(4), []
+    for number in range(80):
+        options, text = KINDS[number % len(KINDS)], chance.choice(TEXTS)
+        ask, events = ask_of([text], seed=number, **options)
+        engine.submit(ask)
+        asked.append((ask, events, text, number, options))
+        time.sleep(chance.random() * 0.01)
+    wait(*(ask for ask, *_ in asked))
+    for _, (event,), text, seed, options in asked:
+        texts, scores = stock(text, seed, **options)
+        assert texts_of(event) == texts
+        assert event.found.scores == pytest.approx(scores, abs=1e-4)
+    counts = engine.counts
+    assert (counts.requests, counts.finished, counts.failed) == (80, 80, 0)
+    assert counts.rows / counts.steps > 8  # they did share
+    engine.close()
+
+
+def test_a_list_is_answered_input_by_input(engine: Engine) -> None:
+    ask, events = ask_of(TEXTS[:20], **KINDS[0])
+    engine.submit(ask)
+    wait(ask)
+    assert sorted(event.which for event in events) == list(range(20))
+    for event in events:
+        assert texts_of(event) == stock(TEXTS[event.which], **KINDS[0])[0]
+
+
+def test_what_streams_grows_into_what_is_finished(engine: Engine) -> None:
+    ask, events = ask_of([TEXTS[3]], streams=True, max_new_tokens=30)
+    other, _ = ask_of([TEXTS[4]], max_new_tokens=30)
+    engine.submit(ask)
+    engine.submit(other)
+    wait(ask, other)
+    *grown, last = events
+    assert isinstance(last, Finished) and len(grown) > 2
+    for before, after in zip(grown, [*grown[1:], None], strict=True):
+        assert isinstance(before, Grown)
+        longer = last.found.tokens[0] if after is None else after.tokens
+        assert longer[: len(before.tokens)] == before.tokens
+
+
+def _slowly(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastgen.optimizer.transformers.refill import Running
+
+    step = Running.step
+    monkeypatch.setattr(Running, "step", lambda self: (time.sleep(0.03), step(self))[1])
+
+
+def test_who_goes_away_or_waits_too_long_frees_its_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    _slowly(engine, monkeypatch)
+    long = dict(num_beams=4, min_new_tokens=35, max_new_tokens=40)
+    gone, heard = ask_of(TEXTS[:2], **long)
+    late, told = ask_of(TEXTS[2:4], deadline=time.monotonic() + 0.3, **long)
+    stays, events = ask_of(TEXTS[4:6], **long)
+    for ask in (gone, late, stays):
+        engine.submit(ask)
+    time.sleep(0.15)
+    engine.cancel(gone)
+    wait(gone, late, stays)
+    assert heard == [] and [type(event) for event in told] == [Failed]
+    assert told[0].status == 504  # type: ignore[union-attr]
+    assert engine.counts.freed_rows == 16 and engine.counts.cancelled == 1 and engine.counts.expired == 1
+    for event in events:
+        assert texts_of(event) == stock(TEXTS[4 + event.which], **long)[0]
+
+
+def test_a_full_queue_refuses(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    _slowly(engine, monkeypatch)
+    asks = []
+    with pytest.raises(Full):
+        for _ in range(12):
+            ask, _ = ask_of(TEXTS[:8], num_beams=4, max_new_tokens=20)
+            engine.submit(ask)
+            asks.append(ask)
+    assert engine.counts.refused == 1 and len(asks) >= 6
+    wait(*asks)
+    ask, (*_,) = ask_of(TEXTS[:1], num_beams=4)
+    engine.submit(ask)  # there is room again
+    wait(ask)
+
+
+def test_a_model_that_fails_fails_its_requests_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = loaded()[0]
+    encode, broken = type(model.model.encoder).forward, threading.Event()
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if broken.is_set():
+            raise RuntimeError("no such luck")
+        return encode(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model.model.encoder), "forward", forward)
+    good, events = ask_of(TEXTS[:1], **KINDS[0])
+    engine.submit(good)
+    wait(good)
+    broken.set()
+    bad, told = ask_of(TEXTS[:1], **KINDS[0])
+    engine.submit(bad)
+    wait(bad)
+    assert told == [Failed(500, "RuntimeError: no such luck")]
+    broken.clear()
+    again, events = ask_of(TEXTS[:1], **KINDS[0])
+    engine.submit(again)
+    wait(again)
+    assert texts_of(events[0]) == stock(TEXTS[0], **KINDS[0])[0] and engine.is_alive
+
+
+def test_an_engine_that_is_closed_answers_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(loaded()[0], most_rows=4)
+    _slowly(engine, monkeypatch)
+    asked = [ask_of([text], num_beams=4, min_new_tokens=20, max_new_tokens=30) for text in TEXTS[:3]]
+    for ask, _ in asked:
+        engine.submit(ask)
+    time.sleep(0.1)
+    engine.close()
+    assert [events for _, events in asked] == [[Failed(503, "the service has been stopped")]] * 3
+
+
+def test_idle_batches_let_go_of_their_memory(engine: Engine) -> None:
+    ask, _ = ask_of(TEXTS[:4], **KINDS[0])
+    engine.submit(ask)
+    wait(ask)
+    end = time.monotonic() + 10
+    while engine._batches and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not engine._batches and not engine._units and torch.is_grad_enabled()

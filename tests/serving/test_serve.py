@@ -1,0 +1,213 @@
+"""`fastgen-serve` itself: many clients, clients that go away, a replica that is killed, an end without losses."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit import TEXTS, stock
+
+from fastgen.cli import serve
+from fastgen.cli.demo import SHIPPED_MODEL
+
+pytestmark = pytest.mark.slow
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Server:
+    """A `fastgen-serve` in a process of its own, with a Ray of its own."""
+
+    def __init__(self, log: Path, *flags: str) -> None:
+        self.port = _free_port()
+        command = [sys.executable, "-m", "fastgen.cli.serve", str(SHIPPED_MODEL), "--port", str(self.port), *flags]
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        self.log = log
+        with open(log, "wb") as file:
+            self.process = subprocess.Popen(command, stderr=file, stdout=file, env=environment)
+        end = time.monotonic() + 120
+        while b"answers" not in log.read_bytes():
+            assert self.process.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+
+    def send(self, method: str, path: str, body: Any = None, timeout: float = 60) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    def ask(self, **body: Any) -> tuple[int, Any]:
+        status, text = self.send("POST", "/v1/generate", body)
+        return status, json.loads(text) if text.startswith("{") else text
+
+    def metric(self, name: str) -> int:
+        lines = self.send("GET", "/metrics")[1].splitlines()
+        return next(int(line.split()[1]) for line in lines if line.split()[0] == f"fastgen_{name}")
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=120)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("serve") / "log", "--max-rows", "64")
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+def test_answers_are_those_of_generate(server: Server) -> None:
+    chance = random.Random(2)
+    jobs = [
+        (chance.choice(TEXTS), dict(num_beams=chance.choice([1, 4]), max_new_tokens=chance.choice([8, 24])))
+        for _ in range(64)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(64) as threads:
+        answers = list(threads.map(lambda job: server.ask(text=job[0], **job[1]), jobs))
+    for (text, options), (status, answer) in zip(jobs, answers, strict=True):
+        assert status == 200
+        assert answer["outputs"][0][0]["text"] == stock(text, **options)[0][0]
+    assert server.metric("rows_total") > 4 * server.metric("steps_total")
+
+
+HEAD = "POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+
+
+def _raw(server: Server, body: dict[str, Any]) -> socket.socket:
+    """A connection whose request has been sent."""
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    data = json.dumps(body).encode()
+    connection.sendall(HEAD.format(len(data)).encode() + data)
+    return connection
+
+
+# As long as the model can: 64 rows take more than a second.
+LONG = dict(num_beams=8, min_new_tokens=110, max_new_tokens=112)
+
+
+def _until(what: Any, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_client_that_goes_away_frees_its_rows(server: Server) -> None:
+    freed, cancelled = server.metric("freed_rows_total"), server.metric("cancelled_total")
+    connection = _raw(server, dict(text=TEXTS[:8], **LONG))
+    _until(lambda: server.metric("running") == 64)
+    connection.close()
+    _until(lambda: server.metric("freed_rows_total") - freed == 64)
+    assert server.metric("cancelled_total") - cancelled == 1
+
+
+def test_a_stream_whose_client_goes_away_frees_its_row(server: Server) -> None:
+    freed = server.metric("freed_rows_total")
+    connection = _raw(server, dict(text=TEXTS[0], stream=True, min_new_tokens=110, max_new_tokens=112))
+    assert b"200 OK" in connection.recv(1000)
+    connection.close()
+    _until(lambda: server.metric("freed_rows_total") - freed == 1)
+
+
+def test_a_request_beyond_its_time_frees_its_rows(server: Server) -> None:
+    freed = server.metric("freed_rows_total")
+    status, answer = server.ask(text=TEXTS[:8], timeout=0.3, **LONG)
+    assert (status, answer["detail"]) == (504, "the request took longer than it may")
+    _until(lambda: server.metric("freed_rows_total") - freed == 64)
+
+
+def test_a_slow_client_holds_no_row(server: Server) -> None:
+    """One that sends its body byte by byte, and one that does not read its stream."""
+    slow = socket.create_connection(("127.0.0.1", server.port))
+    slow.sendall(
+        b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"
+    )
+    deaf = _raw(server, dict(text=TEXTS[0], stream=True, min_new_tokens=100, max_new_tokens=120))
+    _until(lambda: server.metric("running") == 0)
+    assert server.ask(text=TEXTS[1], num_beams=4, max_new_tokens=20)[0] == 200
+    slow.sendall(b'"text": "1 2"}')
+    assert b"200 OK" in slow.recv(1000)
+    for connection in (slow, deaf):
+        connection.close()
+
+
+def test_a_replica_that_is_killed_costs_no_silence(tmp_path: Path) -> None:
+    """Every request is answered, or refused in words; after a while all are answered again."""
+    server = Server(tmp_path / "log", "--replicas", "2", "--cpus-per-replica", "0.5")
+    try:
+        with concurrent.futures.ThreadPoolExecutor(16) as threads:
+            jobs = [threads.submit(server.ask, text=TEXTS[i % 40], num_beams=4, max_new_tokens=100) for i in range(120)]
+            time.sleep(1.0)
+            victims = subprocess.run(["pgrep", "-f", "ray::ServeReplica"], capture_output=True, text=True, check=True)
+            own = [int(pid) for pid in victims.stdout.split() if _is_below(int(pid), server.process.pid)]
+            os.kill(own[0], signal.SIGKILL)
+            answers = [job.result(timeout=120) for job in jobs]
+        assert {status for status, _ in answers} <= {200, 500, 503}
+        assert sum(status == 200 for status, _ in answers) > 60
+        for (status, answer), i in zip(answers, range(120), strict=True):
+            if status == 200:
+                assert answer["outputs"][0][0]["text"] == stock(TEXTS[i % 40], num_beams=4, max_new_tokens=100)[0][0]
+        _until(lambda: all(server.ask(text="1", max_new_tokens=2)[0] == 200 for _ in range(6)), seconds=60)
+        # An end lets those that run finish.
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            last = threads.submit(server.ask, text=TEXTS[0], num_beams=4, min_new_tokens=110, max_new_tokens=112)
+            time.sleep(0.5)
+            assert server.stop() == 0
+            assert last.result()[0] == 200
+    finally:
+        server.process.kill()
+
+
+def _is_below(pid: int, ancestor: int) -> bool:
+    while pid > 1:
+        if pid == ancestor:
+            return True
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+    return False
+
+
+@pytest.mark.parametrize(
+    "flags, what",
+    (
+        (["/no/such/model"], "Cannot load the model"),
+        ([str(SHIPPED_MODEL), "--port", "0"], "--port"),
+        ([str(SHIPPED_MODEL), "--no-such-flag"], "Unrecognized arguments"),
+        ([str(SHIPPED_MODEL), "--source-lang", "en"], "has no languages"),
+        ([str(SHIPPED_MODEL), "--ray", "127.0.0.1:1"], "Cannot reach the Ray cluster"),
+    ),
+)
+def test_bad_arguments_are_a_sentence(flags: list[str], what: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert serve.main(flags) == 1
+    assert what in capfd.readouterr().err
+
+
+def test_a_port_in_use_is_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert serve.main([str(SHIPPED_MODEL), "--port", str(port)]) == 1
+    assert f"port {port}" in capfd.readouterr().err
