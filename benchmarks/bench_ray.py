@@ -4,7 +4,7 @@
 
 The whole command is timed, with all that starts before the first line. English to German, with the trained model and
 the sentences of `--shared`, which are cut into pieces beforehand. Every output is compared with the command's own. One
-actor and the command take turns; more actors share the same cores, so they show that the work is divided, not that it is
+actor and the command take turns. More actors have the same cores: they show that the work is divided, not that it is
 done sooner.
 """
 

@@ -176,6 +176,48 @@ def command_generate_transformers() -> str:
     return _flags(action for action in actions if not action.dest.startswith("generation."))
 
 
+def command_serve() -> str:
+    from fastgen.cli import serve
+
+    return _flags(serve.parser()._actions)
+
+
+def cluster_measured() -> str:
+    corpus, service = _result("ray"), _result("serve")
+    rows = [
+        (
+            "the command alone" if name == "plain" else f"`--ray --actors {name.removeprefix('ray-')}`",
+            f"{seconds[0]:.0f} s",
+        )
+        for name, seconds in corpus["seconds"].items()
+    ]
+    rates = [
+        (clients, f"{one['per_second']:.1f}", f"{one['ratio']:.1f}x", f"{one['p50']:.2f} s", f"{one['p95']:.2f} s")
+        for clients, one in service["summary"].items()
+    ]
+    cpu, threads = corpus["machine"]["cpu"], corpus["machine"]["threads"]
+    return (
+        f"On one machine ({cpu}, {threads} cores, no GPU; Ray {corpus['versions']['ray']}). {corpus['what']}; "
+        f"{corpus['outputs']}. More actors have the same cores:\n\n{table(('how', 'seconds'), rows)}\n\n"
+        f"`fastgen-serve`, {service['what']}; {service['verified']}; clients that never wait, on the same cores:\n\n"
+        f"{table(('clients', 'answers/s', 'one client', 'latency, median', '95%'), rates)}"
+    )
+
+
+def cluster_sizing() -> str:
+    rate = _result("ray")["lines_per_second"]["ray-1"]
+    rows = []
+    for lines in (10**6, 10**8, 10**9):
+        hours = lines / rate / 3600
+        days = (
+            f"{hours / replicas:,.1f} h" if hours / replicas < 48 else f"{hours / replicas / 24:,.0f} days"
+            for replicas in (1, 16, 256)
+        )
+        rows.append((f"{lines:,}", *days))
+    title = f"At the {rate:.0f} lines/s of one replica of 2 cores above (a small model; extrapolated, not measured):"
+    return f"{title}\n\n{table(('lines', '1 replica', '16', '256'), rows)}"
+
+
 def command_generation_flags() -> str:
     import transformers
 
@@ -387,6 +429,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "command-generate": command_generate,
     "command-generate-transformers": command_generate_transformers,
     "command-generation-flags": command_generation_flags,
+    "command-serve": command_serve,
+    "cluster-measured": cluster_measured,
+    "cluster-sizing": cluster_sizing,
     "models-accelerated": models_accelerated,
     "models-count": models_count,
     "models-fallback": lambda: _by_reason("fallback"),

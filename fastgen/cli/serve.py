@@ -36,7 +36,7 @@ def _main(argv: Sequence[str] | None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
     from fastgen.cli.transformers import flags
-    from fastgen.serving.options import Limits
+    from fastgen.serving.limits import Limits
 
     limits = Limits()
     result = _Parser(

@@ -24,7 +24,7 @@ from fastgen.distributed.connection import connected
 from fastgen.distributed.placement import Placement, nodes_of, placement
 from fastgen.pipeline.errors import DONE, InputError, first_line
 from fastgen.serving.app import build
-from fastgen.serving.options import Limits
+from fastgen.serving.limits import Limits
 from fastgen.serving.service import Service
 
 _APP = "fastgen"

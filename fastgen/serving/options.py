@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model
 
 from fastgen.cli.transformers.flags import field_types
+from fastgen.serving.limits import Limits
 
 _TOKEN = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 _TOKENS = Annotated[list[_TOKEN], Field(max_length=1000)]
@@ -47,19 +47,6 @@ _OFFERED: dict[str, Any] = {
     "remove_invalid_values": StrictBool,
 }
 _SCALARS = {"bool": bool, "int": int, "float": float}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may not exceed."""
-
-    body_bytes: int = 1 << 20
-    inputs: int = 64
-    input_tokens: int | None = None  # beside the model's own
-    new_tokens: int = 1024
-    beams: int = 16  # and samples
-    rows: int = 256  # beams of all inputs that decode together
-    seconds: float = 120.0
 
 
 class Hypothesis(BaseModel):

@@ -16,7 +16,8 @@ from fastgen.cli.transformers.load import generation_config, load_model
 from fastgen.pipeline.errors import InputError
 from fastgen.pipeline.workers import WorkerPool
 from fastgen.serving.engine import Ask, Engine, Event, Failed, Finished, Full, Grown
-from fastgen.serving.options import Limits, finite, given
+from fastgen.serving.limits import Limits
+from fastgen.serving.options import finite, given
 
 
 class Refusal(Exception):

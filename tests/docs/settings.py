@@ -29,6 +29,12 @@ def model_and_lines() -> Names:
     return dict(model=model, tokenizer=tokenizer, lines=list(LINES), inputs=inputs)
 
 
+def name_and_lines() -> Names:
+    from fastgen.cli.demo import SHIPPED_MODEL
+
+    return dict(name=str(SHIPPED_MODEL), lines=list(LINES))
+
+
 def with_encoder() -> Names:
     from transformers import BertConfig, BertModel
 
@@ -149,6 +155,7 @@ def own_models() -> Names:
 # By page and by what its blocks need; a page that is not here needs no names.
 NAMES: dict[tuple[str, str | None], Callable[..., Names]] = {
     ("README.md", None): model_and_lines,
+    ("docs/cluster.md", "ray"): name_and_lines,
     ("docs/fairseq.md", "fairseq"): fairseq_generator,
     ("docs/lists.md", None): model_and_lines,
     ("docs/lists.md", "fairseq"): fairseq_generator,

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import json
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ from pages import BLOCKS, DOCS, LANGUAGES, PAGES, ROOT, Block
 
 import fastgen
 from fastgen import config, report
-from fastgen.cli import bench, demo, generate, generate_transformers
+from fastgen.cli import bench, demo, generate, generate_transformers, serve
 
 # Blocks that stand on a page and need the same run together, in their order, in one namespace.
 RUNS = list(dict.fromkeys((block.page, block.needs) for block in BLOCKS if block.language == "python"))
@@ -73,7 +74,7 @@ def _skip_without(needs: str | None) -> None:
         pytest.skip("needs a CUDA device")
     if needs == "hub":
         pytest.skip("needs a model of the hub: its arguments have been parsed, and it is not run")
-    if needs in ("fairseq", "whisper") and importlib.util.find_spec(needs) is None:
+    if needs in ("fairseq", "whisper", "ray") and importlib.util.find_spec(needs) is None:
         pytest.skip(f"needs {needs}, which is not installed")
 
 
@@ -222,6 +223,23 @@ def _generate(words: list[str], block: Block) -> None:
     _run_once(lambda: generate.main([*words, "--cpu", "--workers", "0", "--max-len-b", "12"]), "fairseq", *words)
 
 
+def _serve(words: list[str], block: Block) -> None:
+    """Parsed: tests/serving starts it."""
+    serve.parser().parse_args(words)
+
+
+def _ray(words: list[str], block: Block) -> None:
+    assert words[0] == "start" and set(words[1::2]) <= {"--head", "--port", "--address", "6379"}, words
+
+
+def _curl(words: list[str], block: Block) -> None:
+    from fastgen.serving.limits import Limits
+    from fastgen.serving.options import question
+
+    assert words[0].endswith("/v1/generate")
+    question(Limits())(**json.loads(words[words.index("-d") + 1]))
+
+
 def _write_prophetnet(words: list[str]) -> None:
     import prophetnet_kit
 
@@ -243,14 +261,17 @@ def _run_once(command: Any, *key: str) -> None:
 
 
 CHECKS = {
+    "curl": _curl,
     "fastgen-bench": _bench,
     "fastgen-demo": _demo,
     "fastgen-generate": _generate,
     "fastgen-generate-transformers": _generate_transformers,
+    "fastgen-serve": _serve,
     "mkdocs": _mkdocs,
     "pip": _pip,
     "pytest": _pytest,
     "python": _python,
+    "ray": _ray,
 }
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 def service() -> Iterator[Any]:
     from kit import arguments
 
-    from fastgen.serving.options import Limits
+    from fastgen.serving.limits import Limits
     from fastgen.serving.service import Service
 
     service = Service(arguments(), Limits(body_bytes=20_000, inputs=8, new_tokens=64, beams=6, rows=48), 64)

@@ -148,7 +148,7 @@ def _garbled(chance: random.Random) -> bytes:
 
 
 def question_fields() -> Any:
-    from fastgen.serving.options import Limits
+    from fastgen.serving.limits import Limits
 
     return question(Limits()).model_fields
 

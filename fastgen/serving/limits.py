@@ -1,0 +1,18 @@
+"""The bounds of a service; without what serves, so that a command can name its defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may not exceed."""
+
+    body_bytes: int = 1 << 20
+    inputs: int = 64
+    input_tokens: int | None = None  # beside the model's own
+    new_tokens: int = 1024
+    beams: int = 16  # and samples
+    rows: int = 256  # beams of all inputs that decode together
+    seconds: float = 120.0
