@@ -204,15 +204,16 @@ def cluster_measured() -> str:
     )
 
 
+def _duration(hours: float) -> str:
+    return f"{hours * 60:.0f} min" if hours < 1 else f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
+
+
 def cluster_sizing() -> str:
     rate = _result("ray")["lines_per_second"]["ray-1"]
     rows = []
     for lines in (10**6, 10**8, 10**9):
         hours = lines / rate / 3600
-        days = (
-            f"{hours / replicas:,.1f} h" if hours / replicas < 48 else f"{hours / replicas / 24:,.0f} days"
-            for replicas in (1, 16, 256)
-        )
+        days = (_duration(hours / replicas) for replicas in (1, 16, 256))
         rows.append((f"{lines:,}", *days))
     title = f"At the {rate:.0f} lines/s of one replica of 2 cores above (a small model; extrapolated, not measured):"
     return f"{title}\n\n{table(('lines', '1 replica', '16', '256'), rows)}"
@@ -245,7 +246,7 @@ def _result(name: str) -> dict[str, Any]:
 _TRANSFORMERS = """bart-8x1022 bart-8x512 diverse-8x512 prophetnet-8x512 unilm-8x512 gpt2-4x128 gpt2-4x512
     transformer-base-32 transformer-base-1 transformer-base-greedy ddtp whisper whisper-1 smollm""".split()
 _SHORT = "bart-8x1022 gpt2-4x512 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
-_SUITES = "peers fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5 lightseq-fig6 scale".split()
+_SUITES = "peers fastseq-table2 fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5 lightseq-fig6 scale".split()
 
 
 def _timed(result: dict[str, Any]) -> tuple[str, ...]:

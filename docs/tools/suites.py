@@ -7,6 +7,8 @@ from table_markup import table
 from fastgen.bench.document import Document, Section, Task
 from fastgen.bench.report import facts, summary
 
+_MOST_COLUMNS = 6  # of sides, beside the task's: else tasks are the columns
+
 
 def shown(document: Document) -> str:
     """Each section's tables, and below them what ran, where, and how equal and how quiet it was."""
@@ -35,6 +37,9 @@ def _section(document: Document, section: Section) -> str:
 
 def _ratios(document: Document, tasks: list[Task], sides: list[str]) -> str:
     """How many times as fast as the task's reference, of which the seconds are shown."""
+    if len(sides) > _MOST_COLUMNS:
+        by_side = [(facts.label(document, side), *(_speed(task, side) for task in tasks)) for side in sides]
+        return table(("side", *(task["what"] for task in tasks)), by_side)
     rows = [(task["what"], *(_speed(task, side) for side in sides)) for task in tasks]
     return table(("task", *(facts.label(document, side) for side in sides)), rows)
 

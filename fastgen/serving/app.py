@@ -8,6 +8,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi_offline import FastAPIOffline
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import fastgen
@@ -19,7 +20,7 @@ RETRY_AFTER = 1  # seconds
 
 def build(service: Service, token: str | None) -> FastAPI:
     """The application; with `token`, /v1 needs it as a bearer token."""
-    app = FastAPI(
+    app = FastAPIOffline(  # whose page loads nothing from elsewhere
         title="fastgen",
         version=fastgen.__version__,
         description="Text generation in a batch that always runs: each request gets what `generate` gives it alone.",

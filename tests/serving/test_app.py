@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,10 @@ def test_code_of_a_models_repository_never_runs(tmp_path: Path) -> None:
 
 
 def test_a_page_describes_it(client: Any) -> None:
-    assert client.get("/docs").status_code == 200
+    page = client.get("/docs")
+    assert page.status_code == 200
+    loaded = re.findall(r"""(?:src|href)=["']([^"']+)""", page.text)
+    assert len(loaded) >= 2 and not [place for place in loaded if "//" in place]  # from here alone
+    assert all(client.get(place).status_code == 200 for place in loaded)
     described = client.get("/openapi.json").json()["paths"]["/v1/generate"]["post"]
     assert {"200", "401", "413", "422", "429", "504"} <= set(described["responses"])

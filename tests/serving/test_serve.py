@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from kit import TEXTS, stock
 
+from fastgen.bench.report import image
 from fastgen.cli import serve
 from fastgen.cli.demo import SHIPPED_MODEL
 
@@ -91,6 +92,14 @@ def test_answers_are_those_of_generate(server: Server) -> None:
 
 
 HEAD = "POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+
+
+def test_its_page_shows_in_a_browser(server: Server) -> None:
+    if (browser := image.browser()) is None:
+        pytest.skip(f"needs a browser: none of {', '.join(image.BROWSERS)} is on the path")
+    dom = image.headless(browser, f"http://127.0.0.1:{server.port}/docs", "--dump-dom", "--virtual-time-budget=8000")
+    for shown in ("/v1/generate", "Generate", "/health", "/metrics", "Question"):
+        assert shown in dom
 
 
 def _raw(server: Server, body: dict[str, Any]) -> socket.socket:

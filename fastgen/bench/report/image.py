@@ -21,13 +21,17 @@ def browser() -> str | None:
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
-def headless(found: str, page: Path, *options: str, width: int = WIDTH, height: int = 1000) -> str:
-    """What `found` prints when it has loaded `page` in a profile of its own."""
+def headless(found: str, page: Path | str, *options: str, width: int = WIDTH, height: int = 1000) -> str:
+    """What `found` prints when it has loaded `page`, a file or a URL, in a profile of its own."""
     with tempfile.TemporaryDirectory() as profile:
         # Its sandbox does not start for root, as in a container; the page is our own.
         root = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
         command = [found, "--headless", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}", *root]
-        command += [f"--window-size={width},{height}", *options, page.resolve().as_uri()]
+        command += [
+            f"--window-size={width},{height}",
+            *options,
+            page.resolve().as_uri() if isinstance(page, Path) else page,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=_SECONDS, check=True)
     return done.stdout
 
