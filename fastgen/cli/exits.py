@@ -63,6 +63,17 @@ def positive_number(text: str) -> int:
     return int(text)
 
 
+def share(text: str) -> float:
+    """An argument of argparse: of a machine's processors, how many."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
+    return found
+
+
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """SIGTERM, as batch systems send it, ends a run like Ctrl-C: what is finished is written first."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fastgen.cli.exits import exit_code, refuse_arguments, whole_number
+from fastgen.cli.exits import exit_code, refuse_arguments, share, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, INPUT_ERROR, InputError, first_line
 from fastgen.pipeline.offline import REFILL
 
@@ -149,8 +149,8 @@ def _add_ray(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--actors", metavar="N|MIN:MAX", help="copies of the model (default: one for each GPU, or each node)"
     )
-    group.add_argument("--cpus-per-actor", type=_share, metavar="X", help="(default: 1 beside a GPU, else the node's)")
-    group.add_argument("--gpus-per-actor", type=_share, metavar="X", help="(default: 1 where there are GPUs)")
+    group.add_argument("--cpus-per-actor", type=share, metavar="X", help="(default: 1 beside a GPU, else the node's)")
+    group.add_argument("--gpus-per-actor", type=share, metavar="X", help="(default: 1 where there are GPUs)")
     group.add_argument(
         "--shards", action="store_true", help="leave OUTPUT a folder of parts of 4096 records (jsonl, or parquet)"
     )
@@ -159,16 +159,6 @@ def _add_ray(parser: argparse.ArgumentParser) -> None:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         refuse_arguments(message)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0")
-    return share
 
 
 def _size(text: str) -> int | str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from fastgen.cli.exits import exit_code, positive_number, refuse_arguments
+from fastgen.cli.exits import exit_code, positive_number, refuse_arguments, share
 from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
 
 NAME = "fastgen-serve"
@@ -54,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
         "--ray", default="", metavar="ADDRESS", help="of a cluster (default: RAY_ADDRESS, or this machine)"
     )
     ray.add_argument("--replicas", type=positive_number, default=1, metavar="N", help="default: %(default)s")
-    ray.add_argument("--cpus-per-replica", type=float, metavar="X", help="default: 1 beside a GPU, else the node's")
-    ray.add_argument("--gpus-per-replica", type=float, metavar="X", help="default: 1 where there are GPUs")
+    ray.add_argument("--cpus-per-replica", type=share, metavar="X", help="default: 1 beside a GPU, else the node's")
+    ray.add_argument("--gpus-per-replica", type=share, metavar="X", help="default: 1 where there are GPUs")
     bounds = result.add_argument_group("limits")
     bounds.add_argument(
         "--max-rows",
@@ -75,7 +75,11 @@ def parser() -> argparse.ArgumentParser:
         "--max-inputs", type=positive_number, default=limits.inputs, metavar="N", help="of a request (%(default)s)"
     )
     bounds.add_argument(
-        "--max-input-tokens", type=positive_number, metavar="N", help="of an input (default: the model's own)"
+        "--max-input-tokens",
+        type=positive_number,
+        default=limits.input_tokens,
+        metavar="N",
+        help="of an input, if the model has room for them (default: %(default)s)",
     )
     bounds.add_argument(
         "--max-new-tokens", type=positive_number, default=limits.new_tokens, metavar="N", help="default: %(default)s"

@@ -61,7 +61,11 @@ class TokenSearch:
         if self._streams is None:
             tokens = scores.argmax(-1)
         else:
-            shares = scores.softmax(-1).unflatten(0, shape)
+            shares = scores.softmax(-1)
+            # On a GPU drawing from them would end the process.
+            if not bool(shares.isfinite().all()):
+                raise ValueError("the options leave no probabilities to draw from")
+            shares = shares.unflatten(0, shape)
             streams = [self._streams[sentence] for sentence in live.sentence.tolist()]
             drawn = [torch.multinomial(one, 1, generator=stream) for one, stream in zip(shares, streams, strict=True)]
             tokens = torch.cat(drawn).squeeze(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -22,12 +23,15 @@ def connected(address: str) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     before = ray.is_initialized()
     if not before:
+        address = address or os.environ.get("RAY_ADDRESS") or "local"  # else Ray takes any cluster of this machine
         _check(address)
+        # One of our own is for this machine alone: who reaches a cluster's ports may run anything.
+        own = {"include_dashboard": False, "_node_ip_address": "127.0.0.1"} if address == "local" else {}
         terminated = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(address or None, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+            ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **own)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-            where = f"the Ray cluster at {address}" if address else "Ray"
+            where = "Ray" if address == "local" else f"the Ray cluster at {address}"
             raise InputError(f"Cannot start or reach {where}: {first_line(error)}.") from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminated)  # Ray puts its own in the place of the command's

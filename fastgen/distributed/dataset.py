@@ -53,7 +53,7 @@ def generate(
 
     args = _arguments(model, options)
     if not ray.is_initialized():
-        ray.init()
+        ray.init()  # wherever Ray's own functions would have
     how = placement(None if actors is None else str(actors), cpus_per_actor, gpus_per_actor, nodes_of(ray.nodes()))
     return pool(dataset, RowWorker, (Job(args, records.PARQUET),), how, batch_size=WINDOW, batch_format="pyarrow")
 

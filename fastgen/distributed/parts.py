@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -55,7 +56,7 @@ class Parts:
     """The parts at a path or URI."""
 
     def __init__(self, path: str, form: str) -> None:
-        self.path, self.form = path, form
+        self.path, self.form = path if "://" in path else os.path.abspath(path), form
         self._fs, self._folder = blocks.opened(path)
 
     def begin(self, settings: dict[str, Any], *, resume: bool) -> dict[int, Mark]:
@@ -63,7 +64,7 @@ class Parts:
         settings = json.loads(json.dumps(settings, default=str))
         try:
             known = self._read(SETTINGS)
-            if known is None and self._names(""):
+            if known is None and [name for name in self._names("") if not name.startswith("_")]:
                 raise InputError(f"{self.path} is not empty: choose another folder.")
             if known is not None and not resume:
                 raise InputError(f"{self.path} has an earlier run's parts: go on with --resume, or remove the folder.")
@@ -84,6 +85,10 @@ class Parts:
             return {number: mark for number in numbers if (mark := self.mark(number)) is not None}
         except OSError as error:
             raise InputError(f"Cannot use {self.path}: {first_line(error)}.") from error
+
+    def exist(self) -> bool:
+        """Whether a run has begun here."""
+        return self._read(SETTINGS) is not None
 
     def mark(self, number: int) -> Mark | None:
         """That of a block's part; None if there is none yet, or the part isn't what it says."""
@@ -149,7 +154,9 @@ def _rows(done: list[records.Record], outputs: list[Outputs]) -> Iterator[dict[s
         yield {
             "file": record.file,
             "line": record.line,
-            "id": record.name if record.name is None or isinstance(record.name, str) else json.dumps(record.name),
+            "id": record.name
+            if record.name is None or isinstance(record.name, str)
+            else json.dumps(record.name, default=str),
             "outputs": None if record.error else listed(found),
             "error": record.error,
         }

@@ -43,7 +43,8 @@ def placement(actors: str | None, cpus: float | None, gpus: float | None, nodes:
         least, most = _range(actors)
     if cpus is None:
         share = -(-least // len(able))  # of the actors on a node
-        cpus = 1.0 if gpus else float(max(1, int(min(node.cpus for node in able) / share)))
+        each = min(node.cpus for node in able) / share
+        cpus = 1.0 if gpus else float(int(each)) if each >= 1 else each
     return Placement(least, most, cpus, gpus)
 
 

@@ -65,8 +65,10 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{output} is a folder: --shards leaves the parts in it.")
         if any(output.exists() and Path(file.path).exists() and output.samefile(file.path) for file in files):
             raise InputError(f"{output} is the input: choose another file for the output.")
-        with Journal(output, settings).locked(resume=args.resume) as journal:
-            parts = Parts(f"{output}.parts", form)
+        parts = Parts(f"{output}.parts", form)
+        # With parts of a run that was killed, the file is an older one's, or what that run had put together.
+        resume = args.resume and not parts.exist()
+        with Journal(output, settings).locked(resume=resume) as journal:
             if journal.complete:
                 say(f"{output} is complete: nothing to resume.")
             elif journal.resuming:
@@ -112,7 +114,7 @@ def _generate(
     total = sum(block.count for block in corpus)
     progress = Progress(total, done=sum(mark.count for mark in marks.values()), enabled=not args.quiet)
     counter = _counter()
-    dataset = pool(_dataset(todo), BlockWorker, (Job(args, form), parts.path, counter), how, batch_size=1)
+    dataset = pool(_dataset(todo), BlockWorker, (Job(_absolute(args), form), parts.path, counter), how, batch_size=1)
     shown = 0
     try:
         with _following(counter, progress):
@@ -138,6 +140,15 @@ def _generate(
     if missing := len(corpus) - len(marks):
         raise WorkerError(f"Ray ended without {missing} of {len(corpus)} blocks; --resume goes on with them")
     return marks
+
+
+def _absolute(args: argparse.Namespace) -> argparse.Namespace:
+    """For workers, which have another working directory."""
+    args = argparse.Namespace(**vars(args))
+    for name in ("model", "tokenizer"):
+        if (given := getattr(args, name)) is not None and Path(given).exists():
+            setattr(args, name, str(Path(given).absolute()))
+    return args
 
 
 def _problem(row: dict[str, Any]) -> Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import traceback
 import zlib
 from collections.abc import Iterable, Iterator
@@ -148,6 +149,9 @@ class RowWorker:
         outputs: list[Any] = [None] * len(rows)
         for record, found in self._engine.outputs(rows):
             outputs[record.index - first] = None if record.error else listed(found)
+        for warning in self._engine.warnings:
+            logging.getLogger("fastgen").warning(warning)
+        self._engine.warnings.clear()
         errors = [record.error for record in rows]
         for name, values in (("outputs", outputs), ("error", errors)):
             table = table.append_column(name, pyarrow.array(values, SCHEMA.field(name).type))

@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -38,7 +39,7 @@ class Settings:
     args: argparse.Namespace
     limits: Limits
     most_queued: int
-    token: str | None
+    token: str | None = field(repr=False)
 
 
 _service: tuple[Service, str | None] | None = None  # of this process, which is one replica's
@@ -91,6 +92,8 @@ def run(args: argparse.Namespace, token: str | None) -> int:
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         how = placement(str(args.replicas), args.cpus_per_replica, args.gpus_per_replica, nodes_of(ray.nodes()))
+        if _is_serving():
+            raise InputError("Ray Serve runs on this cluster already: its proxies would not listen where --host says.")
         try:
             serve.start(http_options=HTTPOptions(host=args.host, port=args.port))
             serve.run(_application(Settings(args, limits, args.max_queued, token), how), name=_APP)
@@ -102,12 +105,28 @@ def run(args: argparse.Namespace, token: str | None) -> int:
             while not stopped.wait(1.0):
                 pass
             _say("stopping: what was asked is still answered.")
-            serve.delete(_APP)  # waits for the requests that run
+            _drain(limits.seconds)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
             serve.shutdown()
     return DONE
+
+
+def _is_serving() -> bool:
+    """Whether somebody else's applications are there, which this command would end with its own."""
+    try:
+        return bool(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"))
+    except ValueError:
+        return False
+
+
+def _drain(seconds: float) -> None:
+    """Wait for the requests that run, as long as they may take: Ray's own patience ends after a minute."""
+    serve.delete(_APP, _blocking=False)
+    end = time.monotonic() + seconds + 10.0
+    while _APP in serve.status().applications and time.monotonic() < end:
+        time.sleep(0.2)
 
 
 def _check_port(host: str, port: int) -> None:

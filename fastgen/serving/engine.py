@@ -7,6 +7,7 @@ different positions) is decoded by the host's own `generate`, requests with the 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fastgen.cli.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
 from fastgen.memory import is_out_of_memory
@@ -25,7 +27,8 @@ from fastgen.pipeline.errors import first_line
 
 _IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
 _MOST_OPTIONS = 1000  # whose verdicts are remembered
-_JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer wait for each other, since each call costs its own search
+_JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer wait for each other, since each call costs its own search,
+_PATIENCE_SECONDS = 0.25  # but not longer
 
 
 class Finished(NamedTuple):
@@ -67,6 +70,7 @@ class Ask:
     seed: int = 0
     streams: bool = False
     deadline: float = float("inf")  # of time.monotonic()
+    since: float = field(default_factory=time.monotonic)
     waiting: deque[int] = field(default_factory=deque)  # inputs that are not in a batch yet
     left: set[int] = field(default_factory=set)  # inputs that are not finished
     is_over: bool = False
@@ -103,6 +107,18 @@ class Counts:
 _Unit = tuple[Ask, int]
 
 
+class _Unwanted(StoppingCriteria):
+    """Ends the host's own generate when nobody waits for it any more."""
+
+    def __init__(self, asks: list[Ask]) -> None:
+        self._asks = asks
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        now = time.monotonic()
+        is_unwanted = all(ask.is_over or ask.deadline < now for ask in self._asks)
+        return torch.full((input_ids.shape[0],), is_unwanted, dtype=torch.bool, device=input_ids.device)
+
+
 class Engine:
     """Generates for requests from any thread, in one of its own."""
 
@@ -134,7 +150,9 @@ class Engine:
     def submit(self, ask: Ask) -> None:
         """Its listener will hear of each input, or that it failed. Full if there is no room in the queue."""
         with self._changed:
-            queued = sum(len(one.waiting) for one in self._asks)
+            if self._is_closed or not self._thread.is_alive():
+                raise Full
+            queued = sum(len(one.waiting) for one in self._asks if not one.is_over)
             if queued and queued + len(ask.inputs) > self._most_queued:
                 self.counts.refused += 1
                 raise Full
@@ -190,6 +208,8 @@ class Engine:
             batch.step()
             for call in calls:
                 self._deliver(call)
+        for rows in [rows for rows, batch in self._batches.items() if not batch.calls]:
+            self._batches.pop(rows).close()  # or its memory would stay as long as others are busy
         with self._changed:
             self.counts.running = sum(call.rows for batch in self._batches.values() for call in batch.calls)
             self.counts.queued = sum(len(ask.waiting) for ask in self._asks)
@@ -215,29 +235,42 @@ class Engine:
             ask, _ = units[0]
             if self._apart[ask.key]:
                 self._generate_apart(units)
-            else:
-                self._begin(units)
+                break  # the batches go on in between
+            for group in self._groups(units):
+                self._begin(group)
+
+    def _groups(self, units: list[_Unit]) -> list[list[_Unit]]:
+        """Inputs for one call each: a ban of n-grams sees the padding before a shorter prompt."""
+        ask, _ = units[0]
+        units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
+        if self._model.config.is_encoder_decoder or not ask.config.no_repeat_ngram_size:
+            return [units]
+        by_length = itertools.groupby(units, key=lambda unit: len(unit[0].inputs[unit[1]]))
+        return [list(group) for _, group in by_length]
 
     def _next(self) -> list[_Unit] | None:
+        """Inputs that may begin now, with the same options."""
+        now = time.monotonic()
         with self._changed:
+            self._asks = [one for one in self._asks if one.waiting and not one.is_over]
+            taken = sum(call.rows for one in self._batches.values() for call in one.calls)
             for ask in self._asks:
-                batch = self._batches.get(ask.rows)
-                taken = sum(call.rows for one in self._batches.values() for call in one.calls)
+                is_apart, batch = self._apart.get(ask.key), self._batches.get(ask.rows)
+                if is_apart is None:  # it has come since
+                    continue
                 room = (self._most_rows - taken) // ask.rows if taken else max(1, self._most_rows // ask.rows)
+                if room < 1:
+                    break  # the oldest first: else one of many rows would wait for ever
+                if batch is not None and batch.calls and not batch.has_room(1):
+                    continue
                 alike = [one for one in self._asks if one.key == ask.key]
-                if self._apart.get(ask.key) is None:
-                    continue  # it has come since
-                if self._apart[ask.key] and ask.config.do_sample:
+                if is_apart and ask.config.do_sample:
                     alike, room = [ask], 1  # the host has one random stream for all of a batch
                 wished = sum(len(one.waiting) for one in alike)
-                if batch is not None and batch.calls:
+                if batch is not None and len(batch.calls) > 1 and now - ask.since < _PATIENCE_SECONDS:
                     here = sum(call.sentences for call in batch.calls)
-                    if len(batch.calls) > 1 and min(wished, room) < here * _JOINS_FROM:
+                    if min(wished, room) < here * _JOINS_FROM:
                         continue
-                    if not batch.has_room(1):
-                        continue
-                if room < 1:
-                    continue
                 units: list[_Unit] = []
                 for one in alike:
                     while one.waiting and len(units) < room:
@@ -263,7 +296,6 @@ class Engine:
 
     def _begin(self, units: list[_Unit]) -> None:
         """One call for these inputs, the longest first, in the batch of their number of rows."""
-        units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
         ask, _ = units[0]
         inputs = [one.inputs[index] for one, index in units]
         batch = self._batches.get(ask.rows)
@@ -289,12 +321,26 @@ class Engine:
             self._finish(ask, index, self._hypotheses(ask, index, one, call))
         if call.ended:
             del self._units[call.number]
+            if call.error is not None:
+                self._fail([(ask, index) for ask, index in units if index in ask.left], call.error)
+            elif call.result is not None:
+                self._take_result(call, units)
             return
         if any(ask.streams for ask, _ in units):
             for sentence, hypotheses in call.running().items():
                 ask, index = units[sentence]
                 if ask.streams and index in ask.left and not ask.is_over:
                     ask.listener(Grown(index, hypotheses[0, self._prompt(call) :].tolist()))
+
+    def _take_result(self, call: Call, units: list[_Unit]) -> None:
+        """What the host returned: of an input that could not share a batch after all, nothing has been found yet."""
+        missing = [row for row, (ask, index) in enumerate(units) if index in ask.left and not ask.is_over]
+        if missing:
+            ask, _ = units[0]
+            longest = max(len(one.inputs[index]) for one, index in units)
+            found = hypotheses_of(self._model, ask.config, call.result, longest)
+            for row in missing:
+                self._finish(*units[row], found[row])
 
     def _prompt(self, call: Call) -> int:
         """Tokens before the first one that is generated."""
@@ -313,11 +359,12 @@ class Engine:
             torch.manual_seed(ask.seed)
         try:
             call = self._call(inputs, ask)
-            output = self._model.generate(**call)
+            unwanted = StoppingCriteriaList([_Unwanted([one for one, _ in units])])
+            output = self._model.generate(**call, stopping_criteria=unwanted)
+            found = hypotheses_of(self._model, ask.config, output, call["input_ids"].shape[1])
         except Exception as error:
             self._fail(units, error)
             return
-        found = hypotheses_of(self._model, ask.config, output, call["input_ids"].shape[1])
         for (one, index), hypotheses in zip(units, found, strict=True):
             self._finish(one, index, hypotheses)
 
@@ -340,14 +387,18 @@ class Engine:
         if is_out_of_memory(error):
             release_memory()
             return Failed(503, "out of memory: try fewer or shorter inputs, or again later")
-        if isinstance(error, ValueError):
+        if isinstance(error, (ValueError, ArithmeticError)):
             return Failed(422, f"transformers refuses to generate: {first_line(error)}")
         return Failed(500, f"{type(error).__name__}: {first_line(error)}")
 
     def _fail_all(self, error: Exception, status: int = 500) -> None:
         """A step of all failed: nobody knows what the batches hold."""
         units = [unit for call in self._units.values() for unit in call]
-        self._clear()
+        try:
+            self._clear()
+        except Exception:  # of a batch that is broken: a new one takes its place
+            self._batches.clear()
+            self._units.clear()
         if status == 500:
             self._fail(units, error)
             return

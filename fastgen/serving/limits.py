@@ -11,7 +11,7 @@ class Limits:
 
     body_bytes: int = 1 << 20
     inputs: int = 64
-    input_tokens: int | None = None  # beside the model's own
+    input_tokens: int = 4096  # beside the model's own limit
     new_tokens: int = 1024
     beams: int = 16  # and samples
     rows: int = 256  # beams of all inputs that decode together

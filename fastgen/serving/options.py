@@ -13,7 +13,6 @@ from fastgen.serving.limits import Limits
 
 _TOKEN = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 _TOKENS = Annotated[list[_TOKEN], Field(max_length=1000)]
-_NUMBER = Annotated[float, Field(allow_inf_nan=False)]
 _SHARE = Annotated[float, Field(ge=0.0, le=1.0)]
 _COUNT = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 
@@ -21,16 +20,15 @@ _COUNT = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 _OFFERED: dict[str, Any] = {
     "max_new_tokens": Annotated[StrictInt, Field(ge=1)],
     "min_new_tokens": _COUNT,
-    "min_length": _COUNT,
     "num_beams": Annotated[StrictInt, Field(ge=1)],
     "num_return_sequences": Annotated[StrictInt, Field(ge=1)],
     "do_sample": StrictBool,
     "early_stopping": StrictBool | Literal["never"],
     "length_penalty": Annotated[float, Field(ge=-100.0, le=100.0)],
-    "repetition_penalty": Annotated[float, Field(gt=0.0, le=1e6)],
+    "repetition_penalty": Annotated[float, Field(ge=0.01, le=100.0)],
     "no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0, le=1000)],
     "encoder_no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0, le=1000)],
-    "temperature": Annotated[float, Field(gt=0.0, le=1e6)],
+    "temperature": Annotated[float, Field(ge=0.01, le=100.0)],
     "top_k": _COUNT,
     "top_p": _SHARE,
     "min_p": _SHARE,
@@ -42,11 +40,10 @@ _OFFERED: dict[str, Any] = {
     "begin_suppress_tokens": _TOKENS,
     "forced_bos_token_id": _TOKEN,
     "forced_eos_token_id": _TOKEN | _TOKENS,
-    "exponential_decay_length_penalty": tuple[_COUNT, Annotated[float, Field(gt=0.0, le=100.0)]],
+    "exponential_decay_length_penalty": tuple[_COUNT, Annotated[float, Field(ge=0.5, le=1.5)]],
     "renormalize_logits": StrictBool,
     "remove_invalid_values": StrictBool,
 }
-_SCALARS = {"bool": bool, "int": int, "float": float}
 
 
 class Hypothesis(BaseModel):

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import asdict
 from typing import Any
 
 from fastgen.cli.transformers import flags, prepare, tokenizing
-from fastgen.cli.transformers.load import generation_config, load_model
-from fastgen.pipeline.errors import InputError
+from fastgen.cli.transformers.load import decoder_room, generation_config, load_model
+from fastgen.pipeline.errors import InputError, WorkerError, first_line
 from fastgen.pipeline.workers import WorkerPool
 from fastgen.serving.engine import Ask, Engine, Event, Failed, Finished, Full, Grown
 from fastgen.serving.limits import Limits
 from fastgen.serving.options import finite, given
+
+_DEFAULT_TOKENS = 256  # generated, where neither the request nor the model says how many
 
 
 class Refusal(Exception):
@@ -26,6 +29,26 @@ class Refusal(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status, self.message = status, message
+
+
+class _Events:
+    """What an asker has not read yet: of each input that grows, the newest alone, however slowly it reads."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._grown: dict[int, Grown] = {}
+
+    def put(self, event: Event) -> None:
+        if isinstance(event, Grown):
+            is_new = event.which not in self._grown
+            self._grown[event.which] = event
+            if not is_new:
+                return
+        self._queue.put_nowait(event)
+
+    async def get(self) -> Event:
+        event = await self._queue.get()
+        return self._grown.pop(event.which, event) if isinstance(event, Grown) else event
 
 
 class Service:
@@ -38,7 +61,8 @@ class Service:
         self._known, self._tokenizer = known, WorkerPool(0, tokenizing.build, known.spec)
         self._model = load_model(args.model, known.config, args.dtype, known.device)
         self.engine = Engine(self._model, most_rows=limits.rows, most_queued=most_queued)
-        self._default_tokens = min(limits.new_tokens, 256)
+        self._most_new = min(limits.new_tokens, decoder_room(self._model) or limits.new_tokens)
+        self._default_tokens = min(self._most_new, _DEFAULT_TOKENS)
         self._config({})  # what can't be used shows before the first request
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +71,7 @@ class Service:
         outputs: list[Any] = [None] * len(ask.inputs)
         async for event in self._events(ask, events):
             assert isinstance(event, Finished)
-            texts = self._decoded(event.found.tokens)
+            texts = await asyncio.to_thread(self._decoded, event.found.tokens)
             outputs[event.which] = [
                 {"text": text, "score": finite(score)} for text, score in zip(texts, event.found.scores, strict=True)
             ]
@@ -58,30 +82,36 @@ class Service:
         if int(body.get("num_beams") or 1) > 1 or int(body.get("num_return_sequences") or 1) > 1:
             raise Refusal(422, "stream: only greedy search and single samples can be streamed, since beams change")
         ask, events = await self._asked({**body, "num_beams": 1}, streams=True)
-        return self._streamed(ask, events)
+        pieces = self._streamed(ask, events)
+        await anext(pieces)  # from here on, whoever drops them frees the row
+        return pieces
 
-    async def _streamed(self, ask: Ask, events: asyncio.Queue[Event]) -> AsyncIterator[str]:
+    async def _streamed(self, ask: Ask, events: _Events) -> AsyncGenerator[str, None]:
         sent = [""] * len(ask.inputs)
         try:
+            yield ""
             async for event in self._events(ask, events):
                 if isinstance(event, Grown):
-                    text = self._decoded([event.tokens])[0]
+                    (text,) = await asyncio.to_thread(self._decoded, [event.tokens])
                     text = text[: text.rfind(" ") + 1]  # the last word may go on
                     # Some tokenizers change their mind about a space: then what follows waits.
                     if len(text) > len(sent[event.which]) and text.startswith(sent[event.which]):
                         yield _event({"index": event.which, "delta": text[len(sent[event.which]) :]})
                         sent[event.which] = text
                 elif isinstance(event, Finished):
-                    text = self._decoded(event.found.tokens)[0]
+                    (text,) = await asyncio.to_thread(self._decoded, event.found.tokens)
                     if text.startswith(sent[event.which]) and len(text) > len(sent[event.which]):
                         yield _event({"index": event.which, "delta": text[len(sent[event.which]) :]})
                     score = finite(event.found.scores[0])
                     yield _event({"index": event.which, "text": text, "score": score, "finished": True})
         except Refusal as refusal:  # too late for a status
             yield _event({"detail": refusal.message, "status": refusal.status})
+        finally:
+            if ask.left:
+                self.engine.cancel(ask)
         yield "data: [DONE]\n\n"
 
-    async def _asked(self, body: dict[str, Any], *, streams: bool) -> tuple[Ask, asyncio.Queue[Event]]:
+    async def _asked(self, body: dict[str, Any], *, streams: bool) -> tuple[Ask, _Events]:
         """The request in the engine's queue."""
         texts = [body["text"]] if isinstance(body["text"], str) else list(body["text"])
         for index, text in enumerate(texts):
@@ -96,16 +126,18 @@ class Service:
         rows = max(int(config.num_beams or 1), int(config.num_return_sequences or 1))
         if rows > self.limits.rows:
             raise Refusal(422, f"num_beams {rows}: at most {self.limits.rows} rows decode together here")
-        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
+        if not self._known.config.is_encoder_decoder:
+            self._check_room(inputs, int(config.max_new_tokens))
+        loop, events = asyncio.get_running_loop(), _Events()
 
         def tell(event: Event) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            loop.call_soon_threadsafe(events.put, event)
 
         seconds = body.get("timeout") or self.limits.seconds
         ask = Ask(
             inputs,
             config,
-            json.dumps(fields, sort_keys=True),
+            hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest(),
             tell,
             seed=secrets.randbits(31) if body.get("seed") is None else body["seed"],
             streams=streams,
@@ -117,7 +149,7 @@ class Service:
             raise Refusal(429, "the queue is full: try again later") from None
         return ask, events
 
-    async def _events(self, ask: Ask, events: asyncio.Queue[Event]) -> AsyncIterator[Event]:
+    async def _events(self, ask: Ask, events: _Events) -> AsyncIterator[Event]:
         """Until all inputs are finished. Whoever stops listening, or is cancelled, frees the rows."""
         missing = len(ask.inputs)
         try:
@@ -140,22 +172,40 @@ class Service:
         known = self._known
         flags.check(fields, str)
         config = generation_config(self._model, known.tokenizer, {**known.given, **fields}, known.language, str)
-        if "max_new_tokens" not in {**known.given, **fields} and config.max_new_tokens is None:
-            longest = config.max_length or 0
-            if longest <= 20 or longest > self.limits.new_tokens:  # transformers' default, which says nothing
-                config.max_new_tokens, config.max_length = self._default_tokens, None
+        if "max_new_tokens" not in fields:
+            longest = config.max_new_tokens or (config.max_length or 1) - 1  # without the decoder's start
+            # 20 is transformers' default, which says nothing; and a length with the prompt would depend on whose else
+            # is beside it.
+            says_nothing = longest < 20 or not known.config.is_encoder_decoder
+            config.max_new_tokens = min(self._default_tokens if says_nothing else longest, self._most_new)
+            config.max_length = None
+        if not known.config.is_encoder_decoder:
+            config.min_length = 0
         config.return_dict_in_generate = config.output_scores = True
         config._fastgen_sequence_scores_only = True
         return config
 
+    def _check_room(self, inputs: list[list[int]], new_tokens: int) -> None:
+        """A decoder-only model has positions for an input and what follows."""
+        positions = getattr(self._known.config, "max_position_embeddings", None)
+        for index, tokens in enumerate(inputs):
+            if positions is not None and len(tokens) + new_tokens > positions:
+                raise Refusal(
+                    422,
+                    f"text {index} has {len(tokens)} tokens, max_new_tokens is {new_tokens}, "
+                    f"and the model has room for {positions} together",
+                )
+
     def _encoded(self, texts: list[str]) -> list[list[int]]:
-        limit = self.limits.input_tokens
-        room = min((one for one in (limit, self._known.limit) if one is not None), default=None)
-        found: list[list[int]] = self._tokenizer.submit(tokenizing.Encode(texts)).result()
+        room = min(self.limits.input_tokens, self._known.limit or self.limits.input_tokens)
+        try:
+            found: list[list[int]] = self._tokenizer.submit(tokenizing.Encode(texts)).result()
+        except WorkerError as error:
+            raise Refusal(422, f"the tokenizer cannot read this: {first_line(error)}") from None
         for index, tokens in enumerate(found):
             if not tokens:
                 raise Refusal(422, f"text {index} has no tokens")
-            if room is not None and len(tokens) > room:
+            if len(tokens) > room:
                 raise Refusal(422, f"text {index} has {len(tokens)} tokens, and there is room for {room}")
         return [list(tokens) for tokens in found]
 

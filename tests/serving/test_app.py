@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from kit import TEXTS, stock
 
+import fastgen
 from fastgen.cli.transformers import load, tokenizing
 from fastgen.serving import app as http
 from fastgen.serving.options import question
@@ -244,6 +246,60 @@ def test_code_of_a_models_repository_never_runs(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Cannot load the tokenizer"):
         tokenizing.load_tokenizer(tokenizing.TokenizerSpec(str(tmp_path), "", None, None, None))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.fixture(scope="module")
+def causal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, Any]]:
+    """A decoder-only model with few positions: its client, the model and the tokenizer."""
+    from fastapi.testclient import TestClient
+    from kit import loaded
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from fastgen.cli import serve
+    from fastgen.serving.limits import Limits
+    from fastgen.serving.service import Service
+
+    folder, tokenizer = tmp_path_factory.mktemp("causal"), loaded()[1]
+    torch.manual_seed(2)
+    sizes = dict(n_embd=32, n_layer=2, n_head=4, n_positions=48, vocab_size=len(tokenizer))
+    ends = dict(bos_token_id=2, eos_token_id=2, pad_token_id=2)
+    GPT2LMHeadModel(GPT2Config(**sizes, **ends, initializer_range=0.4)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    args = serve.parser().parse_args([str(folder)])
+    args.truncate = False
+    service = Service(args, Limits(new_tokens=30), 64)
+    with TestClient(http.build(service, None)) as client:
+        yield client, GPT2LMHeadModel.from_pretrained(folder).eval(), tokenizer
+    service.engine.close()
+
+
+@pytest.mark.parametrize(
+    "options", (dict(), dict(num_beams=3), dict(no_repeat_ngram_size=1), dict(num_beams=2, no_repeat_ngram_size=2))
+)
+def test_a_decoder_only_model_goes_on_as_if_alone(causal: Any, options: dict[str, Any]) -> None:
+    client, model, tokenizer = causal
+    texts = ["1", "2 3 4", "17 18", "5 6 7 8"]
+    answer = ask(client, text=texts, max_new_tokens=12, **options)
+    assert answer.status_code == 200, answer.text
+    for text, (output,) in zip(texts, answer.json()["outputs"], strict=True):
+        inputs = tokenizer(text, return_tensors="pt").input_ids
+        with fastgen.disabled(), torch.no_grad():
+            tokens = model.generate(inputs, max_new_tokens=12, **options)[0, inputs.shape[1] :]
+        assert output["text"] == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+LONG = "1 2 3 4 5 6 7 8 9 " * 2
+
+
+def test_a_decoder_only_model_has_room_for_so_much(causal: Any) -> None:
+    client, _, tokenizer = causal
+    length = len(tokenizer(LONG).input_ids)
+    answer = ask(client, text=["1", LONG], max_new_tokens=30)
+    assert answer.status_code == 422
+    assert answer.json()["detail"] == (
+        f"text 1 has {length} tokens, max_new_tokens is 30, and the model has room for 48 together"
+    )
+    assert ask(client, text="1").status_code == 200
 
 
 def test_a_page_describes_it(client: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit import TEXTS, config_of, loaded, stock
+from transformers import ExponentialDecayLengthPenalty
 
 from fastgen.serving.engine import Ask, Engine, Event, Failed, Finished, Full, Grown
 
@@ -160,6 +161,56 @@ def test_a_model_that_fails_fails_its_requests_alone(engine: Engine, monkeypatch
     engine.submit(again)
     wait(again)
     assert texts_of(events[0]) == stock(TEXTS[0], **KINDS[0])[0] and engine.is_alive
+
+
+@pytest.mark.parametrize("options", (dict(num_beams=4), dict(do_sample=True)))
+def test_options_that_fail_fail_their_request_alone(
+    engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflows(self: Any, input_ids: Any, scores: Any) -> Any:
+        if input_ids.shape[1] > 3:
+            raise OverflowError("too large")
+        return scores
+
+    monkeypatch.setattr(ExponentialDecayLengthPenalty, "__call__", overflows)
+    good, events = ask_of(TEXTS[:3], **options, seed=3, min_new_tokens=10, max_new_tokens=20)
+    bad, told = ask_of(
+        TEXTS[3:5], **options, exponential_decay_length_penalty=(0, 1.1), min_new_tokens=9, max_new_tokens=20
+    )
+    engine.submit(good)
+    engine.submit(bad)
+    wait(good, bad)
+    assert [type(event) for event in told] == [Failed] and told[0].status == 422  # type: ignore[union-attr]
+    for event in events:
+        wanted = stock(TEXTS[event.which], 3, **options, min_new_tokens=10, max_new_tokens=20)[0]  # type: ignore[union-attr]
+        assert texts_of(event) == wanted
+    later, events = ask_of(TEXTS[:1], **options, max_new_tokens=20)
+    engine.submit(later)
+    wait(later)
+    assert texts_of(events[0]) == stock(TEXTS[0], **options, max_new_tokens=20)[0]
+
+
+def test_one_of_many_rows_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(loaded()[0], most_rows=32)
+    _slowly(engine, monkeypatch)
+    asked = [ask_of([text], max_new_tokens=12, min_new_tokens=10)[0] for text in TEXTS * 3]
+    large, _ = ask_of(TEXTS[:1], num_beams=24, max_new_tokens=4)
+    for number, ask in enumerate(asked):
+        engine.submit(ask)
+        if number == 34:
+            engine.submit(large)
+        time.sleep(0.01)
+    wait(large)
+    assert sum(not ask.is_over for ask in asked) > 0
+    wait(*asked)
+    engine.close()
+
+
+def test_an_engine_that_is_closed_takes_nothing() -> None:
+    engine = Engine(loaded()[0])
+    engine.close()
+    with pytest.raises(Full):
+        engine.submit(ask_of(TEXTS[:1])[0])
 
 
 def test_an_engine_that_is_closed_answers_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,15 +104,21 @@ def _check_tokens(model: Any, flags: dict[str, Any], shown: Callable[[str], str]
             raise InputError(f"{shown(name)} {wrong[0]}: the model's tokens are 0 to {size - 1}.")
 
 
-def _check_length(model: Any, config: GenerationConfig, shown: Callable[[str], str]) -> None:
-    """A decoder with a table of positions has no more than that; one that computes them may go on."""
+def decoder_room(model: Any) -> int | None:
+    """How many tokens an encoder-decoder can generate; None if it computes its positions, and may go on."""
     if not model.config.is_encoder_decoder or not hasattr(model, "get_decoder"):
-        return  # of causal models see source_limit
+        return None  # of causal models see source_limit
     table = getattr(model.get_decoder(), "embed_positions", None)
     if not isinstance(table, torch.nn.Embedding) or hasattr(table, "make_weight"):  # FSMT's grows
-        return
-    room = table.num_embeddings - int(getattr(table, "offset", 0))
+        return None
     # The first token is the decoder's start; the last one is never fed.
+    return table.num_embeddings - int(getattr(table, "offset", 0))
+
+
+def _check_length(model: Any, config: GenerationConfig, shown: Callable[[str], str]) -> None:
+    room = decoder_room(model)
+    if room is None:
+        return
     if config.max_new_tokens is not None and config.max_new_tokens > room:
         raise InputError(
             f"{shown('max_new_tokens')} {config.max_new_tokens}: the model's decoder has {room} positions."

@@ -160,7 +160,7 @@ def _unrefillable(request: Request, stock: Callable[..., Any], tokens: bool = Fa
         return "what is asked for needs all sentences of a batch until its end"
     return (
         unrefillable_model(request.model)
-        or unsupported_reason(request)
+        or unsupported_reason(request, shares=tokens)
         or changed_rules(request.model)
         or proof.disproof(request, stock)
     )
@@ -203,6 +203,7 @@ class Call:
         self.number, self._planned, self._tokens = number, planned, tokens
         self.result: Any = None
         self.ended = False
+        self.error: Exception | None = None  # which ended it, if `tokens`: else it is raised
         self.found: list[Found] = []  # of sentences that have finished since the caller took the last ones
         try:
             with dispatch.intercepting():
@@ -229,6 +230,11 @@ class Call:
             self.inputs = self._steps.send(outputs)
         except StopIteration as end:
             self.result, self.ended = end.value, True
+        except Exception as error:
+            if not self._tokens or not self.decoder.has_moved:
+                raise
+            # Of its own options, most likely: the calls that it shares a batch with go on.
+            self.error, self.ended = error, True
         self.ended |= self.decoder.is_over
         if self.ended:
             self._steps.close()
@@ -350,7 +356,8 @@ class _Joint(TreeDecoder):
         first, parents, stay = 0, [], []
         for call in self.calls:
             decoder = call.decoder
-            assert decoder.parents is not None
+            if decoder.parents is None:  # it failed before it chose any: its rows leave as they are
+                decoder.parents = torch.arange(call.rows, device=device)
             before = len(decoder.parents) // beams
             parents.append(decoder.parents + first * beams)
             if not call.ended:

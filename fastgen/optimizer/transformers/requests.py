@@ -199,12 +199,15 @@ def _is_row_local(processor: Any) -> bool:
     return type(processor) in _ROW_LOCAL or type(processor).__module__ == "fastgen.models.unilm.processors"
 
 
-def unsupported_reason(request: Request) -> str | None:
-    """Why this request has to run on the host's own cache, in words for the user; None if it need not."""
+def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
+    """Why this request has to run on the host's own cache, in words for the user; None if it need not.
+
+    `shares`: its rows share a batch with other requests'.
+    """
     model, config, kwargs = request.model, request.generation_config, request.model_kwargs
     if request.is_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
-    if not request.is_search and request.beams == 1 and request.input_ids.device.type != "cpu":
+    if not request.is_search and request.beams == 1 and request.input_ids.device.type != "cpu" and not shares:
         return "one sample of a prompt has nothing to share"  # on the CPU there are faster products to gain from
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
