@@ -89,7 +89,11 @@ class Watched:
 def test_each_sentence_gets_what_it_gets_alone(family: str, options: str) -> None:
     model = zoo.load(family)
     calls = calls_of(family, **OPTIONS[options])
+    if why := refill.unrefillable(model, calls[0], tokens=True):
+        assert "random numbers" in why and "sample" in options
+        pytest.skip(why)
     watched = Watched(model, calls)
+    report.reset()
     watched.run()
     assert len(watched.found) == sum(batch for batch, *_ in CALLS)
     for (number, sentence), one in watched.found.items():
@@ -131,8 +135,8 @@ def test_sentences_that_are_given_up_leave_at_once(options: str) -> None:
 
 
 def test_what_streams_is_what_is_found() -> None:
-    model = zoo.load("t5")
-    call = calls_of("t5")[0]
+    model = zoo.load("marian")
+    call = calls_of("marian")[0]
     running = refill.Running(model, 8)
     with harness.configured(strict=True), torch.no_grad():
         admitted = running.admit(0, harness.request(call, {}), tokens=True)

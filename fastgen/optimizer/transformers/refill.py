@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,8 +58,11 @@ def unrefillable(model: Any, call: Mapping[str, Any], *, tokens: bool = False) -
         with dispatch.intercepting():
             model.generate(**call)
     except dispatch.Intercepted as intercepted:
-        with torch.no_grad():
-            return _unrefillable(intercepted.request, intercepted.stock, tokens)
+        request, stock = intercepted.request, intercepted.stock
+    if not request.is_search and request.generation_config.do_sample and _draws_itself(model, call):
+        return "its forward passes draw random numbers, and so change what is sampled"
+    with torch.no_grad():
+        return _unrefillable(request, stock, tokens)
     return "fastgen is disabled, or the search is none of those that it accelerates"
 
 
@@ -164,6 +168,20 @@ def _unrefillable(request: Request, stock: Callable[..., Any], tokens: bool = Fa
         or changed_rules(request.model)
         or proof.disproof(request, stock)
     )
+
+
+_drawing: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _draws_itself(model: Any, call: Mapping[str, Any]) -> bool:
+    """Whether forward passes use torch's random stream, as layers that might be dropped do in some versions."""
+    if model not in _drawing:
+        first = {name: value[:1] for name, value in call.items() if isinstance(value, Tensor)}
+        before = torch.get_rng_state()
+        model.generate(**first, do_sample=False, num_beams=1, num_return_sequences=1, max_new_tokens=2)
+        _drawing[model] = not torch.equal(before, torch.get_rng_state())
+        torch.set_rng_state(before)
+    return _drawing[model]
 
 
 class _Planned:
