@@ -22,6 +22,7 @@ import fastgen
 from fastgen.cli import demo_task
 from fastgen.cli.exits import positive_number
 from fastgen.cli.peak_memory import PeakMemory
+from fastgen.cli.transformers.hypotheses import without_tail
 
 SHIPPED_MODEL = Path(__file__).parent / "demo_model"
 SHIPPED_INPUTS = 320
@@ -77,14 +78,7 @@ class Job:
         """Each row's generated tokens, without the prompt and without padding at the end."""
         rows = output[:, batch["input_ids"].shape[1] :] if self.causal else output
         pad = self.tokenizer.pad_token_id
-        return [_without_tail(row, pad) for row in rows.tolist()]
-
-
-def _without_tail(row: list[int], pad: int) -> list[int]:
-    end = len(row)
-    while end and row[end - 1] == pad:
-        end -= 1
-    return row[:end]
+        return [without_tail(row, pad) for row in rows.tolist()]
 
 
 @dataclass

@@ -18,13 +18,13 @@ import ray
 import torch
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.config import HTTPOptions
+from ray.serve.config import BackpressureConfig, HTTPOptions
 
 from fastgen.cli.transformers import prepare
 from fastgen.distributed.connection import connected
 from fastgen.distributed.placement import Placement, nodes_of, placement
 from fastgen.pipeline.errors import DONE, InputError, first_line
-from fastgen.serving.app import build
+from fastgen.serving.app import RETRY_AFTER, build
 from fastgen.serving.limits import Limits
 from fastgen.serving.service import Service
 
@@ -145,6 +145,7 @@ def _application(settings: Settings, how: Placement) -> Any:
         # The engine's own queue refuses first: Ray's only keeps the bound if replicas are busy with other things.
         max_ongoing_requests=settings.most_queued + limits.rows + 64,
         max_queued_requests=settings.most_queued,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER),
         graceful_shutdown_timeout_s=limits.seconds + 5.0,
         health_check_period_s=_HEALTH_SECONDS,
         ray_actor_options={"num_cpus": how.cpus, "num_gpus": how.gpus},
