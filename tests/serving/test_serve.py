@@ -136,6 +136,7 @@ def test_a_stream_whose_client_goes_away_frees_its_row(server: Server) -> None:
     _until(lambda: server.metric("running") == 56)
     connection = _raw(server, dict(text=TEXTS[0], stream=True, min_new_tokens=110, max_new_tokens=112))
     assert b"200 OK" in connection.recv(1000)
+    _until(lambda: server.metric("running") == 57)
     connection.close()
     _until(lambda: server.metric("freed_rows_total") - freed == 1)
     beside.close()
