@@ -140,11 +140,11 @@ class Running:
     def close(self) -> None:
         """Let go of the tree, and report."""
         if self._joint is not None:
-            self._joint.close()
             joint, seconds = self._joint, time.perf_counter() - self._started
             how = joint.steps, seconds, joint.cache_bytes(), joint.cache_kind(), self._planned.plan
             name = type(self._model).__name__
             report.record(report.Call("transformers", name, "fast", None, self._admitted, joint.beams, *how))
+            joint.close()  # which forgets what it had
             self._joint = None
 
 
