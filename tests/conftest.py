@@ -13,6 +13,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test may depend on, or wait for, a download.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Ray's nodes in tests share a machine with other tests: that one is slow to answer, or that others fill the memory, is
+# no reason to give it up, and its workers are no less urgent.
+os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+os.environ.setdefault("RAY_health_check_timeout_ms", "60000")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 # A folder of its own: with tests/ on the path, its folder `fairseq` would pass for the package of that name.
 sys.path.insert(0, str(Path(__file__).parent / "shared"))
 
@@ -37,6 +44,8 @@ def clean_slate() -> Iterator[None]:
     fastgen.enable()
     config.reset()
     report.reset()
+    if (ray := sys.modules.get("ray")) is not None:
+        ray.shutdown()  # or the next test would use that cluster, whatever it asks for
 
 
 @pytest.fixture(scope="session")

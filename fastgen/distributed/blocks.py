@@ -1,7 +1,7 @@
 """A corpus cut into blocks: who reads one needs no line of the others.
 
 A block is what `fastgen-generate-transformers` sorts by length at once, so one process and many make the same batches
-of a corpus: their results are the same to the last digit, and the same tokens are sampled.
+of a corpus: their texts are the same, samples included, and scores differ as between two runs of one process.
 """
 
 from __future__ import annotations

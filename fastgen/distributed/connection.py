@@ -22,6 +22,8 @@ def connected(address: str) -> Iterator[None]:
     """A cluster: that at `address`; without one that of RAY_ADDRESS, else one of this machine alone."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     before = ray.is_initialized()
+    if before and address:
+        raise InputError(f"This process is connected to a Ray cluster: leave out the address {address}.")
     if not before:
         address = address or os.environ.get("RAY_ADDRESS") or "local"  # else Ray takes any cluster of this machine
         _check(address)

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 import ray.data
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fastgen.cli.transformers import records
 from fastgen.cli.transformers.batches import WINDOW
@@ -22,6 +21,7 @@ from fastgen.cli.transformers.run import files_of_model, references_of, say, set
 from fastgen.distributed import blocks
 from fastgen.distributed.blocks import Block
 from fastgen.distributed.connection import connected
+from fastgen.distributed.counter import start_counter
 from fastgen.distributed.parts import Mark, Parts
 from fastgen.distributed.placement import Placement, nodes_of, placement
 from fastgen.distributed.worker import BlockWorker, Job
@@ -113,7 +113,7 @@ def _generate(
         say(f"no node has {how.cpus:g} CPUs and {how.gpus:g} GPUs now: waiting until one joins the cluster.")
     total = sum(block.count for block in corpus)
     progress = Progress(total, done=sum(mark.count for mark in marks.values()), enabled=not args.quiet)
-    counter = _counter()
+    counter = start_counter()
     dataset = pool(_dataset(todo), BlockWorker, (Job(_absolute(args), form), parts.path, counter), how, batch_size=1)
     shown = 0
     try:
@@ -175,30 +175,6 @@ def pool(
         num_gpus=how.gpus,
         **options,
     )
-
-
-class _Counter:
-    """Records and tokens of each block so far, and how often it was begun."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, tuple[int, int]] = {}
-        self._attempts: dict[int, int] = {}
-
-    def begin(self, block: int) -> int:
-        self._attempts[block] = self._attempts.get(block, 0) + 1
-        return self._attempts[block]
-
-    def add(self, block: int, records: int, tokens: int) -> None:
-        self._blocks[block] = records, tokens
-
-    def total(self) -> tuple[int, int]:
-        return sum(one for one, _ in self._blocks.values()), sum(one for _, one in self._blocks.values())
-
-
-def _counter() -> Any:
-    """On the driver's own node: it lasts as long as the run."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=here)(_Counter).remote()
 
 
 @contextlib.contextmanager

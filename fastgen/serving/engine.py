@@ -139,7 +139,7 @@ class Engine:
         self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
         self._calls = 0
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._is_closed = self._is_lost = False
         self._thread = threading.Thread(target=self._run, name="fastgen-engine", daemon=True)
         self._thread.start()
 
@@ -190,6 +190,8 @@ class Engine:
                     self._turn()
                 except Exception as error:  # of a model, or of ours: the service goes on
                     self._fail_all(error)
+                if self._is_lost:
+                    break
         self._fail_all(RuntimeError("the service has been stopped"), status=503)
 
     def _turn(self) -> None:
@@ -307,10 +309,17 @@ class Engine:
             call = batch.admit(self._calls, self._call(inputs, ask), tokens=True, seeds=[one.seed for one, _ in units])
         except Exception as error:
             del self._units[self._calls]
-            self._fail(units, error)
+            if not (is_out_of_memory(error) and len(units) > 1):
+                self._fail(units, error)
+                return
+        else:
+            if call.ended:
+                self._deliver(call)
             return
-        if call.ended:
-            self._deliver(call)
+        release_memory()  # not while the error holds the frames that took it
+        half = len(units) // 2
+        self._begin(units[:half])
+        self._begin(units[half:])
 
     def _deliver(self, call: Call) -> None:
         """What is new of a call, to those who asked."""
@@ -373,10 +382,11 @@ class Engine:
         if ask.is_over:
             return
         ask.left.discard(index)
+        if not ask.left:
+            self.counts.finished += 1  # before it is told: whoever has the answer may look
         ask.listener(Finished(index, found))
         if not ask.left:
             ask.is_over = True
-            self.counts.finished += 1
 
     def _fail(self, units: list[_Unit], error: Exception) -> None:
         failed = self._failure(error)
@@ -389,7 +399,15 @@ class Engine:
             return Failed(503, "out of memory: try fewer or shorter inputs, or again later")
         if isinstance(error, (ValueError, ArithmeticError)):
             return Failed(422, f"transformers refuses to generate: {first_line(error)}")
+        self._is_lost = self._is_lost or not self._device_answers()
         return Failed(500, f"{type(error).__name__}: {first_line(error)}")
+
+    def _device_answers(self) -> bool:
+        """A GPU on which something went badly wrong answers this process with errors alone, whatever is asked."""
+        try:
+            return bool(torch.zeros(1, device=self._model.device).item() == 0)
+        except Exception:
+            return False
 
     def _fail_all(self, error: Exception, status: int = 500) -> None:
         """A step of all failed: nobody knows what the batches hold."""
@@ -408,10 +426,11 @@ class Engine:
             self._end(ask, Failed(status, first_line(error)))
 
     def _end(self, ask: Ask, failed: Failed) -> None:
-        if not ask.is_over:
-            ask.is_over = True
-            self.counts.failed += 1
-            ask.listener(failed)
+        with self._changed:  # or who hears of it might cancel it, too
+            if not ask.is_over:
+                self.counts.failed += 1
+                ask.listener(failed)
+                ask.is_over = True
 
     def _clear(self) -> None:
         """Let go of the batches and their memory."""

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+from fastgen import config
+
+NODES = 2
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
-    """A node for the driver, which has no CPUs for actors, and two for those."""
+def nodes() -> Iterator[Any]:
+    """A node for the driver, which has no CPUs for actors, and those for actors."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'fastgen[ray]'")
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = cluster.address
     yield cluster
@@ -30,6 +30,20 @@ def cluster() -> Iterator[Any]:
     else:
         os.environ["RAY_ADDRESS"] = before
     cluster.shutdown()
+
+
+@pytest.fixture
+def cluster(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two nodes, whatever became of them in the test before."""
+    # In actors, driver and the command without Ray: else timings choose products, and the last digits of scores.
+    monkeypatch.setenv("FASTGEN_PACKING", "off")
+    config.reset()
+    for node in list(nodes.worker_nodes):
+        if not node.remaining_processes_alive():
+            nodes.remove_node(node)
+    while len(nodes.worker_nodes) < NODES:
+        nodes.add_node(num_cpus=1)
+    return nodes
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The helpers beside this file importable, and one service for all tests that need no network."""
+"""The helpers beside this file importable, and one service for the tests that need no network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def service() -> Iterator[Any]:
     from kit import arguments
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -13,6 +15,7 @@ from fastgen.cli import demo_task, serve
 from fastgen.cli.demo import SHIPPED_MODEL
 from fastgen.cli.transformers.hypotheses import hypotheses_of
 from fastgen.cli.transformers.load import generation_config
+from fastgen.optimizer.transformers.refill import Running
 
 TEXTS = [" ".join(next(demo_task.sentences(seed, held_out=True))[0].split()[: 3 + 2 * seed % 13]) for seed in range(40)]
 
@@ -39,6 +42,12 @@ def stock(text: str, seed: int = 0, **options: Any) -> tuple[list[str], list[flo
         output = model.generate(tokenizer(text, return_tensors="pt").input_ids, generation_config=config)
     (found,) = hypotheses_of(model, config, output, 0)
     return tokenizer.batch_decode(found.tokens, skip_special_tokens=True), found.scores
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take their time, so that others can come and go in between."""
+    step = Running.step
+    monkeypatch.setattr(Running, "step", lambda self: (time.sleep(0.03), step(self))[1])
 
 
 def arguments(*flags: str) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TEXTS, stock
+from kit import TEXTS, slowly, stock
 
 import fastgen
 from fastgen.cli.transformers import load, tokenizing
@@ -63,7 +63,10 @@ def _events(text: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("options", (dict(), dict(do_sample=True, seed=5)))
-def test_a_stream_is_the_answer_in_pieces(client: Any, options: dict[str, Any]) -> None:
+def test_a_stream_is_the_answer_in_pieces(
+    client: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly(monkeypatch)  # or several pieces come at once
     texts = [max(TEXTS, key=len), TEXTS[1]]
     answer = ask(client, text=texts, stream=True, max_new_tokens=40, **options)
     assert answer.headers["content-type"].startswith("text/event-stream")

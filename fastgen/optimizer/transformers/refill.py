@@ -59,11 +59,12 @@ def unrefillable(model: Any, call: Mapping[str, Any], *, tokens: bool = False) -
             model.generate(**call)
     except dispatch.Intercepted as intercepted:
         request, stock = intercepted.request, intercepted.stock
+    else:
+        return "fastgen is disabled, or the search is none of those that it accelerates"
     if not request.is_search and request.generation_config.do_sample and _draws_itself(model, call):
         return "its forward passes draw random numbers, and so change what is sampled"
     with torch.no_grad():
         return _unrefillable(request, stock, tokens)
-    return "fastgen is disabled, or the search is none of those that it accelerates"
 
 
 def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iterator[tuple[int, Any]]:
