@@ -25,6 +25,7 @@ from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import first_line
 
+STOPPED = "the service has been stopped"
 _IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
 _MOST_OPTIONS = 1000  # whose verdicts are remembered
 _JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer wait for each other, since each call costs its own search,
@@ -57,6 +58,10 @@ Event = Finished | Grown | Failed
 
 class Full(Exception):
     """The queue is full."""
+
+
+class Stopped(Exception):
+    """The engine has ended, or its device is lost."""
 
 
 @dataclass(eq=False)
@@ -148,10 +153,10 @@ class Engine:
         return self._thread.is_alive()
 
     def submit(self, ask: Ask) -> None:
-        """Its listener will hear of each input, or that it failed. Full if there is no room in the queue."""
+        """Its listener will hear of each input, or that it failed. Full: no room in the queue. Stopped: for good."""
         with self._changed:
             if self._is_closed or not self._thread.is_alive():
-                raise Full
+                raise Stopped
             queued = sum(len(one.waiting) for one in self._asks if not one.is_over)
             if queued and queued + len(ask.inputs) > self._most_queued:
                 self.counts.refused += 1
@@ -192,7 +197,7 @@ class Engine:
                     self._fail_all(error)
                 if self._is_lost:
                     break
-        self._fail_all(RuntimeError("the service has been stopped"), status=503)
+        self._fail_all(RuntimeError(STOPPED), status=503)
 
     def _turn(self) -> None:
         self._expire()

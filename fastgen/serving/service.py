@@ -16,7 +16,7 @@ from fastgen.cli.transformers import flags, prepare, tokenizing
 from fastgen.cli.transformers.load import decoder_room, generation_config, load_model
 from fastgen.pipeline.errors import InputError, WorkerError, first_line
 from fastgen.pipeline.workers import WorkerPool
-from fastgen.serving.engine import Ask, Engine, Event, Failed, Finished, Full, Grown
+from fastgen.serving.engine import STOPPED, Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
 from fastgen.serving.limits import Limits
 from fastgen.serving.options import finite, given
 
@@ -147,6 +147,8 @@ class Service:
             self.engine.submit(ask)
         except Full:
             raise Refusal(429, "the queue is full: try again later") from None
+        except Stopped:
+            raise Refusal(503, STOPPED) from None
         return ask, events
 
     async def _events(self, ask: Ask, events: _Events) -> AsyncIterator[Event]:

@@ -18,6 +18,7 @@ from kit import TEXTS, slowly, stock
 import fastgen
 from fastgen.cli.transformers import load, tokenizing
 from fastgen.serving import app as http
+from fastgen.serving import engine
 from fastgen.serving.options import question
 
 BODIES = int(os.environ.get("FASTGEN_FUZZ", "400"))  # malformed ones
@@ -226,15 +227,16 @@ def test_metrics_count(client: Any, service: Any) -> None:
     assert names == {line.split()[0] for line in lines if not line.startswith("#")}
 
 
-def test_a_full_queue_says_when_to_try_again(client: Any, service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastgen.serving.engine import Full
+@pytest.mark.parametrize("why, status", ((engine.Full, 429), (engine.Stopped, 503)))
+def test_who_is_refused_hears_when_to_try_again(
+    client: Any, service: Any, monkeypatch: pytest.MonkeyPatch, why: type[Exception], status: int
+) -> None:
+    def refuse(ask: Any) -> None:
+        raise why
 
-    def full(ask: Any) -> None:
-        raise Full
-
-    monkeypatch.setattr(service.engine, "submit", full)
+    monkeypatch.setattr(service.engine, "submit", refuse)
     answer = ask(client, text="1")
-    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert (answer.status_code, answer.headers["retry-after"]) == (status, "1")
 
 
 def test_code_of_a_models_repository_never_runs(tmp_path: Path) -> None:

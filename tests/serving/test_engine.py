@@ -14,7 +14,7 @@ from kit import TEXTS, config_of, loaded, slowly, stock
 from transformers import ExponentialDecayLengthPenalty
 
 from fastgen.optimizer.transformers.refill import Running
-from fastgen.serving.engine import Ask, Engine, Event, Failed, Finished, Full, Grown
+from fastgen.serving.engine import Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
 
 KINDS: list[dict[str, Any]] = [
     dict(num_beams=4, max_new_tokens=30),
@@ -177,7 +177,7 @@ def test_a_device_that_is_lost_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         wait(ask)
         until(lambda: not engine.is_alive)
     assert [type(event) for event in told] == [Failed] and told[0].status == 500  # type: ignore[union-attr]
-    with pytest.raises(Full):
+    with pytest.raises(Stopped):
         engine.submit(ask_of(TEXTS[:1])[0])
     engine.close()
 
@@ -245,7 +245,7 @@ def test_one_of_many_rows_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_engine_that_is_closed_takes_nothing() -> None:
     engine = Engine(loaded()[0])
     engine.close()
-    with pytest.raises(Full):
+    with pytest.raises(Stopped):
         engine.submit(ask_of(TEXTS[:1])[0])
 
 
