@@ -78,9 +78,15 @@ def question(limits: Limits) -> type[BaseModel]:
         name: (kind | None, None) for name, kind in {**_OFFERED, **bounded}.items() if name in known
     }
     text = Annotated[str, Field(min_length=1, max_length=limits.body_bytes)]
+    # On the page, where it can be sent as it is; one made from the types would ask for everything at once.
+    example: dict[str, Any] = {
+        "text": "order 4213",
+        "num_beams": min(4, limits.beams),
+        "max_new_tokens": min(60, limits.new_tokens),
+    }
     return create_model(
         "Question",
-        __config__=ConfigDict(extra="forbid"),
+        __config__=ConfigDict(extra="forbid", json_schema_extra={"example": example}),
         text=(text | Annotated[list[text], Field(min_length=1, max_length=limits.inputs)], ...),
         seed=(Annotated[StrictInt, Field(ge=0, lt=2**63)] | None, Field(None, description="of sampling")),
         stream=(StrictBool, Field(False, description="server-sent events, for greedy search and sampling")),

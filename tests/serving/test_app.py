@@ -110,6 +110,12 @@ def test_what_cannot_be_used_is_a_sentence(client: Any, body: Any, status: int, 
     assert (answer.status_code, what in answer.json()["detail"]) == (status, True), answer.text
 
 
+def test_the_example_on_the_page_is_answered(client: Any) -> None:
+    schema = client.get("/openapi.json").json()["components"]["schemas"]["Question"]
+    answer = ask(client, **schema["example"])
+    assert answer.status_code == 200 and answer.json()["outputs"][0][0]["text"]
+
+
 RAW = (
     (b"", 422),
     (b"{", 400),
