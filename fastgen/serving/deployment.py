@@ -94,13 +94,15 @@ def run(args: argparse.Namespace, token: str | None) -> int:
         how = placement(str(args.replicas), args.cpus_per_replica, args.gpus_per_replica, nodes_of(ray.nodes()))
         if _is_serving():
             raise InputError("Ray Serve runs on this cluster already: its proxies would not listen where --host says.")
+        before = {}
         try:
-            serve.start(http_options=HTTPOptions(host=args.host, port=args.port))
-            serve.run(_application(Settings(args, limits, args.max_queued, token), how), name=_APP)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise InputError(f"Cannot start the service: {first_line(error)}.") from error
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+            try:
+                serve.start(http_options=HTTPOptions(host=args.host, port=args.port))
+                serve.run(_application(Settings(args, limits, args.max_queued, token), how), name=_APP)
+            except (RuntimeError, ValueError, OSError) as error:
+                # What an actor raised is told with its traceback; the sentence is in what it was.
+                raise InputError(f"Cannot start the service: {first_line(getattr(error, 'cause', error))}.") from error
+            before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
             _say(f"http://{args.host}:{args.port}/v1/generate answers; /docs describes it. Ctrl-C stops.")
             while not stopped.wait(1.0):
                 pass
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace, token: str | None) -> int:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            serve.shutdown()
+            serve.shutdown()  # where it did not start, too: a cluster would keep the half that did
     return DONE
 
 

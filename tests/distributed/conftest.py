@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,13 +21,7 @@ def nodes() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    before = os.environ.get("RAY_ADDRESS")
-    os.environ["RAY_ADDRESS"] = cluster.address
     yield cluster
-    if before is None:
-        os.environ.pop("RAY_ADDRESS")
-    else:
-        os.environ["RAY_ADDRESS"] = before
     cluster.shutdown()
 
 
@@ -37,6 +30,7 @@ def cluster(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two nodes, whatever became of them in the test before."""
     # In actors, driver and the command without Ray: else timings choose products, and the last digits of scores.
     monkeypatch.setenv("FASTGEN_PACKING", "off")
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     config.reset()
     for node in list(nodes.worker_nodes):
         if not node.remaining_processes_alive():

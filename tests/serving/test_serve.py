@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from kit import TEXTS, stock
 
 from fastgen.bench.report import image
@@ -218,10 +219,27 @@ def test_bad_arguments_are_a_sentence(flags: list[str], what: str, capfd: pytest
     assert what in capfd.readouterr().err
 
 
-def test_a_port_in_use_is_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert serve.main([str(SHIPPED_MODEL), "--port", str(port)]) == 1
-    assert f"port {port}" in capfd.readouterr().err
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port where somebody listens already."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+def test_a_port_in_use_is_a_sentence(taken: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert serve.main([str(SHIPPED_MODEL), "--port", str(taken)]) == 1
+    assert f"port {taken}" in capfd.readouterr().err
+
+
+def test_a_port_in_use_on_a_cluster_is_a_sentence_and_leaves_nothing_there(
+    taken: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray.init("local", include_dashboard=False, log_to_driver=False)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # where it listens may be another machine: only Ray can tell
+    assert serve.main([str(SHIPPED_MODEL), "--port", str(taken)]) == 1
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("fastgen-serve: Cannot start the service: ") and f":{taken}" in said
+    with pytest.raises(ValueError):
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
