@@ -35,7 +35,8 @@ def placement(actors: str | None, cpus: float | None, gpus: float | None, nodes:
         raise InputError("The Ray cluster has no nodes.")
     if gpus is None:
         gpus = 1.0 if any(node.gpus for node in nodes) else 0.0
-    able = [node for node in nodes if node.gpus >= gpus] or nodes
+    # A head is often begun without CPUs, so that no work is placed on it.
+    able = [node for node in nodes if node.cpus and node.gpus >= gpus] or [Node(1, gpus)]
     if actors is None:
         room = [int(node.gpus / gpus) if gpus else 1 for node in able]
         least = most = max(1, sum(room))

@@ -102,6 +102,9 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
 def test_actors_are_placed_by_gpus_or_by_nodes() -> None:
     cpus, gpus = [Node(8, 0), Node(4, 0)], [Node(16, 2), Node(16, 1), Node(8, 0)]
     assert placement(None, None, None, cpus) == Placement(2, 2, 4.0, 0.0)
+    assert placement(None, None, None, [Node(0, 0), *cpus]) == Placement(2, 2, 4.0, 0.0)
+    assert placement("2", None, None, [Node(0, 0)]) == Placement(2, 2, 0.5, 0.0)
+    assert placement(None, None, None, [Node(0, 0), *gpus]) == Placement(3, 3, 1.0, 1.0)
     assert placement("4", None, None, cpus) == Placement(4, 4, 2.0, 0.0)
     assert placement("1:6", 2.0, None, cpus) == Placement(1, 6, 2.0, 0.0)
     assert placement(None, None, None, gpus) == Placement(3, 3, 1.0, 1.0)
