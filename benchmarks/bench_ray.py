@@ -6,11 +6,15 @@ The whole command is timed, with all that starts before the first line. English 
 the sentences of `--shared`, which are cut into pieces beforehand. Every output is compared with the command's own. One
 actor and the command take turns. More actors have the same cores: they show that the work is divided, not that it is
 done sooner.
+
+With `--failures` nodes are killed at three random moments of a run, and in another the command itself, twice, which is
+resumed each time: on a cluster of a head without CPUs and two nodes of one CPU, all of them processes of this machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -19,10 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import measuring
 import ray
+import ray_failures
 import transformers
 
 FLAGS = ["--num-beams", "5", "--max-new-tokens", "120", "--batch-size", "64", "--no-scores", "--quiet"]
@@ -34,6 +41,7 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=2, help="of the command and of one actor (default: %(default)s)")
     parser.add_argument("--actors", type=int, nargs="*", default=[2, 4], help="more actors, once each")
+    parser.add_argument("--failures", action="store_true", help="kill nodes, and the command, besides")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -54,10 +62,44 @@ def main() -> int:
             "lines_per_second": {name: args.lines / statistics.median(times) for name, times in found.items()},
             "one_actor_to_the_command": {"median": statistics.median(ratios), "rounds": ratios},
         }
+        if args.failures:
+            result["failures"] = _failures(statistics.median(found["plain"]), model, source, folder)
         print(json.dumps(result, indent=1))
         if args.output:
             measuring.write(args.output, "ray", result)
     return 0
+
+
+def _failures(seconds: float, model: Path, source: Path, folder: Path) -> dict[str, Any]:
+    """What died when. Each output is compared with that of one process."""
+    found = {}
+    for name in ("nodes", "driver"):
+        output = folder / f"{name}.jsonl"
+        parts = output.with_name(f"{output.name}.parts")
+        command = [*_command(model, source, output), "--ray", "--actors", "2", "--cpus-per-actor", "1"]
+        with _cluster() as cluster:
+            if name == "nodes":
+                found[name] = ray_failures.nodes_die(command, cluster, parts, seconds)
+            else:
+                found[name] = ray_failures.drivers_die(command, parts, seconds)
+        _same(output, folder)
+        print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
+    return found
+
+
+@contextlib.contextmanager
+def _cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    try:
+        yield cluster
+    finally:
+        del os.environ["RAY_ADDRESS"]
+        cluster.shutdown()
 
 
 def _model(shared: Path, folder: Path) -> Path:
@@ -91,7 +133,7 @@ def _run(name: str, model: Path, source: Path, folder: Path) -> float:
     output = folder / f"{name}.jsonl"
     for left in folder.glob(f"{name}.jsonl*"):
         left.unlink()
-    command = [sys.executable, "-m", "fastgen.cli.generate_transformers", str(model), str(source), str(output), *FLAGS]
+    command = _command(model, source, output)
     if name != "plain":
         actors = int(name.removeprefix("ray-"))
         cpus = (os.cpu_count() or 1) / actors
@@ -101,10 +143,18 @@ def _run(name: str, model: Path, source: Path, folder: Path) -> float:
     seconds = time.perf_counter() - started
     if done.returncode not in (0, 1):  # 1: lines of nothing but spaces are records that fail, with both
         raise SystemExit(f"{name}: {done.stderr}")
-    if output.read_bytes() != (folder / "plain.jsonl").read_bytes():
-        raise SystemExit(f"{name} writes something else")
+    _same(output, folder)
     print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
     return seconds
+
+
+def _command(model: Path, source: Path, output: Path) -> list[str]:
+    return [sys.executable, "-m", "fastgen.cli.generate_transformers", str(model), str(source), str(output), *FLAGS]
+
+
+def _same(output: Path, folder: Path) -> None:
+    if output.read_bytes() != (folder / "plain.jsonl").read_bytes():
+        raise SystemExit(f"{output.stem} writes something else")
 
 
 if __name__ == "__main__":
