@@ -20,6 +20,7 @@ from fastgen.cli.transformers.records import PARQUET, Record, fill_text, format_
 from fastgen.pipeline.errors import InputError, first_line
 
 _CHUNK = 1 << 22  # bytes read at once
+_ROWS = 4096  # of Parquet
 _NEWLINE = ord("\n")
 
 
@@ -158,21 +159,30 @@ def read(block: Block, text_field: str) -> Iterator[Record]:
 
 
 def _rows(block: Block, file: Any, text_field: str) -> Iterator[Record]:
-    parquet = pyarrow.parquet.ParquetFile(file)
+    # In pieces: a row group may be larger than memory, and what lies behind the block is not read.
+    parquet = pyarrow.parquet.ParquetFile(file, buffer_size=_CHUNK)
     names = parquet.schema_arrow.names
     if text_field not in names:
         raise InputError(f"{block.name} has no column {text_field!r}: --text-field names that of the text.")
     columns = [text_field, *({"id"} & set(names) - {text_field})]
-    first, skipped, groups = 0, None, []
+    end = block.offset + block.size
+    first, before, groups = 0, 0, []
     for group in range(parquet.num_row_groups):
         after = first + parquet.metadata.row_group(group).num_rows
-        if first < block.offset + block.size and after > block.offset:
-            skipped = block.offset - first if skipped is None else skipped
+        if after <= block.offset:
+            before = after
+        elif first < end:
             groups.append(group)
         first = after
-    table = parquet.read_row_groups(groups, columns).slice(skipped or 0, block.size)
-    names_of = table.column("id").to_pylist() if "id" in columns else [None] * len(table)
-    for index, (text, name) in enumerate(zip(table.column(text_field).to_pylist(), names_of, strict=True), block.first):
+    rows: list[tuple[Any, Any]] = []  # text and id
+    for piece in parquet.iter_batches(_ROWS, groups, columns):
+        wanted = piece.slice(max(0, block.offset - before), block.size - len(rows))
+        before += len(piece)
+        texts = wanted.column(text_field).to_pylist()
+        rows += zip(texts, wanted.column("id").to_pylist() if "id" in columns else [None] * len(texts), strict=True)
+        if before >= end:
+            break
+    for index, (text, name) in enumerate(rows, block.first):
         record = Record(index, block.name, name=name, before=block.before, file=block.file)
         if isinstance(text, str):
             fill_text(record, text, text_field)

@@ -9,15 +9,18 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 class Counter:
-    """Records and tokens of each block so far, and how often it was begun."""
+    """Records and tokens of each block so far, and where it was begun."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, tuple[int, int]] = {}
-        self._attempts: dict[int, int] = {}
+        self._attempts: dict[int, list[str]] = {}  # the node of each
 
-    def begin(self, block: int) -> int:
-        self._attempts[block] = self._attempts.get(block, 0) + 1
-        return self._attempts[block]
+    def begin(self, block: int, node: str) -> int:
+        """How often it was begun, this time included; not counted are nodes that are gone: no block's fault."""
+        attempts = self._attempts.setdefault(block, [])
+        attempts.append(node)
+        alive = {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+        return sum(one in alive for one in attempts)
 
     def add(self, block: int, records: int, tokens: int) -> None:
         self._blocks[block] = records, tokens

@@ -97,7 +97,8 @@ class BlockWorker:
         return {"summary": [json.dumps(row)]}
 
     def _done(self, block: blocks.Block) -> Mark:
-        if ray.get(self._counter.begin.remote(block.number)) > ATTEMPTS:
+        node = ray.get_runtime_context().get_node_id()
+        if ray.get(self._counter.begin.remote(block.number, node)) > ATTEMPTS:
             raise RuntimeError(f"a worker died {ATTEMPTS} times at these records")
         if self._engine is None:  # not before: what it raises must find its way to the driver
             self._engine = Engine(self._job)

@@ -60,9 +60,14 @@ def test_files_of_a_folder_follow_each_other_and_are_named(tmp_path: Path) -> No
     ]
 
 
-def test_parquet_is_read_across_row_groups(tmp_path: Path) -> None:
+def test_parquet_is_read_across_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = pyarrow.table({"id": [f"n{i}" for i in range(10)], "src": [*map(str, range(9)), None], "more": range(10)})
     pyarrow.parquet.write_table(table, tmp_path / "in.parquet", row_group_size=3)
+    every = _read(tmp_path / "in.parquet", 100, text_field="src")
+    for rows in (1, 2, 5):
+        monkeypatch.setattr(blocks, "_ROWS", rows)
+        for window in (1, 2, 4, 7):
+            assert _read(tmp_path / "in.parquet", window, text_field="src") == every
     found = _read(tmp_path / "in.parquet", 4, text_field="src")
     assert [(one.name, one.text) for one in found[:9]] == [(f"n{i}", str(i)) for i in range(9)]
     assert found[9].error is not None and found[9].error.endswith("line 10: no text in the column 'src'.")
