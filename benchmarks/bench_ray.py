@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=2, help="of the command and of one actor (default: %(default)s)")
     parser.add_argument("--actors", type=int, nargs="*", default=[2, 4], help="more actors, once each")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the command, and of all actors")
     parser.add_argument("--failures", action="store_true", help="kill nodes, and the command, besides")
     parser.add_argument("--output", type=Path, help="folder for the JSON")
     args = parser.parse_args()
@@ -50,24 +51,32 @@ def main() -> int:
         found: dict[str, list[float]] = {}
         for turn in range(args.rounds):
             for name in ("plain", "ray-1") if turn % 2 == 0 else ("ray-1", "plain"):
-                found.setdefault(name, []).append(_run(name, model, source, folder))
+                found.setdefault(name, []).append(_run(name, args.threads, model, source, folder))
         for actors in args.actors:
-            found[f"ray-{actors}"] = [_run(f"ray-{actors}", model, source, folder)]
+            found[f"ray-{actors}"] = [_run(f"ray-{actors}", args.threads, model, source, folder)]
         ratios = [theirs / ours for theirs, ours in zip(found["ray-1"], found["plain"], strict=True)]
         result = {
             **measuring.environment(ray, transformers),
+            "threads": args.threads,
             "what": f"{args.lines} lines, English to German, 5 beams, batches of 64, whole commands",
             "outputs": "all files equal the command's own, byte for byte",
             "seconds": found,
             "lines_per_second": {name: args.lines / statistics.median(times) for name, times in found.items()},
             "one_actor_to_the_command": {"median": statistics.median(ratios), "rounds": ratios},
         }
-        if args.failures:
+        name = "ray" if args.threads == os.cpu_count() else f"ray-threads-{args.threads}"
+        name = "ray-failures" if args.failures else name
+        _write(args.output, name, result)
+        if args.failures:  # which may end the run
             result["failures"] = _failures(statistics.median(found["plain"]), model, source, folder)
+            _write(args.output, name, result)
         print(json.dumps(result, indent=1))
-        if args.output:
-            measuring.write(args.output, "ray", result)
     return 0
+
+
+def _write(folder: Path | None, name: str, result: dict[str, Any]) -> None:
+    if folder:
+        measuring.write(folder, name, result)
 
 
 def _failures(seconds: float, model: Path, source: Path, folder: Path) -> dict[str, Any]:
@@ -128,7 +137,7 @@ def _lines(shared: Path, count: int, folder: Path) -> Path:
     return folder / "in.txt"
 
 
-def _run(name: str, model: Path, source: Path, folder: Path) -> float:
+def _run(name: str, threads: int, model: Path, source: Path, folder: Path) -> float:
     """The seconds of one command, whose output is compared with the first one's."""
     output = folder / f"{name}.jsonl"
     for left in folder.glob(f"{name}.jsonl*"):
@@ -136,10 +145,11 @@ def _run(name: str, model: Path, source: Path, folder: Path) -> float:
     command = _command(model, source, output)
     if name != "plain":
         actors = int(name.removeprefix("ray-"))
-        cpus = (os.cpu_count() or 1) / actors
+        cpus = threads / actors
         command += ["--ray", "--actors", str(actors), "--cpus-per-actor", str(cpus)]
     started = time.perf_counter()
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}  # Ray sets it for its actors
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     seconds = time.perf_counter() - started
     if done.returncode not in (0, 1):  # 1: lines of nothing but spaces are records that fail, with both
         raise SystemExit(f"{name}: {done.stderr}")

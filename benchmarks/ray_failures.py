@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 # When something dies, of the time that the command takes without Ray. Nodes in one run, which takes longer than that;
-# drivers each in a run of its own, when the first blocks are whole or nearly so, and others are left.
-_NODES, _DRIVERS = ((0.1, 0.9),) * 3, ((0.3, 0.6),) * 2
+# drivers each in a run of its own, when the first blocks are whole (at 0.4 to 0.5 of it), and others are left.
+_NODES, _DRIVERS = ((0.1, 0.9),) * 3, ((0.5, 0.75),) * 2
 
 
 def nodes_die(command: list[str], cluster: Any, parts: Path, seconds: float) -> dict[str, Any]:
@@ -48,6 +48,8 @@ def drivers_die(command: list[str], parts: Path, seconds: float) -> dict[str, An
             now = _marks(parts)
             if any(now.get(mark) != written for mark, written in kept.items()):
                 raise SystemExit("parts that were whole are gone or written again")
+            if len(now) == len(kept):
+                raise SystemExit(f"no part became whole in {after:.0f} s: nothing that a resumed run could keep")
             kept = now
             whole.append(len(kept))
         ran += time.perf_counter() - started

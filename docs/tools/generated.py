@@ -187,7 +187,7 @@ def cluster_measured() -> str:
     rows = [
         (
             "the command alone" if name == "plain" else f"`--ray --actors {name.removeprefix('ray-')}`",
-            f"{seconds[0]:.0f} s",
+            f"{statistics.median(seconds):.0f} s",
         )
         for name, seconds in corpus["seconds"].items()
     ]
@@ -201,6 +201,25 @@ def cluster_measured() -> str:
         f"{corpus['outputs']}. More actors have the same cores:\n\n{table(('how', 'seconds'), rows)}\n\n"
         f"`fastgen-serve`, {service['what']}; {service['verified']}; clients that never wait, on the same cores:\n\n"
         f"{table(('clients', 'answers/s', 'one client', 'latency, median', '95%'), rates)}"
+    )
+
+
+def cluster_failures() -> str:
+    """What `bench_ray.py --failures` killed, and what became of the runs."""
+    result = _result("ray-failures")
+    failures, plain = result["failures"], statistics.median(result["seconds"]["plain"])
+    rows = [
+        (what, f"{moment:.0f} s", str(parts), "" if number else f"{found['seconds']:.0f} s")
+        for what, found, moments in (
+            ("nodes, each followed by a new one", failures["nodes"], "at_seconds"),
+            ("the command, resumed each time", failures["driver"], "at_seconds_of_its_run"),
+        )
+        for number, (moment, parts) in enumerate(zip(found[moments], found["parts_whole_then"], strict=True))
+    ]
+    return (
+        f"{result['what']} ({result['machine']['cpu']}): {plain:.0f} s without Ray. On a head without CPUs and two "
+        "nodes of one CPU each, with an actor on each; both files equal the command's own, byte for byte, and no block that "
+        "was whole was made again:\n\n" + table(("killed", "after", "blocks whole by then", "the whole run took"), rows)
     )
 
 
@@ -246,7 +265,8 @@ def _result(name: str) -> dict[str, Any]:
 _TRANSFORMERS = """bart-8x1022 bart-8x512 diverse-8x512 prophetnet-8x512 unilm-8x512 gpt2-4x128 gpt2-4x512
     transformer-base-32 transformer-base-1 transformer-base-greedy ddtp whisper whisper-1 smollm""".split()
 _SHORT = "bart-8x1022 gpt2-4x512 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
-_SUITES = "peers fastseq-table2 fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5 lightseq-fig6 scale".split()
+_SUITES = """peers fastseq-table1 fastseq-table2 fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5 lightseq-fig6
+    scale""".split()
 
 
 def _timed(result: dict[str, Any]) -> tuple[str, ...]:
@@ -288,6 +308,12 @@ def _suite(name: str) -> str:
     import suites
 
     return suites.shown(_result(name))
+
+
+def results_phases() -> str:
+    import suites
+
+    return suites.phases(_result("peers"))
 
 
 def results_whisper() -> str:
@@ -431,6 +457,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "command-generate-transformers": command_generate_transformers,
     "command-generation-flags": command_generation_flags,
     "command-serve": command_serve,
+    "cluster-failures": cluster_failures,
     "cluster-measured": cluster_measured,
     "cluster-sizing": cluster_sizing,
     "models-accelerated": models_accelerated,
@@ -441,6 +468,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-offline": results_offline,
     "results-operators": results_operators,
     **{f"results-{name}": functools.partial(_suite, name) for name in _SUITES},
+    "results-phases": results_phases,
     "results-short": results_short,
     "results-slots": results_slots,
     "results-transformers": results_transformers,

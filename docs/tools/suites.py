@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from table_markup import table
 
-from fastgen.bench.document import Document, Section, Task
+from fastgen.bench.document import PHASES, Document, Section, Task
 from fastgen.bench.report import facts, summary
 
 _MOST_COLUMNS = 6  # of sides, beside the task's: else tasks are the columns
@@ -21,6 +21,18 @@ def shown(document: Document) -> str:
         f"{settings['dtype']}; {ran}. {' '.join(one.text for one in summary.checks(document))}"
     )
     return "\n\n".join(parts)
+
+
+def phases(document: Document) -> str:
+    """Where the time of each side goes whose insides can be seen."""
+    rows = []
+    for task in document["tasks"]:
+        for side, result in facts.results(task).items():
+            if found := result.get("phases"):
+                all_of_it = sum(found.get(name, 0.0) for name in PHASES)
+                each = (facts.seconds(found[name]) if name in found else "–" for name in PHASES)
+                rows.append((task["name"], facts.label(document, side), *each, facts.seconds(all_of_it)))
+    return table(("task", "side", *PHASES, "all"), rows)
 
 
 def _section(document: Document, section: Section) -> str:

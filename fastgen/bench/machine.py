@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import platform
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,17 @@ def describe(device: str, threads: int) -> dict[str, Any]:
     return found
 
 
-def cpu() -> str:
+def cpu(description: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name; with its family and model where the name has no number, as on many virtual machines."""
+    fields: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        for line in description.read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
+    found = fields.get("model name") or platform.processor() or platform.machine()
+    if "cpu family" in fields and not re.search(r"\d", found):
+        found += f" (family {fields['cpu family']}, model {fields.get('model', '?')})"
+    return found
 
 
 def cores() -> int:

@@ -256,20 +256,21 @@ def slim_whisper(quick: bool) -> list[Section]:
 def _grid(
     section: str,
     text: str,
-    what: str,
+    label: str,
+    kept: str,
     model: str,
     sides: tuple[str, ...],
     axis: str,
     points: list[dict[str, Any]],
     by: str,
 ) -> Section:
-    """`points` differ in `axis`, along a curve, and in `by`, between curves."""
+    """`points` differ in `axis`, along a curve, and in `by`, between curves; `kept` says what else a curve has."""
     unit = {"batch": "inputs", "beams": "beams", "source": "source tokens", "new": "new tokens"}
     tasks = []
     for point in points:
-        line = f"{what}, {point[by]} {unit[by]}" if by else what
+        line = f"{label}, {f'{point[by]} {unit[by]}' if by else kept}"
         name = "-".join(f"{key}-{point[key]}" for key in ([by, axis] if by else [axis]))
-        tasks.append(_task(name, what, model, sides, **point, axis=axis, line=line))
+        tasks.append(_task(name, label, model, sides, **point, axis=axis, line=line))
     return Section(section, text, tasks, ["lines", "ratios", "seconds", "outputs"])
 
 
@@ -296,7 +297,7 @@ def _lightseq(title: str, quick: bool, beams: int, options: dict[str, Any]) -> S
         " All sides sample; fastgen draws stock's tokens, CTranslate2 has random numbers of its own." if options else ""
     )
     sides = ("transformers", "ctranslate2", "fastgen")
-    return _grid(title, text, "transformer-base", "transformer-base", sides, "new", points, by="batch")
+    return _grid(title, text, "transformer-base", "", "transformer-base", sides, "new", points, by="batch")
 
 
 def scale(quick: bool) -> list[Section]:
@@ -314,7 +315,8 @@ def scale(quick: bool) -> list[Section]:
         _grid(
             f"Growth with {titles[axis]}",
             _random(quick),
-            f"BART-base, {', '.join(f'{key} {value}' for key, value in base.items() if key != axis)}",
+            "BART-base",
+            ", ".join(f"{key} {value}" for key, value in base.items() if key != axis),
             "bart-base",
             sides,
             axis,

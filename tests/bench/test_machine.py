@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,3 +34,16 @@ def test_time_of_worker_processes_counts() -> None:
     finally:
         end.set()
         worker.join()
+
+
+@pytest.mark.parametrize(
+    "text, name",
+    (
+        ("processor : 0\ncpu family : 25\nmodel : 17\nmodel name : AMD EPYC\n", "AMD EPYC (family 25, model 17)"),
+        ("cpu family : 6\nmodel : 143\nmodel name : Intel(R) Xeon(R) 8480C\n", "Intel(R) Xeon(R) 8480C"),
+    ),
+)
+def test_a_processor_without_a_number_is_told_by_its_family(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / "cpuinfo").write_text(text)
+    assert machine.cpu(tmp_path / "cpuinfo") == name
+    assert machine.cpu(tmp_path / "none")
