@@ -218,8 +218,9 @@ def cluster_failures() -> str:
     ]
     return (
         f"{result['what']} ({result['machine']['cpu']}): {plain:.0f} s without Ray. On a head without CPUs and two "
-        "nodes of one CPU each, with an actor on each; both files equal the command's own, byte for byte, and no block that "
-        "was whole was made again:\n\n" + table(("killed", "after", "blocks whole by then", "the whole run took"), rows)
+        "nodes of one CPU each, with an actor on each. Both files equal the command's own, byte for byte, and resumed "
+        "runs made none of the blocks again that were whole:\n\n"
+        + table(("killed", "after", "blocks whole by then", "the whole run took"), rows)
     )
 
 
