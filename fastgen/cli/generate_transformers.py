@@ -50,7 +50,8 @@ def _on_ray(args: argparse.Namespace) -> int:
     # Its core writes of its own affairs to the user's terminal, as if they were errors; read when Ray is imported.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
-        import ray.data  # noqa: F401
+        import pyarrow  # noqa: F401
+        import ray  # noqa: F401
     except ImportError as error:
         raise InputError(f"--ray needs Ray: pip install 'fastgen[ray]' ({first_line(error)}).") from error
     from fastgen.distributed.run import run

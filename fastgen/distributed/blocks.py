@@ -39,6 +39,9 @@ class Block:
     before: int  # records of the files before
     file: str | None  # the name to show, where there are several files
 
+    def __str__(self) -> str:
+        return f"{self.name}, records {self.first - self.before + 1} and the {self.count - 1} that follow"
+
 
 @dataclass(frozen=True)
 class Source:

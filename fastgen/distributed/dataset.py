@@ -45,17 +45,24 @@ def generate(
         InputError: an option's value can't be used. What only the workers can find out, such as a model that can't be
             loaded, is raised by Ray when the dataset runs.
     """
-    import ray
+    import ray.data
 
     from fastgen.distributed.placement import nodes_of, placement
-    from fastgen.distributed.run import pool
     from fastgen.distributed.worker import Job, RowWorker
 
     args = _arguments(model, options)
     if not ray.is_initialized():
         ray.init()  # wherever Ray's own functions would have
     how = placement(None if actors is None else str(actors), cpus_per_actor, gpus_per_actor, nodes_of(ray.nodes()))
-    return pool(dataset, RowWorker, (Job(args, records.PARQUET),), how, batch_size=WINDOW, batch_format="pyarrow")
+    return dataset.map_batches(
+        RowWorker,
+        fn_constructor_args=(Job(args, records.PARQUET),),
+        compute=ray.data.ActorPoolStrategy(min_size=how.least, max_size=how.most, max_tasks_in_flight_per_actor=2),
+        num_cpus=how.cpus,
+        num_gpus=how.gpus,
+        batch_size=WINDOW,
+        batch_format="pyarrow",
+    )
 
 
 def _arguments(model: str, options: dict[str, Any]) -> argparse.Namespace:

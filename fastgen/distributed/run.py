@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import logging
-import threading
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import ray
-import ray.data
 
 from fastgen.cli.transformers import records
 from fastgen.cli.transformers.batches import WINDOW
 from fastgen.cli.transformers.run import files_of_model, references_of, say, settings_of, summary
 from fastgen.distributed import blocks
+from fastgen.distributed.actors import Told, results
 from fastgen.distributed.blocks import Block
 from fastgen.distributed.connection import connected
-from fastgen.distributed.counter import start_counter
 from fastgen.distributed.parts import Mark, Parts
-from fastgen.distributed.placement import Placement, nodes_of, placement
-from fastgen.distributed.worker import BlockWorker, Job
+from fastgen.distributed.placement import nodes_of, placement
+from fastgen.distributed.worker import BlockWorker, Done, Job
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, first_line, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
 
-_MOST_TASKS = 5_000  # of Ray: beyond, a task has several blocks
 _SHOWN_ERRORS = 10
-_POLL_SECONDS = 0.5
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,9 +36,6 @@ def run(args: argparse.Namespace) -> int:
     elif "://" in args.output:
         raise InputError(f"One file in order is written here, not at {args.output}: give a path, or --shards.")
     files = blocks.sources(args.input, args.input_format)
-    context = ray.data.DataContext.get_current()  # the command has a progress line of its own
-    context.enable_progress_bars = context.print_on_execution_start = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
     with connected(args.ray):
         cuts = _cut(files)
         corpus = blocks.numbered(files, cuts)
@@ -112,23 +101,22 @@ def _generate(
     if not any(node.cpus >= how.cpus and node.gpus >= how.gpus for node in nodes):
         say(f"no node has {how.cpus:g} CPUs and {how.gpus:g} GPUs now: waiting until one joins the cluster.")
     total = sum(block.count for block in corpus)
-    progress = Progress(total, done=sum(mark.count for mark in marks.values()), enabled=not args.quiet)
-    counter = start_counter()
-    dataset = pool(_dataset(todo), BlockWorker, (Job(_absolute(args), form), parts.path, counter), how, batch_size=1)
+    progress = _Following(Progress(total, done=sum(mark.count for mark in marks.values()), enabled=not args.quiet))
+    job = Job(_absolute(args), form)
     shown = 0
     try:
-        with _following(counter, progress):
-            for row in dataset.iter_rows():
-                one = json.loads(row["summary"])
-                for warning in one["warnings"]:
+        with contextlib.closing(results(BlockWorker, (job, parts.path), how, todo, progress.running)) as found:
+            for one in found:
+                for warning in one.warnings:
                     say(warning)
-                if one["problem"]:
+                if one.mark is None:
                     raise _problem(one)
-                for error in one["errors"][: max(0, _SHOWN_ERRORS - shown)]:
+                for error in one.mark.errors[: max(0, _SHOWN_ERRORS - shown)]:
                     say(error)
-                shown += len(one["errors"])
-                marks[one["number"]] = Mark(0, 0, one["count"], one["failed"], one["tokens"], one["errors"])
-    except (ray.exceptions.RayError, ray.data.exceptions.RayDataUserCodeException) as error:
+                shown += len(one.mark.errors)
+                marks[one.block.number] = one.mark
+                progress.done(one.block.number, one.mark)
+    except ray.exceptions.RayError as error:
         left = [block for block in todo if block.number not in marks]
         names = ", ".join(f"{block.name} from record {block.first - block.before + 1}" for block in left[:4])
         raise WorkerError(
@@ -136,10 +124,31 @@ def _generate(
             f"--resume goes on: {first_line(error)}\n{error}"
         ) from error
     finally:
-        progress.close()
-    if missing := len(corpus) - len(marks):
-        raise WorkerError(f"Ray ended without {missing} of {len(corpus)} blocks; --resume goes on with them")
+        progress.line.close()
     return marks
+
+
+class _Following:
+    """The progress line shows the blocks that are done, and of those that run what their actors say."""
+
+    def __init__(self, line: Progress) -> None:
+        self.line = line
+        self._done = self._shown = (0, 0)  # records, tokens
+        self._running: Told = {}
+
+    def running(self, told: Told) -> None:
+        self._running = told
+        self._show()
+
+    def done(self, number: int, mark: Mark) -> None:
+        self._running.pop(number, None)
+        self._done = self._done[0] + mark.count, self._done[1] + mark.tokens
+        self._show()
+
+    def _show(self) -> None:
+        records, tokens = (sum(pair) for pair in zip(self._done, *self._running.values(), strict=True))
+        self.line.update(records - self._shown[0], tokens - self._shown[1])
+        self._shown = records, tokens
 
 
 def _absolute(args: argparse.Namespace) -> argparse.Namespace:
@@ -151,55 +160,11 @@ def _absolute(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def _problem(row: dict[str, Any]) -> Exception:
+def _problem(done: Done) -> Exception:
     """What a worker couldn't do; its own sentences are the user's already."""
-    if row["trace"].strip().splitlines()[-1].startswith(f"{InputError.__module__}.{InputError.__qualname__}"):
-        return InputError(row["problem"])
-    return WorkerError(f"{row['problem']}\n{row['trace'].strip()}")
-
-
-def _dataset(todo: list[Block]) -> ray.data.Dataset:
-    items = [{"block": json.dumps(asdict(block))} for block in todo]
-    return ray.data.from_items(items, override_num_blocks=min(len(todo), _MOST_TASKS))
-
-
-def pool(
-    dataset: ray.data.Dataset, worker: type, arguments: tuple[Any, ...], how: Placement, **options: Any
-) -> ray.data.Dataset:
-    """`dataset` through actors of `worker`, built once each with `arguments`."""
-    return dataset.map_batches(
-        worker,
-        fn_constructor_args=arguments,
-        compute=ray.data.ActorPoolStrategy(min_size=how.least, max_size=how.most, max_tasks_in_flight_per_actor=2),
-        num_cpus=how.cpus,
-        num_gpus=how.gpus,
-        **options,
-    )
-
-
-@contextlib.contextmanager
-def _following(counter: Any, progress: Progress) -> Iterator[None]:
-    """The progress line shows what the counter says."""
-    ended = threading.Event()
-    seen = (0, 0)
-
-    def follow() -> None:
-        nonlocal seen
-        last = False
-        while not last:
-            last = ended.wait(_POLL_SECONDS)
-            with contextlib.suppress(ray.exceptions.RayError):
-                now = ray.get(counter.total.remote(), timeout=10)
-                progress.update(now[0] - seen[0], now[1] - seen[1])
-                seen = now
-
-    thread = threading.Thread(target=follow, name="fastgen-progress", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    if done.trace.strip().splitlines()[-1].startswith(f"{InputError.__module__}.{InputError.__qualname__}"):
+        return InputError(done.problem)
+    return WorkerError(f"{done.problem}\n{done.trace.strip()}")
 
 
 def _merge(parts: Parts, corpus: list[Block], journal: Journal) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.transformers import batches, metrics, prepare, records, tokenizing
+from fastgen.cli.transformers import batches, metrics, records, tokenizing
 from fastgen.cli.transformers.writer import Writer
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, writing
 from fastgen.pipeline.progress import Progress
@@ -61,6 +61,8 @@ def files_of_model(args: argparse.Namespace) -> list[Path]:
 
 
 def _generate(args: argparse.Namespace, form: str, total: int, journal: Journal) -> None:
+    from fastgen.cli.transformers import prepare  # brings torch, which a driver of Ray does without
+
     known = prepare.prepared(args)
     with WorkerPool(args.workers, tokenizing.build, known.spec) as pool:  # starts while the model is loaded
         writer = Writer(form, journal)

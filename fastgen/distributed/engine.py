@@ -1,0 +1,54 @@
+"""Records in, outputs out: the model of an actor, loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import ray
+import torch
+
+import fastgen
+from fastgen.cli.transformers import prepare, records, tokenizing
+from fastgen.distributed.parts import Outputs
+from fastgen.distributed.worker import Job
+from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.workers import WorkerPool
+
+
+class Engine:
+    """Outputs of records, as `fastgen-generate-transformers` makes them."""
+
+    def __init__(self, job: Job) -> None:
+        if job.version != fastgen.__version__:
+            raise InputError(f"This node has fastgen {fastgen.__version__}, the driver has {job.version}.")
+        cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
+        torch.set_num_threads(max(1, int(cpus)))  # what was asked for, whatever else is on the node
+        known = prepare.prepared(job.args)
+        self._pool = WorkerPool(job.args.workers or 0, tokenizing.build, known.spec)
+        self._generator = prepare.generator_of(job.args, known, self._pool, iter(()), form=job.form, warn=self._warn)
+        self.warnings: list[str] = []
+
+    def outputs(
+        self, found: Iterable[records.Record], progress: Any = lambda records, tokens: None
+    ) -> Iterator[tuple[records.Record, Outputs]]:
+        """Each record with its hypotheses, none for one that failed; in any order."""
+        generator, source = self._generator, self._generator.source
+        generator.progress, source.records = progress, iter(found)
+        ready: list[Any] = []  # batches whose texts are being made
+        for window in source:
+            for batch in source.cut(window):
+                if batch.records[0].error is not None:
+                    progress(len(batch.records), 0)
+                    ready.append((batch.records, [], self._pool.submit(tokenizing.Decode([]))))
+                    continue
+                hypotheses = generator(batch)
+                texts = self._pool.submit(tokenizing.Decode(hypotheses.rows))
+                ready.append((batch.records, hypotheses.scores, texts))
+        for done, scores, texts in ready:
+            pairs = iter(zip(texts.result(), scores, strict=True))
+            for record in done:
+                yield record, [] if record.error else [next(pairs) for _ in range(generator.per_record)]
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
