@@ -57,6 +57,7 @@ def environment(*modules: ModuleType) -> dict[str, Any]:
 
 def write(folder: Path, name: str, document: dict[str, Any], indent: int | None = 2) -> Path:
     file = folder / f"{name}-{datetime.date.today().isoformat()}.json"
+    folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(document, indent=indent) + "\n")
     return file
 

@@ -183,7 +183,7 @@ def command_serve() -> str:
 
 
 def cluster_measured() -> str:
-    corpus, service = _result("ray"), _result("serve")
+    corpus, service = _result("ray-failures"), _result("serve")
     rows = [
         (
             "the command alone" if name == "plain" else f"`--ray --actors {name.removeprefix('ray-')}`",
@@ -195,11 +195,12 @@ def cluster_measured() -> str:
         (clients, f"{one['per_second']:.1f}", f"{one['ratio']:.1f}x", f"{one['p50']:.2f} s", f"{one['p95']:.2f} s")
         for clients, one in service["summary"].items()
     ]
-    cpu, threads = corpus["machine"]["cpu"], corpus["machine"]["threads"]
+    machines = [f"{one['machine']['cpu']}, {one['machine']['threads']} cores, no GPU" for one in (corpus, service)]
     return (
-        f"On one machine ({cpu}, {threads} cores, no GPU; Ray {corpus['versions']['ray']}). {corpus['what']}; "
+        f"On one machine ({machines[0]}; Ray {corpus['versions']['ray']}). {corpus['what']}; "
         f"{corpus['outputs']}. More actors have the same cores:\n\n{table(('how', 'seconds'), rows)}\n\n"
-        f"`fastgen-serve`, {service['what']}; {service['verified']}; clients that never wait, on the same cores:\n\n"
+        f"`fastgen-serve` ({machines[1]}), {service['what']}; {service['verified']}; clients that never wait, on the "
+        "same cores:\n\n"
         f"{table(('clients', 'answers/s', 'one client', 'latency, median', '95%'), rates)}"
     )
 
@@ -229,7 +230,7 @@ def _duration(hours: float) -> str:
 
 
 def cluster_sizing() -> str:
-    rate = _result("ray")["lines_per_second"]["ray-1"]
+    rate = _result("ray-failures")["lines_per_second"]["ray-1"]
     rows = []
     for lines in (10**6, 10**8, 10**9):
         hours = lines / rate / 3600

@@ -8,77 +8,113 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
 from fastgen.distributed.blocks import Block
 from fastgen.distributed.placement import Placement
-from fastgen.pipeline.errors import WorkerError
+from fastgen.pipeline.errors import WorkerError, first_line
 
-ATTEMPTS = 4  # a block that kills its worker this often is at fault itself
+ATTEMPTS = 4  # a block that kills its worker this often is at fault itself; so is an actor that finishes none between
 PROGRESS = "progress"  # a thread that answers while a block is generated
 _POLL_SECONDS = 0.5
+_PATIENCE_SECONDS = 60.0
+_DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)
 
 Told = dict[int, tuple[int, int]]  # by the numbers of the blocks that run: records and tokens so far
 
 
 def results(
-    worker: type, arguments: Sequence[Any], how: Placement, blocks: Sequence[Block], told: Callable[[Told], None]
+    worker: type,
+    arguments: Sequence[Any],
+    how: Placement,
+    blocks: Sequence[Block],
+    told: Callable[[Told], None],
+    warn: Callable[[str], None],
 ) -> Generator[Any, None, None]:
     """What `worker.generate` returns for each block, in any order.
 
     Ray places actors, starts those that die again, and takes those that wait for room for what a growing cluster needs.
-    A block whose worker dies goes to the next actor that is free, and those that find no block left make room.
+    A block whose worker dies comes after those that are left, for whichever actor is free; an actor that can't be made,
+    or dies again and again, is given up while there are others; those that find no block left make room.
 
     Args:
         worker: with the methods of `worker.BlockWorker`; each actor has one, made with `arguments`.
         told: is called twice a second.
+        warn: is called with a sentence about what is given up, or waits.
 
     Raises:
         WorkerError: a block's worker died `ATTEMPTS` times; nodes that are gone don't count: no block's fault.
         RayError: of anything else that Ray can't do.
     """
-    remote = ray.remote(concurrency_groups={PROGRESS: 1})(worker)
-    remote = remote.options(num_cpus=how.cpus, num_gpus=how.gpus, max_restarts=-1, max_task_retries=0)
+    remote = ray.remote(concurrency_groups={PROGRESS: 1})(worker).options(
+        num_cpus=how.cpus, num_gpus=how.gpus, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
+    )
     actors = [remote.remote(*arguments) for _ in range(min(how.most, len(blocks)))]
     starting = {_node(actor): actor for actor in actors}
     running: dict[Any, tuple[Any, str, Block]] = {}  # actor, its node, what it does
     left = deque(blocks)
     deaths: dict[int, list[str]] = {}  # by the number of the block: the nodes
-    last = time.monotonic()
+    in_a_row: Counter[Any] = Counter()  # deaths of an actor since it finished a block
+    sums = _Sums()
+    asked = worked = time.monotonic()
+
+    def give_up(actor: Any, error: RayError) -> None:
+        actors.remove(actor)
+        ray.kill(actor)
+        if not actors:
+            raise error
+        warn(f"an actor is given up, {len(actors)} are left: {first_line(error)}")
+
     try:
         while left or running:
             done, _ = ray.wait([*running, *starting], timeout=_POLL_SECONDS)
-            if (now := time.monotonic()) - last >= _POLL_SECONDS:
-                last = now
-                told(_told([actor for actor, _, _ in running.values()]))
+            now = time.monotonic()
+            if now - asked >= _POLL_SECONDS:
+                asked = now
+                told(sums.of([(actor, block.number) for actor, _, block in running.values()]))
+            if running:
+                worked = now
+            elif now - worked >= _PATIENCE_SECONDS:
+                worked = float("inf")  # said once
+                warn("no actor has begun for a minute: Ray has no room for one, or none of its workers starts.")
             for reference in done:
                 if reference in starting:
-                    actor, node = starting.pop(reference), ray.get(reference)
+                    actor = starting.pop(reference)
+                    try:
+                        node = ray.get(reference)
+                    except RayError as error:
+                        give_up(actor, error)
+                        continue
                 else:
                     actor, node, block = running.pop(reference)
                     try:
-                        yield ray.get(reference)
-                    except RayTaskError:  # nothing of Ray's: it would be so again
-                        raise
-                    except RayError:
-                        left.appendleft(block)
+                        one = ray.get(reference)
+                    except _DEATHS as error:
+                        left.append(block)
                         deaths.setdefault(block.number, []).append(node)
-                        _check(block, deaths[block.number])
-                        starting[_node(actor)] = actor
+                        _check(block, deaths[block.number], error)
+                        in_a_row[actor] += 1
+                        if in_a_row[actor] >= ATTEMPTS and len(actors) > 1:
+                            give_up(actor, error)
+                        else:
+                            starting[_node(actor)] = actor
                         continue
+                    in_a_row[actor] = 0
+                    yield one
                 if left:
                     block = left.popleft()
                     running[actor.generate.remote(block)] = actor, node, block
                 else:
+                    actors.remove(actor)
                     ray.kill(actor)
     finally:
-        with contextlib.suppress(RayError):
-            for actor in actors:
+        for actor in actors:
+            with contextlib.suppress(Exception):  # it must not hide what ended the run
                 ray.kill(actor)
 
 
@@ -87,17 +123,30 @@ def _node(actor: Any) -> Any:
     return actor.node.options(max_task_retries=-1).remote()
 
 
-def _told(actors: list[Any]) -> Told:
-    asked = [actor.told.remote() for actor in actors]
-    found = {}
-    for reference in ray.wait(asked, num_returns=len(asked), timeout=_POLL_SECONDS)[0] if asked else ():
-        with contextlib.suppress(RayError):  # it died
-            block, records, tokens = ray.get(reference)
-            found[block] = records, tokens
-    return found
+class _Sums:
+    """How far the blocks that run are, as far as their actors have said. None is waited for, or asked twice at once."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Any, Any] = {}
+        self._known: Told = {}
+
+    def of(self, running: Iterable[tuple[Any, int]]) -> Told:
+        waiting = list(self._asked)
+        for reference in ray.wait(waiting, num_returns=len(waiting), timeout=0)[0] if waiting else ():
+            del self._asked[reference]
+            with contextlib.suppress(RayError):  # it died
+                number, records, tokens = ray.get(reference)
+                self._known[number] = records, tokens
+        busy = set(self._asked.values())
+        self._asked |= {actor.told.remote(): actor for actor, _ in running if actor not in busy}
+        # An answer may be about the block before.
+        self._known = {number: self._known[number] for _, number in running if number in self._known}
+        return dict(self._known)
 
 
-def _check(block: Block, nodes: list[str]) -> None:
+def _check(block: Block, nodes: list[str], error: RayError) -> None:
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     if sum(node in alive for node in nodes) >= ATTEMPTS:
-        raise WorkerError(f"{block}: a worker died {ATTEMPTS} times at these records")
+        raise WorkerError(
+            f"{block}: a worker died {ATTEMPTS} times at these records, --resume goes on: {first_line(error)}"
+        ) from error

@@ -105,7 +105,8 @@ def _generate(
     job = Job(_absolute(args), form)
     shown = 0
     try:
-        with contextlib.closing(results(BlockWorker, (job, parts.path), how, todo, progress.running)) as found:
+        found = results(BlockWorker, (job, parts.path), how, todo, progress.running, say)
+        with contextlib.closing(found):
             for one in found:
                 for warning in one.warnings:
                     say(warning)

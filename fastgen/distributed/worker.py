@@ -47,15 +47,16 @@ class BlockWorker:
     """An actor of a run. What it can't do is said in `problem`, not raised: Ray would say it in fifty lines."""
 
     def __init__(self, job: Job, folder: str) -> None:
-        self._job, self._parts = job, Parts(folder, job.form)
+        self._job, self._folder = job, folder
+        self._parts: Parts | None = None
         self._engine: Engine | None = None
-        self._told = (0, 0, 0)
+        self._told = (-1, 0, 0)
 
     def node(self) -> str:
         """Where it is."""
         return str(ray.get_runtime_context().get_node_id())
 
-    @ray.method(concurrency_group=PROGRESS)
+    @ray.method(concurrency_group=PROGRESS, enable_task_events=False)
     def told(self) -> tuple[int, int, int]:
         """The block it is at, and how many records and tokens of it are done."""
         return self._told
@@ -63,9 +64,12 @@ class BlockWorker:
     def generate(self, block: blocks.Block) -> Done:
         """Outputs of a block, written as a part."""
         warnings: list[str] = []
+        self._told = block.number, 0, 0
         try:
+            if self._parts is None:
+                self._parts = Parts(self._folder, self._job.form)
             # It may be there: a worker that died had written it, and could not say so.
-            done = Done(block, self._parts.mark(block.number) or self._done(block), warnings)
+            done = Done(block, self._parts.mark(block.number) or self._done(block, self._parts), warnings)
         except Exception as error:
             problem = str(error) if isinstance(error, InputError) else f"{block}: {first_line(error)}"
             done = Done(block, None, warnings, problem, traceback.format_exc())
@@ -74,12 +78,11 @@ class BlockWorker:
             self._engine.warnings.clear()
         return done
 
-    def _done(self, block: blocks.Block) -> Mark:
+    def _done(self, block: blocks.Block, parts: Parts) -> Mark:
         if self._engine is None:  # not before: what it raises must find its way to the driver
             from fastgen.distributed.engine import Engine
 
             self._engine = Engine(self._job)
-        self._told = block.number, 0, 0
 
         def tell(records: int, tokens: int) -> None:
             self._told = block.number, self._told[1] + records, self._told[2] + tokens
@@ -91,7 +94,7 @@ class BlockWorker:
         in_order = [found[index] for index in sorted(found)]
         if len(in_order) != block.count:
             raise InputError(f"{block.name} was changed while the run read it: start again.")
-        return self._parts.write(
+        return parts.write(
             block.number, [record for record, _ in in_order], [outputs for _, outputs in in_order], self._told[2]
         )
 

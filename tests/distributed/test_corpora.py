@@ -159,9 +159,9 @@ from fastgen.cli import generate_transformers
 from fastgen.distributed import run
 from fastgen.distributed.worker import BlockWorker
 class Slow(BlockWorker):
-    def _done(self, block):
+    def generate(self, block):
         time.sleep(1)
-        return super()._done(block)
+        return super().generate(block)
 run.WINDOW = {WINDOW}
 run.BlockWorker = Slow
 sys.exit(generate_transformers.main(sys.argv[1:]))
@@ -224,10 +224,10 @@ def test_a_block_that_kills_its_worker_is_named(
     from fastgen.distributed import worker
 
     class Dies(worker.BlockWorker):
-        def _done(self, block: Any) -> Any:
+        def generate(self, block: Any) -> Any:
             if block.number == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return super()._done(block)
+            return super().generate(block)
 
     monkeypatch.setattr(driver, "BlockWorker", Dies)
     assert run(MODEL, lines, tmp_path / "out.jsonl", *FLAGS, *RAY) == 1
