@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import ray
@@ -54,68 +54,91 @@ def results(
     remote = ray.remote(concurrency_groups={PROGRESS: 1})(worker).options(
         num_cpus=how.cpus, num_gpus=how.gpus, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
     )
-    actors = [remote.remote(*arguments) for _ in range(min(how.most, len(blocks)))]
-    starting = {_node(actor): actor for actor in actors}
-    running: dict[Any, tuple[Any, str, Block]] = {}  # actor, its node, what it does
-    left = deque(blocks)
-    deaths: dict[int, list[str]] = {}  # by the number of the block: the nodes
-    in_a_row: Counter[Any] = Counter()  # deaths of an actor since it finished a block
+    pool = _Pool([remote.remote(*arguments) for _ in range(min(how.most, len(blocks)))], blocks, warn)
     sums = _Sums()
     asked = worked = time.monotonic()
-
-    def give_up(actor: Any, error: RayError) -> None:
-        actors.remove(actor)
-        ray.kill(actor)
-        if not actors:
-            raise error
-        warn(f"an actor is given up, {len(actors)} are left: {first_line(error)}")
-
     try:
-        while left or running:
-            done, _ = ray.wait([*running, *starting], timeout=_POLL_SECONDS)
+        while pool.left or pool.running:
+            done, _ = ray.wait([*pool.running, *pool.starting], timeout=_POLL_SECONDS)
             now = time.monotonic()
             if now - asked >= _POLL_SECONDS:
                 asked = now
-                told(sums.of([(actor, block.number) for actor, _, block in running.values()]))
-            if running:
+                told(sums.of([(actor, block.number) for actor, _, block in pool.running.values()]))
+            if pool.running:
                 worked = now
             elif now - worked >= _PATIENCE_SECONDS:
                 worked = float("inf")  # said once
                 warn("no actor has begun for a minute: Ray has no room for one, or none of its workers starts.")
             for reference in done:
-                if reference in starting:
-                    actor = starting.pop(reference)
-                    try:
-                        node = ray.get(reference)
-                    except RayError as error:
-                        give_up(actor, error)
-                        continue
+                if reference in pool.starting:
+                    pool.started(reference)
                 else:
-                    actor, node, block = running.pop(reference)
-                    try:
-                        one = ray.get(reference)
-                    except _DEATHS as error:
-                        left.append(block)
-                        deaths.setdefault(block.number, []).append(node)
-                        _check(block, deaths[block.number], error)
-                        in_a_row[actor] += 1
-                        if in_a_row[actor] >= ATTEMPTS and len(actors) > 1:
-                            give_up(actor, error)
-                        else:
-                            starting[_node(actor)] = actor
-                        continue
-                    in_a_row[actor] = 0
-                    yield one
-                if left:
-                    block = left.popleft()
-                    running[actor.generate.remote(block)] = actor, node, block
-                else:
-                    actors.remove(actor)
-                    ray.kill(actor)
+                    yield from pool.ended(reference)
     finally:
-        for actor in actors:
+        for actor in pool.actors:
             with contextlib.suppress(Exception):  # it must not hide what ended the run
                 ray.kill(actor)
+
+
+class _Pool:
+    """Which actor starts, or is at which block, and who died of what."""
+
+    def __init__(self, actors: list[Any], blocks: Sequence[Block], warn: Callable[[str], None]) -> None:
+        self.actors, self._warn = actors, warn
+        self.left = deque(blocks)
+        self.starting = {_node(actor): actor for actor in actors}  # by what is waited for, here and below
+        self.running: dict[Any, tuple[Any, str, Block]] = {}  # actor, its node, what it does
+        self._deaths: dict[int, list[str]] = {}  # by the number of the block: the nodes
+        self._in_a_row: Counter[Any] = Counter()  # deaths of an actor since it finished a block
+
+    def started(self, reference: Any) -> None:
+        """An actor is there, or can't be made."""
+        actor = self.starting.pop(reference)
+        try:
+            node = ray.get(reference)
+        except RayError as error:
+            self._give_up(actor, error)
+        else:
+            self._next(actor, node)
+
+    def ended(self, reference: Any) -> Iterator[Any]:
+        """An actor is done with its block, or died of it; what it returned."""
+        actor, node, block = self.running.pop(reference)
+        try:
+            one = ray.get(reference)
+        except _DEATHS as error:
+            self._died(actor, node, block, error)
+        else:
+            self._in_a_row[actor] = 0
+            yield one
+            self._next(actor, node)
+
+    def _next(self, actor: Any, node: str) -> None:
+        if self.left:
+            block = self.left.popleft()
+            self.running[actor.generate.remote(block)] = actor, node, block
+        else:
+            self._remove(actor)
+
+    def _died(self, actor: Any, node: str, block: Block, error: RayError) -> None:
+        self.left.append(block)
+        self._deaths.setdefault(block.number, []).append(node)
+        _check(block, self._deaths[block.number], error)
+        self._in_a_row[actor] += 1
+        if self._in_a_row[actor] >= ATTEMPTS and len(self.actors) > 1:
+            self._give_up(actor, error)
+        else:
+            self.starting[_node(actor)] = actor
+
+    def _give_up(self, actor: Any, error: RayError) -> None:
+        self._remove(actor)
+        if not self.actors:
+            raise error
+        self._warn(f"an actor is given up, {len(self.actors)} are left: {first_line(error)}")
+
+    def _remove(self, actor: Any) -> None:
+        self.actors.remove(actor)
+        ray.kill(actor)
 
 
 def _node(actor: Any) -> Any:

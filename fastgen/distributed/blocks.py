@@ -39,8 +39,13 @@ class Block:
     before: int  # records of the files before
     file: str | None  # the name to show, where there are several files
 
+    @property
+    def begins(self) -> int:
+        """The number of its first record in the file, from 1."""
+        return self.first - self.before + 1
+
     def __str__(self) -> str:
-        return f"{self.name}, records {self.first - self.before + 1} and the {self.count - 1} that follow"
+        return f"{self.name}, records {self.begins} and the {self.count - 1} that follow"
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def _generate(
                 progress.done(one.block.number, one.mark)
     except ray.exceptions.RayError as error:
         left = [block for block in todo if block.number not in marks]
-        names = ", ".join(f"{block.name} from record {block.first - block.before + 1}" for block in left[:4])
+        names = ", ".join(f"{block.name} from record {block.begins}" for block in left[:4])
         raise WorkerError(
             f"Ray gave up, {len(left)} of {len(corpus)} blocks are left ({names}{', ...' if len(left) > 4 else ''}); "
             f"--resume goes on: {first_line(error)}\n{error}"
