@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     elif "://" in args.output:
         raise InputError(f"One file in order is written here, not at {args.output}: give a path, or --shards.")
     files = blocks.sources(args.input, args.input_format)
-    with connected(args.ray):
+    with connected(args.ray, say):
         cuts = _cut(files)
         corpus = blocks.numbered(files, cuts)
         if not corpus:

@@ -21,9 +21,9 @@ from ray import serve
 from ray.serve.config import BackpressureConfig, HTTPOptions
 
 from fastgen.cli.transformers import prepare
-from fastgen.distributed.connection import connected
+from fastgen.distributed.connection import connected, is_node_alive
 from fastgen.distributed.placement import Placement, nodes_of, placement
-from fastgen.pipeline.errors import DONE, InputError, first_line
+from fastgen.pipeline.errors import DONE, InputError, WorkerError, first_line
 from fastgen.serving.app import RETRY_AFTER, build
 from fastgen.serving.limits import Limits
 from fastgen.serving.service import Service
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, token: str | None) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.set()
 
-    with connected(args.ray):
+    with connected(args.ray, _say):
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         how = placement(str(args.replicas), args.cpus_per_replica, args.gpus_per_replica, nodes_of(ray.nodes()))
@@ -104,8 +104,9 @@ def run(args: argparse.Namespace, token: str | None) -> int:
                 raise InputError(f"Cannot start the service: {first_line(getattr(error, 'cause', error))}.") from error
             before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
             _say(f"http://{args.host}:{args.port}/v1/generate answers; /docs describes it. Ctrl-C stops.")
-            while not stopped.wait(1.0):
-                pass
+            while not stopped.wait(_HEALTH_SECONDS):
+                if not is_node_alive():
+                    raise WorkerError("Ray's node on this machine has died: the command is to be started again")
             _say("stopping: what was asked is still answered.")
             _drain(limits.seconds)
         finally:
