@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
 from fastgen.distributed.blocks import Block
+from fastgen.distributed.connection import living_nodes
 from fastgen.distributed.placement import Placement
 from fastgen.pipeline.errors import WorkerError, first_line
 
@@ -168,7 +169,7 @@ class _Sums:
 
 
 def _check(block: Block, nodes: list[str], error: RayError) -> None:
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    alive = living_nodes()
     if sum(node in alive for node in nodes) >= ATTEMPTS:
         raise WorkerError(
             f"{block}: a worker died {ATTEMPTS} times at these records, --resume goes on: {first_line(error)}"

@@ -74,8 +74,12 @@ def is_node_alive() -> bool:
     """Whether this process still has a node; without one Ray does nothing for it, and doesn't end it either."""
     if client.is_connected():
         return True  # its server's node, without which calls fail
-    own = ray.get_runtime_context().get_node_id()
-    return all(node["Alive"] for node in ray.nodes() if node["NodeID"] == own)
+    return ray.get_runtime_context().get_node_id() in living_nodes()
+
+
+def living_nodes() -> set[str]:
+    """The identifiers of the cluster's nodes that live."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def _check(address: str) -> None:

@@ -32,9 +32,16 @@ def test_a_head_that_goes_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_is_said_when_a_command_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head may go first, while it is being asked."""
     monkeypatch.setattr(connection, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(connection, "_SILENCE_SECONDS", 0.0)
     ended, said = threading.Event(), list[str]()
-    ended.set()
+
+    def gone(head: str) -> None:
+        ended.set()
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(connection, "_reach", gone)
     connection._watch("127.0.0.1:1", ended, said.append)
     assert not said
 
