@@ -3,12 +3,17 @@
 What is captured are operations on memory, not the Python around them. So a step may be replayed for as
 long as all that it reads stays where it was: state in place (the static tree), inputs copied to where the captured
 step finds them.
+
+That is an argument, and no proof: a number that the step computes in Python would be baked in. So the first replay
+runs beside the model's own step, at another position than the step was captured at, and only a replay that leaves the
+same output and the same memory is trusted.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +32,7 @@ class Recording(Protocol):
     """What a function of no arguments has done to a device's memory, to be done again."""
 
     has_run: bool  # whether capturing computes anything
+    written: list[Tensor]  # what the function writes to of what it has not made; empty if that is not known
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
         """Record `function`; returns its result, of no value if nothing `has_run`."""
@@ -41,6 +47,7 @@ class CudaGraph:
     has_run = False
 
     def __init__(self) -> None:
+        self.written: list[Tensor] = []
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
@@ -98,6 +105,7 @@ class Replayer:
         self._steps, self._patience = 0, 1  # equal ones that have run by themselves, and how many must have
         self.failure: str | None = None  # why steps run by themselves after all
         self._last: tuple[Hashable, list[Any]] | None = None  # of a step that ran by itself: its key and its inputs
+        self._written: list[Tensor] = []  # by the last step that ran by itself and was looked at
         self._captured: dict[Hashable, Captured] = {}  # by epoch
         self._whole: dict[Hashable, Captured] | None = None  # those from before sentences left, if it remembers
 
@@ -113,6 +121,8 @@ class Replayer:
         key = (epoch, spec, tuple(map(_kind, leaves)))
         captured = self._captured.get(epoch)
         if captured is not None and captured.takes(key, leaves):
+            if not captured.is_verified:
+                return self._verified(captured, step, inputs, leaves)
             self.counts.replays += 1
             return captured.replay(leaves)
         last, self._last, captured = self._last, None, None
@@ -139,8 +149,18 @@ class Replayer:
         self.counts.captures += 1
         if recording.has_run:
             return result
-        self.counts.replays += 1
-        return captured.replay(leaves)
+        captured.written = self._written
+        return step(inputs)
+
+    def _verified(self, captured: Captured, step: Callable[[Any], Any], inputs: Any, leaves: list[Any]) -> Any:
+        """`step(inputs)`, beside which the captured step is replayed: if it differs, nothing is replayed any more."""
+        result, difference = captured.verify(lambda: step(inputs), leaves, self._device)
+        if difference is not None:
+            self.close()
+            self.remembers = False
+            self.failure = f"a captured step differs from the model's own step ({difference})"
+            warnings.warn(f"fastgen replays no steps of this model: {self.failure}", RuntimeWarning, stacklevel=2)
+        return result
 
     def _alone(self, step: Callable[[Any], Any], inputs: Any) -> Any:
         if self._recording.has_run:
@@ -148,6 +168,7 @@ class Replayer:
         # A CUDA capture that fails may leave the device's generator and allocator in disorder: don't begin one in vain.
         with _capturing, Noting() as noting:
             result = step(inputs)
+        self._written = noting.written
         if noting.waits:
             self.failure = f"its steps cannot be captured ({noting.waits} waits for a value)"
         return result
@@ -192,11 +213,13 @@ class Replayer:
 
     def close(self) -> None:
         """Let go of everything captured."""
-        self._last, self._whole, self._captured = None, None, {}
+        self._last, self._whole, self._captured, self._written = None, None, {}, []
 
 
 class Captured:
     """A step as it was captured, with inputs of its own for those that move from step to step."""
+
+    is_verified = False
 
     def __init__(self, key: Hashable, before: list[Any], leaves: list[Any]) -> None:
         """`before`: the inputs of the step before, still alive, so that none of `leaves` lies where they have lain
@@ -207,10 +230,37 @@ class Captured:
             for last, leaf in zip(before, leaves, strict=True)
         ]
         self._moves = [mine is not leaf for mine, leaf in zip(self._inputs, leaves, strict=True)]
+        self.written: list[Tensor] = []  # what the step writes to, besides its results
 
     def capture(self, recording: Recording, step: Callable[[list[Any]], Any], device: torch.device) -> Any:
         self._recording = recording
-        return recording.capture(lambda: step(self._inputs), device)
+        result = recording.capture(lambda: step(self._inputs), device)
+        self.written = recording.written
+        return result
+
+    def verify(self, step: Callable[[], Any], leaves: list[Any], device: torch.device) -> tuple[Any, str | None]:
+        """What `step`, the step of these inputs, returns, and in which way a replay of it differs; None if in none.
+
+        The memory is left as `step` has left it, and torch's random stream too.
+        """
+        written = [_whole(tensor) for tensor in self.written]
+        before = [tensor.clone() for tensor in written]
+        random = _random_state(device)
+        result = step()
+        random_after = _random_state(device)
+        after = [tensor.clone() for tensor in written]
+        expected, spec = pytree.tree_flatten(result)
+        expected = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in expected]  # may lie where it writes
+        for tensor, its in zip(written, before, strict=True):
+            tensor.copy_(its)
+        _set_random_state(device, random)
+        replayed = pytree.tree_leaves(self.replay(leaves))
+        difference = _difference("its output", expected, replayed) or _difference("what it writes", after, written)
+        for tensor, its in zip(written, after, strict=True):
+            tensor.copy_(its)
+        _set_random_state(device, random_after)
+        self.is_verified = difference is None
+        return pytree.tree_unflatten(expected, spec), difference
 
     def takes(self, key: Hashable, leaves: list[Any]) -> bool:
         """Whether a replay would be the step of these inputs."""
@@ -224,6 +274,50 @@ class Captured:
             if moves:
                 mine.copy_(leaf)
         return self._recording.replay()
+
+
+# Largest difference, in units of rounding of the largest number: the same operators on the same numbers, but memory may
+# be aligned otherwise.
+_ULPS = 8
+
+
+def _difference(what: str, expected: list[Any], found: list[Any]) -> str | None:
+    """In which way these differ; None if they are the same but for rounding."""
+    if len(expected) != len(found):
+        return f"{what} has other parts"
+    for mine, theirs in zip(expected, found, strict=True):
+        if not isinstance(mine, Tensor):
+            continue  # the same objects, unless they are numbers, and those are baked in
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            return f"{what} has another shape"
+        if not mine.numel() or torch.equal(mine, theirs):
+            continue
+        if not mine.is_floating_point():
+            return f"{what} has other numbers"
+        finite = torch.isfinite(mine)
+        if not torch.equal(finite, torch.isfinite(theirs)):
+            return f"{what} has other numbers that are not finite"
+        if not finite.any():
+            continue
+        error, largest = (mine[finite] - theirs[finite]).abs().max(), mine[finite].abs().max()
+        if error > _ULPS * torch.finfo(mine.dtype).eps * largest:
+            return f"{what} by {float(error / largest.clamp(min=1e-30)):.1e} of the largest"
+    return None
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of the memory that a tensor is a part of, flat."""
+    return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _set_random_state(device: torch.device, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def _kind(leaf: Any) -> Hashable:

@@ -17,7 +17,36 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Tape(TorchDispatchMode):
+class DecomposingMode(TorchDispatchMode):
+    """Sees each operator of a function as what it consists of, whatever the mode of the thread.
+
+    Under `torch.inference_mode` torch hands over operators such as `to`, `reshape`, `matmul` or `is_nonzero` whole,
+    which elsewhere arrive as their parts. Of these alone it is known what reads values, and what is a view.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or the compiler would be imported, a third of a second, to be told to keep out
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_composite(function):
+            with self:
+                outputs = function.decompose(*args, **kwargs)
+            if outputs is not NotImplemented:
+                return outputs
+        return self._call(function, args, kwargs)
+
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+@functools.cache
+def _is_composite(function: Any) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"))
+
+
+class Tape(DecomposingMode):
     """Records the operators of a function. Tensors made by it are made anew in a replay, all others stay what they are;
     numbers are baked in."""
 
@@ -26,13 +55,9 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self.written: list[Tensor] = []  # of what stays where it is, what the function writes to
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or the compiler would be imported, a third of a second, to be told to keep out
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         if depends_on_values(function, args):
             raise RuntimeError(f"{function} waits for a value")
         outputs = function(*args, **kwargs)
@@ -51,7 +76,9 @@ class Tape(TorchDispatchMode):
             torch.set_rng_state(random)  # what was drawn will be drawn again
             raise
         leaves, self._spec = pytree.tree_flatten(result)
-        source, namespace = _Script(self._calls).written(leaves)
+        script = _Script(self._calls)
+        self.written = script.written
+        source, namespace = script.source(leaves)
         self._calls.clear()
         exec(_compiled(source), namespace)
         # Out of the namespace that are its globals: memory is to go with the tape, not when garbage is collected.
@@ -91,21 +118,28 @@ def _holds_tensors(args: Any) -> bool:
     return next(_tensors([*inner, *args[1:]]), None) is not None
 
 
-class Noting(TorchDispatchMode):
-    """Notes, in `waits`, an operator that depends on values, while all run as ever."""
+class Noting(DecomposingMode):
+    """Notes an operator that depends on values, and what is written to, while all run as ever."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: str | None = None
+        self._made: dict[int, Tensor] = {}  # by storage; alive, so that no other takes the place
+        self._written: dict[int, Tensor] = {}
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         if depends_on_values(function, args):
             self.waits = str(function)
-        return function(*args, **(kwargs or {}))
+        outputs = function(*args, **kwargs)
+        before = {_storage(tensor) for tensor in _tensors((args, *kwargs.values()))}
+        self._written.update((_storage(tensor), tensor) for tensor in mutated(function, args, kwargs))
+        self._made.update((_storage(made), made) for made in _tensors(outputs) if _storage(made) not in before)
+        return outputs
+
+    @property
+    def written(self) -> list[Tensor]:
+        """What has been written to and was there before."""
+        return [tensor for storage, tensor in self._written.items() if storage not in self._made]
 
 
 @functools.cache
@@ -114,9 +148,22 @@ def _may_depend_on_values(function: Any) -> bool:
 
 
 @functools.cache
-def is_view(function: Any) -> bool:
-    """Whether it returns its arguments' memory and changes nothing."""
+def may_be_view(function: Any) -> bool:
+    """Whether it changes nothing, and may return its arguments' memory; some, such as `_reshape_alias`, only mostly."""
     return not function._schema.is_mutable and any(output.alias_info for output in function._schema.returns)
+
+
+def mutated(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments that it writes to."""
+    if function._schema.is_mutable:
+        for place, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _tensors(args[place] if place < len(args) else kwargs.get(argument.name))
+
+
+def _storage(tensor: Tensor) -> int:
+    """What tells a tensor's memory from others', as long as it is alive; what oneDNN has packed shows none."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -138,13 +185,16 @@ class _Script:
         self._namespace: dict[str, Any] = {}
         self._lines: list[list[str]] = []
         self._last_use: dict[str, int] = {}
+        self.written: list[Tensor] = []  # of what the calls have not made, what they write to
         for function, args, kwargs, outputs in calls:
             tensors = list(_tensors((args, *kwargs.values())))
             used = [name for name in map(self._name, tensors) if name]
-            if used or not tensors or not is_view(function):  # a view of what stays where it is stays too
+            self.written += (one for one in mutated(function, args, kwargs) if self._name(one) is None)
+            # A view of what stays where it is stays too.
+            if used or not may_be_view(function) or not _share_memory(tensors, outputs):
                 self._write(function, args, kwargs, outputs, used)
 
-    def written(self, results: list[Any]) -> tuple[str, dict[str, Any]]:
+    def source(self, results: list[Any]) -> tuple[str, dict[str, Any]]:
         """The source of `replay()`, which returns `results`, and the names that it needs."""
         returned = ", ".join(self._reference(result) for result in results)
         kept = {self._name(result) for result in results if isinstance(result, Tensor)}
@@ -198,6 +248,11 @@ class _Script:
         if place not in self._names and place[0] in self._made:
             raise RuntimeError("a view was made that the tape has not seen")
         return self._names.get(place)
+
+
+def _share_memory(tensors: list[Tensor], outputs: Any) -> bool:
+    """Whether all of the outputs lie where some of these tensors do."""
+    return {_storage(output) for output in _tensors(outputs)} <= set(map(_storage, tensors))
 
 
 # What a tensor is known by: its memory and which part of it. Not the object, for autograd copies views' objects.

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastgen.decoding import tape
 
 
-class Graph(TorchDispatchMode):
+class Graph(tape.DecomposingMode):
     """Records the operators of a function with its tensors and with numbers baked in, as a CUDA graph does.
 
     A replay computes each anew from the same memory into the same memory. Views cost nothing: they lie there.
@@ -28,6 +27,7 @@ class Graph(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.replays = 0
+        self.written: list[torch.Tensor] = []  # a graph does not know
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls: list[tuple[Any, Any, Any, Any, bool]] = []  # the last: whether new tensors came of it
         self._allocated: set[int] = set()  # storages
@@ -51,8 +51,7 @@ class Graph(TorchDispatchMode):
         self._result = result
         return result
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         if tape.depends_on_values(function, args):
             raise RuntimeError(f"{function} waits for a value")
         for argument, value in zip(function._schema.arguments, args, strict=False):
@@ -86,7 +85,7 @@ class Graph(TorchDispatchMode):
         self.replays += 1
         self._check()
         for function, args, kwargs, outputs, is_fresh in self._calls:
-            if tape.is_view(function) and not is_fresh:
+            if tape.may_be_view(function) and not is_fresh:
                 continue
             again = function(*args, **kwargs)
             if is_fresh:
@@ -98,10 +97,10 @@ class Graph(TorchDispatchMode):
 
 
 def _is_fresh(function: Any, args: Any, outputs: Any) -> bool:
-    """Whether its outputs are new tensors. In inference mode `reshape` is not taken apart, which may copy."""
+    """Whether its outputs are new tensors."""
     if all(output.alias_info is None for output in function._schema.returns):
         return True
-    return tape.is_view(function) and not {_memory(x) for x in _tensors(outputs)} <= {
+    return tape.may_be_view(function) and not {_memory(x) for x in _tensors(outputs)} <= {
         _memory(x) for x in _tensors(args)
     }
 

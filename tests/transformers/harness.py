@@ -73,9 +73,35 @@ def compare(
     stock = stock if stock is not None else run_stock(model, inputs, generate, **options)
     strict = expected == "accelerated"
     output, calls = run_fastgen(model, inputs, generate, tier=tier, strict=strict, **options)
-    assert_same(stock, output)
+    try:
+        assert_same(stock, output)
+    except AssertionError:
+        if not _parts_at_near_ties(model, inputs, generate, tier, strict, options):
+            raise
     assert_path(calls, tier, expected)
     return stock
+
+
+def _parts_at_near_ties(
+    model: Any, inputs: dict[str, Any], generate: Generate, tier: str, strict: bool, options: dict[str, Any]
+) -> bool:
+    """Whether the outputs of a beam search part where stock itself has two candidates within 1e-5, and nowhere else.
+
+    Which way such a tie goes depends on the processor's kernels: a test must not. Told from stock's scores, for
+    searches that chose the best of them and ended by token or length.
+    """
+    config = model.generation_config
+    beams = options.get("num_beams", config.num_beams) or 1
+    others = ("do_sample", "stopping_criteria", "logits_processor", "num_beam_groups", "prefix_allowed_tokens_fn")
+    if beams < 2 or any(options.get(name) for name in others):
+        return False
+    ends = options.get("eos_token_id", inputs.get("eos_token_id", config.eos_token_id))
+    detailed = {**options, "return_dict_in_generate": True, "output_scores": True}
+    stock = run_stock(model, inputs, generate, **detailed)
+    output, _ = run_fastgen(model, inputs, generate, tier=tier, strict=strict, **detailed)
+    eos = tuple(ends) if isinstance(ends, (list, tuple)) else (ends,)
+    sentences = range(stock.scores[0].shape[0] // beams)
+    return all(explain(stock, output, sentence, beams, eos).near_tie for sentence in sentences)
 
 
 def assert_path(calls: tuple[report.Call, ...], tier: str, expected: str) -> None:

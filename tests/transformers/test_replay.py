@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import harness
@@ -51,7 +52,7 @@ def test_identical(family: str, tier: str, recording: type[replay.Recording]) ->
         harness.compare(model, _inputs(family), tier=tier, num_beams=4, max_new_tokens=16, **options)
         captures, replays = _counts(model)[0] - captures, _counts(model)[1] - replays
         how = fastgen.status().replayed[type(model).__name__]
-        assert captures >= parts and replays > 3 * parts
+        assert captures >= parts and replays >= 3 * parts
         assert re.match(r"{} captured in \d+\.\d\d s, {} steps replayed".format(*_counts(model)), how)
         assert how in " ".join(str(fastgen.status()).split())
 
@@ -76,7 +77,7 @@ def test_slots_are_pruned_and_grow(family: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(replay, "_PATIENCE", 1)
     model = copy.deepcopy(zoo.load(family))
     harness.compare(model, _inputs(family, batch=5), num_beams=3, min_new_tokens=30, max_new_tokens=30)
-    assert _counts(model)[0] > 1 and _counts(model)[1] > 10
+    assert _counts(model)[0] > 1 and _counts(model)[1] > 5  # the first replay of each capture is its proof
 
 
 SEARCHES = {
@@ -165,7 +166,7 @@ def test_a_model_that_counts_its_calls() -> None:
     for tokens in (3, 14):
         harness.compare(model, _inputs("llama"), num_beams=3, min_new_tokens=tokens, max_new_tokens=tokens)
         assert _counts(model) == (0, 0)
-    assert "logits differ" in fastgen.status().replayed["_Counting"]
+    assert "differ" in fastgen.status().replayed["_Counting"]
 
 
 def test_a_capture_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +185,61 @@ def test_a_capture_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "out of memory" in fastgen.status().replayed["LlamaForCausalLM"]
 
 
-def test_inference_mode() -> None:
-    model, options = copy.deepcopy(zoo.load("bart")), dict(num_beams=3, min_new_tokens=12, max_new_tokens=12, **TOKENS)
-    stock = harness.run_stock(model, _inputs("bart"), **options)
-    with torch.inference_mode():
-        output, _ = harness.run_fastgen(model, _inputs("bart"), **options)
-    assert torch.equal(stock, output) and _counts(model)[1] > 5
+@pytest.mark.parametrize("search", ["early", "greedy", "samples"])
+@pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
+def test_inference_mode(family: str, search: str) -> None:
+    """There torch shows a mode fewer operators: `to`, which copies the position as a float, looks like a view."""
+    model, options = copy.deepcopy(zoo.load(family)), {**SEARCHES[search], **TOKENS, "max_new_tokens": 24}
+    for batch in (1, 3):
+        inputs = _inputs(family, batch=batch)
+        if "decoder_input_ids" in inputs:
+            inputs["decoder_input_ids"] = inputs["decoder_input_ids"][:batch]
+        stock = harness.run_stock(model, inputs, **options)
+        with torch.inference_mode():
+            for _ in range(2):  # the second call goes on with what the first has kept
+                output, _ = harness.run_fastgen(model, inputs, **options)
+                harness.assert_same(stock, output)
+    assert _counts(model)[1] > 1 and "captured" in fastgen.status().replayed[type(model).__name__]
+
+
+class _Baking(replay.Captured):
+    """A captured step that always computes what it computed first, as if its position were baked in."""
+
+    def replay(self, leaves: list[Any]) -> Any:
+        return super().replay(self._inputs)
+
+
+class _Scribbling(replay.Captured):
+    """A captured step that writes to other memory than the model's own."""
+
+    def replay(self, leaves: list[Any]) -> Any:
+        result = super().replay(leaves)
+        for tensor in self.written:
+            if tensor.is_floating_point():
+                tensor.flatten()[-1].fill_(7.0)
+        return result
+
+
+@pytest.mark.parametrize("kind", [_Baking, _Scribbling])
+def test_a_recording_proves_itself(kind: type[replay.Captured], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replays another step is dropped before its result is used, with a warning and a reason."""
+    monkeypatch.setattr(replay, "Captured", kind)
+    model, inputs = copy.deepcopy(zoo.load("llama")), _inputs("llama", batch=2)
+    for call in range(2):
+        with pytest.warns(RuntimeWarning, match="differs from the model's own step") if not call else nullcontext():
+            harness.compare(model, inputs, tier="compat", num_beams=3, min_new_tokens=12, max_new_tokens=12)
+    assert _counts(model)[1] == 0, "not one replay was used"
+    assert "differs from the model's own step" in fastgen.status().replayed["LlamaForCausalLM"]
+
+
+def test_the_proof_draws_no_numbers_of_its_own() -> None:
+    """The random stream after a call is the host's: the step and its replay draw the same numbers."""
+    model = copy.deepcopy(zoo.load("llama"))
+    states = []
+    for run in (harness.run_stock, harness.run_fastgen):
+        run(model, _inputs("llama"), num_beams=1, do_sample=True, top_k=0, max_new_tokens=20, **TOKENS)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states) and _counts(model)[1] > 5
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])

@@ -88,7 +88,7 @@ VIT = dict(
     intermediate_size=48,
     image_size=16,
     patch_size=4,
-    initializer_range=0.4,
+    initializer_range=0.2,
 )
 AS_DECODER = dict(is_decoder=True, add_cross_attention=True)
 

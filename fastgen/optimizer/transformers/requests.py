@@ -233,6 +233,9 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
         value = kwargs.get(name)
         if isinstance(value, Tensor) and value.shape[:1] != request.input_ids.shape[:1]:
             return f"{name} of shape {tuple(value.shape)} does not begin with the rows of the batch"
+    outputs = kwargs.get("encoder_outputs")
+    if outputs is not None and outputs[0].shape[:1] != request.input_ids.shape[:1]:
+        return f"there are {outputs[0].shape[0]} rows of the source for {request.input_ids.shape[0]} of the prompt"
     if reason := unsupported_cache(cache):
         return reason
     if reason := unsupported_model(model):
