@@ -176,6 +176,10 @@ inline void check_probabilities(const at::Tensor& probabilities) {
       probabilities.scalar_type() == at::kFloat, "probabilities must be float32, not ", probabilities.dtype().name(), ".");
 }
 
+inline void check_fingerprint(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.dim() == 2, "tensor must be [rows, size], not of shape ", tensor.sizes(), ".");
+}
+
 constexpr int64_t kPanel = 64; // outputs side by side in a packed weight
 
 inline int64_t panels_of(int64_t width) {

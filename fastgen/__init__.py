@@ -185,7 +185,7 @@ def configure(**options: Any) -> Config:
 
     strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off"),
     cache ("auto", "kv", "x", "h", "k", "v"), cache_threshold (float), replay ("auto", "always", "off"), compile (bool),
-    cuda_graphs (bool).
+    cuda_graphs (bool), foreign_code ("stock", "trial").
     """
     return config.configure(**options)
 

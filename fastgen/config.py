@@ -12,6 +12,7 @@ from typing import Any
 
 TIERS = ("auto", "fast", "compat", "stock")
 PACKING = REPLAY = ("auto", "always", "off")
+FOREIGN_CODE = ("stock", "trial")
 CACHES = ("auto", "kv", "x", "h", "k", "v")
 NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
@@ -31,12 +32,19 @@ class Config:
     cache: str = "auto"  # what is stored of each position: what a plan says, keys and values ("kv"), or a slim cache
     cache_threshold: float = 0.0  # slim caches leave out of a sum what weighs less: an approximation unless it is 0
     cuda_graphs: bool = False  # on CUDA, capture decode steps and replay them
+    foreign_code: str = "stock"  # hooks, subclasses and replaced parts of a model: left to the host, or tried ("trial")
 
     def __post_init__(self) -> None:
         for name in ("strict", "compile", "cuda_graphs"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {value!r}.")
-        for name, choices in (("tier", TIERS), ("packing", PACKING), ("replay", REPLAY), ("cache", CACHES)):
+        for name, choices in (
+            ("tier", TIERS),
+            ("packing", PACKING),
+            ("replay", REPLAY),
+            ("cache", CACHES),
+            ("foreign_code", FOREIGN_CODE),
+        ):
             value = getattr(self, name)
             if value not in choices:
                 error = ValueError if isinstance(value, str) else TypeError
@@ -73,7 +81,7 @@ def from_environment() -> Config:
     """The settings of FASTGEN_STRICT, FASTGEN_TIER and so on, defaults where a variable is unset."""
     native()  # not a setting that can be changed later, but a mistake in it should show at once as well
     options: dict[str, Any] = {name: flag(f"FASTGEN_{name.upper()}") for name in ("strict", "compile", "cuda_graphs")}
-    for name in ("tier", "packing", "replay", "cache"):
+    for name in ("tier", "packing", "replay", "cache", "foreign_code"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             options[name] = text.lower()
     if history := os.environ.get("FASTGEN_HISTORY", "").strip():

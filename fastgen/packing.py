@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import arena, memory
+from fastgen.contents import State, state_of
 from fastgen.native_operators import native_operator
 from fastgen.siblings import loners
 
@@ -25,25 +26,25 @@ _SLAB = 256  # rows and columns that are looked at together
 
 
 class _Source:
-    """A weight that was packed, and what tells whether it is still the same."""
+    """A weight that was copied, and what it held then.
+
+    It refers to no tensor: who swaps two of them (`torch.utils.swap_tensors`) may not while something does weakly.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         weight: Tensor = layer.weight  # type: ignore[assignment]
-        self.layer, self.weight = weakref.ref(layer), weakref.ref(weight)
-        self.address, self.version, self.checksum = weight.data_ptr(), weight._version, checksum(weight)
+        self.layer, self.state = weakref.ref(layer), state_of(weight)
         self.nbytes = weight.numel() * weight.element_size()
 
-    def is_current(self) -> bool:
+    def is_current(self, states: dict[int, State]) -> bool:
+        """`states`: those of weights that have been looked at, by id of their layer; this one's is added."""
         layer = self.layer()
         weight = None if layer is None else layer._parameters.get("weight")
-        return (
-            weight is not None
-            and self.weight() is weight
-            and self.address == weight.data_ptr()
-            and self.version == weight._version
-            # Edits through `weight.data`, as adapters merge themselves, leave no other trace.
-            and self.checksum == checksum(weight)
-        )
+        if weight is None:
+            return False
+        if id(layer) not in states:
+            states[id(layer)] = state_of(weight)
+        return self.state == states[id(layer)]
 
 
 @dataclass
@@ -127,7 +128,11 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
 
 def is_half(layer: nn.Module) -> bool:
     """Whether nothing of the layer's weight is lost in half precision: many models are published in float32 whose
-    weights were halves."""
+    weights were halves.
+
+    Only whether halves are worth trying: an edit that leaves address and version alone goes unseen. `half_of` looks at
+    the weight itself.
+    """
     weight: Tensor = layer.weight.detach()  # type: ignore[operator]
     seen = (weight.data_ptr(), weight._version)
     with _lock:
@@ -156,7 +161,10 @@ def half_of(layer: nn.Module) -> Tensor | None:
         if packed is None:
             weight: Tensor = layer.weight.detach()  # type: ignore[operator]
             packed = _packed([layer], weight.half, weight.nbytes // 2)
-            if packed is None or not _are_equal(packed.copy, weight):  # edited since is_half, and no version told
+            if packed is None:
+                return None
+            if not _are_equal(packed.copy, weight):  # edited since is_half, and no version told
+                _are_half[layer] = ((weight.data_ptr(), weight._version), False)
                 return None
             _halves[layer] = packed
         half: Tensor = packed.copy
@@ -220,12 +228,14 @@ def copies_of(layer: nn.Module) -> list[Copy]:
 
 
 def drop_outdated(layer: nn.Module) -> None:
-    """Drop the layer's copies if their weights have changed since."""
+    """Drop the layer's copies if what their weights hold has changed since, by whatever means."""
+    states: dict[int, State] = {}
     with _lock:
         for copies in _ALL:
             packed = copies.get(layer)
-            if packed is not None and not all(source.is_current() for source in packed.sources):
+            if packed is not None and not all(source.is_current(states) for source in packed.sources):
                 del copies[layer]
+                _are_half.pop(layer, None)
 
 
 _native = functools.partial(native_operator, "packed_linear")
@@ -245,11 +255,3 @@ def multiply(rows: Tensor, packed: Copy, bias: Tensor | None) -> Tensor:
     if isinstance(packed, tuple):
         return torch.ops.fastgen.packed_linear.default(rows, *packed, bias)
     return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
-
-
-def checksum(weight: Tensor) -> int:
-    """A sum of the bits of each row, weighted by the row's place: all but edits that cancel out change it."""
-    bits = weight.detach().flatten(1)
-    wide = bits.shape[1] % 2 == 0 and bits.data_ptr() % 8 == 0  # two numbers at a time where they are aligned
-    sums = bits.view(torch.int64 if wide else torch.int32).sum(1)
-    return int((sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum())

@@ -82,6 +82,7 @@ class Products:
         self._is_screened = False  # the watched layer
         self._instead: dict[nn.Module, Instead] = {}
         self._apart: set[nn.Module] = set()  # share no product: it would be for nothing
+        self._keeps = True  # what it has made of weights, from product to product
 
     def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
         """`stock(layer, rows)` or the same product in another way.
@@ -108,6 +109,21 @@ class Products:
         """From now on the layer may not be multiplied by whenever its siblings are."""
         self._apart.add(layer)
 
+    def expect_edits(self) -> None:
+        """From now on weights may be edited, or be others, whenever somebody else's code runs: between two steps, say.
+
+        So each product reads its weight then and there, by our own operator for few rows or by stock's. To look for
+        edits at each step would cost as much as reading all weights once more: more than packed copies save.
+        """
+        self._keeps = False
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Weights may have been edited since the last product: find out before the next one."""
+        self._plans.clear()
+        self._checked.clear()
+        self._siblings = Siblings()
+
     def watch(self, layer: nn.Module | None) -> None:
         """Remember what this layer's next product is, for `screen`."""
         self._watched, self._remembers, self._is_screened = layer, True, False
@@ -129,6 +145,8 @@ class Products:
         number = math.prod(rows.shape[:-1])
         if not number:
             return stock(layer, rows)
+        if not self._keeps:
+            return self._read_anew(layer, rows, number, stock, transposed)
         key = (id(layer), number)
         if key not in self._plans:
             self._plans[key] = self._plan(layer, rows, number, transposed)
@@ -146,6 +164,15 @@ class Products:
             return self._siblings.split(plan.layers, output)
         if not transposed and not self._screens(layer) and layer not in self._apart:
             self._siblings.note(layer)
+        return output
+
+    def _read_anew(self, layer: nn.Module, rows: Tensor, number: int, stock: Forward, transposed: bool) -> Tensor:
+        """The product with the weight as it is now, and none of a sibling's with it."""
+        skinny = None if transposed or number > _SKINNY_ROWS or not _is_plain(layer, rows) else _skinny()
+        if skinny is None or not self._pays(layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight]):
+            return stock(layer, rows)
+        self.count += 1
+        output: Tensor = skinny(rows, [layer.weight], layer.bias)
         return output
 
     def _screens(self, layer: nn.Module) -> bool:
@@ -313,7 +340,7 @@ def _is_plain(layer: nn.Module, rows: Tensor) -> bool:
         and weight.dtype == rows.dtype == torch.float32
         and weight.device.type == rows.device.type == "cpu"
         and weight.is_contiguous()
-        and not weight.is_inference()  # has no version to tell changes by
+        and not weight.is_inference()  # whoever works so has left torch's own signs of an edit behind
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")

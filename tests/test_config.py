@@ -109,7 +109,8 @@ def test_configure_changes_what_it_names_only() -> None:
             {"beams": 4},
             TypeError,
             "there is no option 'beams': "
-            "the options are strict, tier, history, packing, compile, replay, cache, cache_threshold, cuda_graphs.",
+            "the options are strict, tier, history, packing, compile, replay, cache, cache_threshold, cuda_graphs, "
+            "foreign_code.",
         ),
         (
             {"history": 5, "tier": "slow"},

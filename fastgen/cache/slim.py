@@ -11,16 +11,15 @@ projection moves to the query, or behind the weighted sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import packing
 from fastgen.attention import beam_attention, fold_beams, may_take_triton
+from fastgen.contents import states_of
 
 Stored = tuple[Tensor, ...]
 KINDS = ("x", "e", "h", "k", "v", "kv")  # in the order in which they are named
@@ -274,14 +273,11 @@ def _from_one_to_the_other(
     return weight.float().unflatten(0, (heads, size)), offset.float().view(heads, size)
 
 
-def state_of(parameter: Tensor, is_inverted: bool) -> tuple[Any, ...]:
-    """Changes with a parameter; of one that `is_inverted`, by edits through its `data` too."""
-    version = None if parameter.is_inference() else parameter._version
-    is_summed = is_inverted and parameter.dtype == torch.float32 and parameter.dim() > 1
-    summed = (
-        packing.checksum(parameter) if is_summed else parameter.detach().double().sum().item() if is_inverted else 0
-    )
-    return id(parameter), parameter.data_ptr(), version, summed
+def state_of_weights(parameters: Iterable[Tensor]) -> Hashable:
+    """Changes with what these parameters hold, by whatever means it is edited, and with where: caches hold views."""
+    parameters = list(parameters)
+    places = [(id(parameter), parameter.data_ptr(), parameter.stride()) for parameter in parameters]
+    return tuple(zip(places, states_of(parameters), strict=True))
 
 
 def condition(weight: Tensor) -> float:

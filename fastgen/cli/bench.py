@@ -27,6 +27,7 @@ FOLDERS = {
     "whisper": "Whisper-base as transformers saves it; with --shared",
     "smollm": "SmolLM2-135M as transformers saves it; with --shared",
 }
+SOAK = "soak"
 DIFFERENT, UNUSABLE = 1, 2  # as fastgen-demo's
 _ROUNDS, _QUICK_ROUNDS = 5, 3
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:16} {(suite.__doc__ or '').splitlines()[0]}" for name, suite in SUITES.items())
+    listed += f"\n  {SOAK:16} Random models, options, modes and edits, until an output is not stock's; see --seed"
     result = _Parser(
         prog=NAME,
         description="Measure stock transformers, stock fairseq, CTranslate2 and fastgen on the same tasks, in turn, "
@@ -48,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     result.add_argument("suites", nargs="*", metavar="SUITE", help="by name (default: peers); all: every one")
+    result.add_argument("--suite", action="append", default=[], metavar="SUITE", help="the same, as an option")
     result.add_argument("--quick", action="store_true", help="smaller tasks and fewer rounds: minutes on two cores")
     result.add_argument("--list", action="store_true", help="show the tasks and their sides, measure nothing")
     result.add_argument("--task", nargs="+", default=[], metavar="NAME", help="only these tasks")
@@ -84,6 +87,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--report", type=Path, metavar="JSON", help="measure nothing: make the report of these results")
     for folder, what in FOLDERS.items():
         result.add_argument(f"--{folder}", type=Path, metavar="DIR", help=what)
+    soak = result.add_argument_group("soak", "fastgen against stock transformers on random models, options and modes")
+    soak.add_argument("--seed", type=int, default=0, metavar="N", help="of the cases (default: %(default)s)")
+    soak.add_argument("--first", type=int, default=0, metavar="K", help="begin at this case (default: %(default)s)")
+    soak.add_argument("--count", type=positive_number, metavar="N", help="so many cases; with neither: 100")
+    soak.add_argument("--minutes", type=float, metavar="M", help="for so long")
     result.add_argument("--quiet", action="store_true", help="no progress line")
     return result
 
@@ -99,7 +107,9 @@ def _main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.report:
         return _report(args.report, args.output)
-    names = _suites(args.suites)
+    if SOAK in (asked := args.suites + args.suite):
+        return _soak(args, asked)
+    names = _suites(asked)
     baselines = [_baseline(file, names) for file in args.compare]
     settings = _settings(args)
     planned = {name: run.sections(name, args.quick, settings, args.task, args.side) for name in names}
@@ -136,6 +146,16 @@ def _main(argv: list[str]) -> int:
     return status
 
 
+def _soak(args: argparse.Namespace, asked: list[str]) -> int:
+    if asked != [SOAK]:
+        raise InputError(f"{SOAK} runs alone: it measures nothing.")
+    from fastgen.bench.soak import program
+
+    count = args.count or (None if args.minutes else 100)
+    same = program.run(args.seed, args.first, count, args.minutes, args.output, args.quiet)
+    return 0 if same else DIFFERENT
+
+
 def _command(argv: list[str]) -> str:
     """For the results, which others will read: without the folders that files are in."""
     return shlex.join([NAME, *(re.sub(r"(^|=).*/", r"\1", word) for word in argv)])
@@ -165,7 +185,7 @@ def _suites(asked: list[str]) -> list[str]:
         return list(SUITES)
     for name in asked:
         if name not in SUITES:
-            raise InputError(f"There is no suite {name!r}: the suites are {', '.join(SUITES)}.")
+            raise InputError(f"There is no suite {name!r}: the suites are {', '.join(SUITES)} and {SOAK}.")
     return list(dict.fromkeys(asked)) or ["peers"]
 
 

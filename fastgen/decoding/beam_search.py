@@ -116,7 +116,7 @@ class BeamSearch:
         steps = max(policy.max_length - policy.prompt_length, 0)
         rows = torch.full((batch, beams, steps), -1, dtype=torch.int32, device=device)
         # Only the first beam counts at first, or all beams would choose the same tokens.
-        scores = torch.zeros(batch, beams, device=device)
+        scores = torch.zeros(batch, beams, dtype=torch.float32, device=device)
         scores[:, 1:] = _DEAD
         return _Live(
             tokens=tokens,

@@ -82,17 +82,17 @@ class CollectingSearch:
         beams, length, device = self.beams, self.policy.max_length, self._device
         tokens = torch.full((batch, beams, length + 2), self._pad, device=device)
         tokens[:, :, 0] = self._start
-        scores = torch.zeros(batch, beams, length + 1, device=device)
+        scores = torch.zeros(batch, beams, length + 1, dtype=torch.float32, device=device)
         path = torch.zeros(batch, beams, length + 1, dtype=torch.int64, device=device)
         return _State(
             tokens=tokens,
             scores=scores,
             path=path,
-            last=torch.zeros(batch, beams, device=device),
+            last=torch.zeros(batch, beams, dtype=torch.float32, device=device),
             ended_tokens=tokens[:, :1].repeat(1, beams + 1, 1),
             ended_scores=scores[:, :1].repeat(1, beams + 1, 1),
             ended_path=path[:, :1].repeat(1, beams + 1, 1),
-            ended_total=torch.zeros(batch, beams + 1, device=device),
+            ended_total=torch.zeros(batch, beams + 1, dtype=torch.float32, device=device),
             ended_at=torch.full((batch, beams + 1), -1, device=device),
             count=torch.zeros(batch, 1, dtype=torch.int64, device=device),
             sentence=torch.arange(batch, device=device),

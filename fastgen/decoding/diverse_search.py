@@ -86,7 +86,7 @@ class DiverseSearch:
         self._device = device = prompt.device
         self._tokens = prompt  # [B*M, L]
         self._rows = prompt[:, :0]  # that chose each token, [B*M, L - prompt_length]
-        self._scores = torch.full((batch, beams), _DEAD, device=device)  # sums of log-probabilities
+        self._scores = torch.full((batch, beams), _DEAD, dtype=torch.float32, device=device)  # sums
         self._scores[:, :: self.size] = 0.0  # all beams of a group are equal at first, and one of them counts
         self._groups = [[_Group(self.size, policy) for _ in range(policy.groups)] for _ in range(batch)]
 
@@ -157,7 +157,8 @@ class DiverseSearch:
         width = min(max(lengths) + bool(ends), self.policy.max_length if limit is None else limit)
         tokens = self._tokens.new_full((self._batch, count, width), self.policy.pad)
         rows = torch.full_like(tokens[:, :, self.policy.prompt_length :], -1, dtype=torch.int32)
-        scores = torch.tensor([[hypothesis.score for hypothesis in best] for best in found], device=self._device)
+        each = [[hypothesis.score for hypothesis in best] for best in found]
+        scores = torch.tensor(each, dtype=torch.float32, device=self._device)
         for sentence, best in enumerate(found):
             for place, hypothesis in enumerate(best):
                 length = len(hypothesis.tokens)

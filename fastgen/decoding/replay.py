@@ -11,6 +11,7 @@ same output and the same memory is trusted.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import warnings
@@ -105,7 +106,6 @@ class Replayer:
         self._steps, self._patience = 0, 1  # equal ones that have run by themselves, and how many must have
         self.failure: str | None = None  # why steps run by themselves after all
         self._last: tuple[Hashable, list[Any]] | None = None  # of a step that ran by itself: its key and its inputs
-        self._written: list[Tensor] = []  # by the last step that ran by itself and was looked at
         self._captured: dict[Hashable, Captured] = {}  # by epoch
         self._whole: dict[Hashable, Captured] | None = None  # those from before sentences left, if it remembers
 
@@ -122,6 +122,7 @@ class Replayer:
         captured = self._captured.get(epoch)
         if captured is not None and captured.takes(key, leaves):
             if not captured.is_verified:
+                captured.is_verified = True
                 return self._verified(captured, step, inputs, leaves)
             self.counts.replays += 1
             return captured.replay(leaves)
@@ -138,7 +139,7 @@ class Replayer:
         start = time.perf_counter()
         captured, recording = Captured(key, last[1], leaves), self._recording()
         try:
-            with _capturing:
+            with _capturing, contextlib.nullcontext() if recording.has_run else Noting() as noting:
                 result = captured.capture(recording, lambda own: step(pytree.tree_unflatten(own, spec)), self._device)
         except RuntimeError as error:  # an operation that cannot be captured, such as waiting for the device
             self.failure = f"its steps cannot be captured ({(str(error).splitlines() or ['RuntimeError'])[0][:150]})"
@@ -149,8 +150,11 @@ class Replayer:
         self.counts.captures += 1
         if recording.has_run:
             return result
-        captured.written = self._written
-        return step(inputs)
+        assert noting is not None
+        captured.written = noting.written
+        # Nothing has been computed yet, what the step keeps for later ones neither: so it is replayed here already, and
+        # at the next step, which is at another position, once more beside the model's own.
+        return self._verified(captured, step, inputs, leaves)
 
     def _verified(self, captured: Captured, step: Callable[[Any], Any], inputs: Any, leaves: list[Any]) -> Any:
         """`step(inputs)`, beside which the captured step is replayed: if it differs, nothing is replayed any more."""
@@ -168,7 +172,6 @@ class Replayer:
         # A CUDA capture that fails may leave the device's generator and allocator in disorder: don't begin one in vain.
         with _capturing, Noting() as noting:
             result = step(inputs)
-        self._written = noting.written
         if noting.waits:
             self.failure = f"its steps cannot be captured ({noting.waits} waits for a value)"
         return result
@@ -213,7 +216,7 @@ class Replayer:
 
     def close(self) -> None:
         """Let go of everything captured."""
-        self._last, self._whole, self._captured, self._written = None, None, {}, []
+        self._last, self._whole, self._captured = None, None, {}
 
 
 class Captured:
@@ -246,21 +249,16 @@ class Captured:
         written = [_whole(tensor) for tensor in self.written]
         before = [tensor.clone() for tensor in written]
         random = _random_state(device)
-        result = step()
-        random_after = _random_state(device)
+        # First, for what a captured step keeps for later ones may be there only once it has been replayed.
+        replayed = pytree.tree_leaves(self.replay(leaves))
+        replayed = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in replayed]  # may lie where it writes
         after = [tensor.clone() for tensor in written]
-        expected, spec = pytree.tree_flatten(result)
-        expected = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in expected]  # may lie where it writes
         for tensor, its in zip(written, before, strict=True):
             tensor.copy_(its)
         _set_random_state(device, random)
-        replayed = pytree.tree_leaves(self.replay(leaves))
-        difference = _difference("its output", expected, replayed) or _difference("what it writes", after, written)
-        for tensor, its in zip(written, after, strict=True):
-            tensor.copy_(its)
-        _set_random_state(device, random_after)
-        self.is_verified = difference is None
-        return pytree.tree_unflatten(expected, spec), difference
+        result = step()
+        expected = pytree.tree_leaves(result)
+        return result, _difference("its output", expected, replayed) or _difference("what it writes", written, after)
 
     def takes(self, key: Hashable, leaves: list[Any]) -> bool:
         """Whether a replay would be the step of these inputs."""

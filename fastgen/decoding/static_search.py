@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ class StaticSearch(BeamSearch):
         self._is_late = is_late
         self._scores: Tensor | None = None
         lengths = range(policy.prompt_length + 1, policy.max_length + 2)
-        self._divisors = torch.tensor([policy.divisor(length) for length in lengths], device=device)  # float32
-        self._best_divisors = torch.tensor([policy.best_divisor(length) for length in lengths], device=device)
+        as_floats = functools.partial(torch.tensor, dtype=torch.float32, device=device)
+        self._divisors = as_floats([policy.divisor(length) for length in lengths])
+        self._best_divisors = as_floats([policy.best_divisor(length) for length in lengths])
         self._step = torch.zeros(1, dtype=torch.int64, device=device)  # steps taken, `length` less the prompt's
         self._state = torch.tensor([1, 0], device=device)  # int64 [2]: goes on, sentences settled
         self._known = Late(self._state)

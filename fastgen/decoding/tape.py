@@ -124,22 +124,24 @@ class Noting(DecomposingMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: str | None = None
-        self._made: dict[int, Tensor] = {}  # by storage; alive, so that no other takes the place
-        self._written: dict[int, Tensor] = {}
+        self._made: set[int] = set()  # storages; one that has died leaves its number only to others that are made
+        self._written: dict[int, Tensor] = {}  # by storage
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         if depends_on_values(function, args):
             self.waits = str(function)
-        outputs = function(*args, **kwargs)
         before = {_storage(tensor) for tensor in _tensors((args, *kwargs.values()))}
-        self._written.update((_storage(tensor), tensor) for tensor in mutated(function, args, kwargs))
-        self._made.update((_storage(made), made) for made in _tensors(outputs) if _storage(made) not in before)
+        for tensor in mutated(function, args, kwargs):
+            if _storage(tensor) not in self._made:
+                self._written[_storage(tensor)] = tensor
+        outputs = function(*args, **kwargs)
+        self._made |= {_storage(made) for made in _tensors(outputs)} - before
         return outputs
 
     @property
     def written(self) -> list[Tensor]:
         """What has been written to and was there before."""
-        return [tensor for storage, tensor in self._written.items() if storage not in self._made]
+        return [*self._written.values()]
 
 
 @functools.cache

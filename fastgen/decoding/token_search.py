@@ -18,7 +18,7 @@ class _Rows(PerSentence):
         batch = prompt.shape[0] // samples
         self.tokens = prompt.new_full((batch, samples, length), fill)
         self.tokens[:, :, : prompt.shape[1]] = prompt.unflatten(0, (batch, samples))
-        self.scores = torch.zeros(batch, samples, device=prompt.device)
+        self.scores = torch.zeros(batch, samples, dtype=torch.float32, device=prompt.device)
         self.unfinished = torch.ones(batch, samples, dtype=torch.bool, device=prompt.device)
         self.sentence = torch.arange(batch, device=prompt.device)
 

@@ -11,13 +11,19 @@ from torch import Tensor, nn
 
 _LEFT_BEHIND = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for
 # What models call of torch, as it was when this was imported. A class has further attributes than its own.
+_PREFIXES = ("torch.", "torch.nn.functional.", "torch.Tensor.")
 _NAMESPACES = [vars(torch), vars(nn.functional), vars(Tensor)]
 _CALLED = [{name: value for name, value in space.items() if callable(value)} for space in _NAMESPACES]
 
 
 def is_watched(modules: Iterable[nn.Module]) -> bool:
     """Whether somebody sees the calls of a module, or has replaced or compiled it for the shapes it has."""
-    if nn.modules.module._has_any_global_hook() or _is_torch_patched():
+    return replaced_function() is not None or are_interrupted(modules)
+
+
+def are_interrupted(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody else's code may run when one of these modules is called, before it, after it or in its place."""
+    if nn.modules.module._has_any_global_hook():
         return True
     modules = list(modules)
     if any(is_replaced(kind, "forward") for kind in set(map(type, modules))):
@@ -31,16 +37,18 @@ def is_watched(modules: Iterable[nn.Module]) -> bool:
     )
 
 
-def _is_torch_patched() -> bool:
-    """Whether somebody has replaced one of torch's functions, now or before this was imported.
+def replaced_function() -> str | None:
+    """One of torch's functions that somebody has replaced, now or before this was imported.
 
     They hand themselves, by name, to a mode that is active: a replacement that calls the original is called twice then.
     """
-    return _WAS_PATCHED or any(
-        space.get(name) is not value and not _is_torchs(space.get(name))  # its own compiler replaces some, too
-        for space, called in zip(_NAMESPACES, _CALLED, strict=True)
-        for name, value in called.items()
-    )
+    if _WAS_PATCHED is not None:
+        return _WAS_PATCHED
+    for prefix, space, called in zip(_PREFIXES, _NAMESPACES, _CALLED, strict=True):
+        for name, value in called.items():
+            if space.get(name) is not value and not _is_torchs(space.get(name)):  # its own compiler replaces some, too
+                return prefix + name
+    return None
 
 
 def _is_torchs(value: Any) -> bool:
@@ -52,7 +60,7 @@ def _is_torchs(value: Any) -> bool:
     return isinstance(value, type) or str(home).partition(".")[0] in ("torch", "typing", "None")
 
 
-_WAS_PATCHED = not all(map(_is_torchs, _CALLED[1].values()))
+_WAS_PATCHED = next((_PREFIXES[1] + name for name, value in _CALLED[1].items() if not _is_torchs(value)), None)
 
 
 def is_replaced(kind: type, name: str) -> bool:

@@ -20,6 +20,7 @@ __all__ = [
     "ban_repeated_ngrams_",
     "ban_source_ngrams_",
     "beam_attention",
+    "fingerprint",
     "is_native",
     "multinomial",
     "pack_weight",
@@ -137,6 +138,32 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     """
     output: Tensor = torch.ops.fastgen.beam_attention(query, key, value, bias, scale)
     return output
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A number that depends on each element of a tensor, bit for bit, and on its place: to tell whether it was edited.
+
+    Multilinear hashing (Carter and Wegman 1979, https://doi.org/10.1016/0022-0000(79)90044-8; modulo a power of two:
+    Lemire and Kaser 2014, https://doi.org/10.1093/comjnl/bxt070) of the 32-bit words of each row, and then of the rows.
+    Natively, on the CPU, the tensor is read once, from where it is, about as fast as it comes from memory.
+
+    An edit within one word, so within one element of 32 bits or fewer, changes it for certain. Over the choice of the
+    multipliers, any other edit of a row leaves it as it is with a probability of at most 2^-(63 - t), where the lowest
+    bit that changes in any of the words is number t: 2^-32 where signs flip and nothing else, 2^-63 of most edits of
+    float32 numbers; and so does one of several rows, with 2^-57 or so. The multipliers are always the same: this is no
+    protection from somebody who looks for edits that go unseen.
+
+    Args:
+        tensor: `[rows, size]`, of any dtype and strides.
+
+    Returns: int64 `[]`; 0 of an empty tensor. The same whatever the strides, the device and the number of threads. No
+        gradient passes through it.
+
+    Raises:
+        ValueError: for other shapes.
+    """
+    found: Tensor = torch.ops.fastgen.fingerprint(tensor.detach())
+    return found
 
 
 def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fastgen.ops import reference
 from fastgen.ops.checks import (
     check_attention,
+    check_fingerprint,
     check_ngrams,
     check_packed,
     check_probabilities,
@@ -33,6 +34,7 @@ SCHEMAS = {
         "(Tensor logits, int k, Tensor? banned=None) -> (Tensor log_probs, Tensor tokens, Tensor log_sum_exp)"
     ),
     "beam_attention": "(Tensor query, Tensor key, Tensor value, Tensor? bias, float scale) -> Tensor",
+    "fingerprint": "(Tensor tensor) -> Tensor",
     "multinomial": "(Tensor probabilities, Generator? generator=None) -> Tensor",
     "packed_linear": "(Tensor rows, Tensor packed, SymInt width, Tensor? bias) -> Tensor",
     "screened_linear": (
@@ -78,6 +80,12 @@ def _topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> t
 def _beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     check_attention(query, key, value, bias)
     return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[3])
+
+
+@torch.library.register_fake("fastgen::fingerprint", lib=_library)
+def _fingerprint(tensor: Tensor) -> Tensor:
+    check_fingerprint(tensor)
+    return tensor.new_empty((), dtype=torch.int64)
 
 
 @torch.library.register_fake("fastgen::skinny_linear", lib=_library)

@@ -133,6 +133,11 @@ def check_probabilities(probabilities: Tensor) -> None:
         raise TypeError(f"probabilities must be float32, not {probabilities.dtype}.")
 
 
+def check_fingerprint(tensor: Tensor) -> None:
+    if tensor.dim() != 2:
+        raise ValueError(f"tensor must be [rows, size], not of shape {list(tensor.shape)}.")
+
+
 def check_packed(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> None:
     if not rows.dim():
         raise ValueError(f"rows must be [..., size], not of shape {list(rows.shape)}.")

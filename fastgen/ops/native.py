@@ -22,6 +22,7 @@ from fastgen.ops import builder
 
 _UNWRITTEN = {  # what has no kernel, and why
     ("beam_attention", "cuda"): "torch's own attention, or Triton's where that is faster",
+    ("fingerprint", "cuda"): "torch's own sums",
     ("multinomial", "cuda"): "torch's own",
     ("skinny_linear", "cuda"): "torch's own products",
     ("packed_linear", "cuda"): "torch's own products",

@@ -16,6 +16,7 @@ from fastgen import attention
 from fastgen.ops.checks import (
     LONGEST,
     check_attention,
+    check_fingerprint,
     check_ngrams,
     check_no_overlap,
     check_packed,
@@ -27,6 +28,9 @@ from fastgen.ops.checks import (
 )
 
 _LOW_WORD = 2**32 - 1
+_OF_ROWS = 2**32  # where the multipliers of rows begin
+_SLAB = {"cpu": 2**16}  # words of a fingerprint at a time, which stay in a near cache; elsewhere:
+_LARGE_SLAB = 2**22
 
 
 def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length: int) -> None:
@@ -122,3 +126,54 @@ def multinomial(probabilities: Tensor, generator: torch.Generator | None = None)
 def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None) -> Tensor:
     check_packed(rows, packed, width, bias)
     return F.linear(rows, packed.transpose(1, 2).flatten(0, 1)[:width], bias)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    check_fingerprint(tensor)
+    total = tensor.new_zeros((), dtype=torch.int64)
+    if not tensor.numel():
+        return total
+    count = -(-tensor.shape[1] * tensor.element_size() // 4)
+    by = _multipliers(0, count, tensor.device)
+    step = max(1, _SLAB.get(tensor.device.type, _LARGE_SLAB) // count)
+    products = torch.empty(min(step, len(tensor)), count, dtype=torch.int64, device=tensor.device)
+    sums = torch.empty(len(tensor), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(tensor), step):
+        words = _words(tensor[start : start + step])
+        torch.sum(torch.mul(words, by, out=products[: len(words)]), 1, out=sums[start : start + step])
+    return (_mixed(sums) * _multipliers(_OF_ROWS, len(tensor), tensor.device)).sum()
+
+
+def _words(rows: Tensor) -> Tensor:
+    """The bytes of `rows`, `[count, size]`, as int32 `[count, words]`, each row's last word filled up with zeros."""
+    rows = rows.detach()
+    if rows.stride() != (rows.shape[1], 1):
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    rows = rows.view(torch.uint8)
+    if (more := -rows.shape[1] % 4) or rows.storage_offset() % 4:
+        rows = F.pad(rows, (0, more)).clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.int32)
+
+
+def _multipliers(first: int, count: int, device: torch.device) -> Tensor:
+    """Those of `count` indices, int64 `[count]`: odd, and else SplitMix64 (Steele, Lea and Flood 2014) of the index."""
+    z = torch.arange(first + 1, first + count + 1, device=device) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return (z ^ _shifted(z, 31)) | 1
+
+
+def _mixed(sums: Tensor) -> Tensor:
+    """One to one: what two rows' sums have in common in their low bits is gone."""
+    sums = (sums ^ _shifted(sums, 32)) * _signed(0xD6E8FEB86659FD93)
+    return sums ^ _shifted(sums, 32)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """int64, shifted right as if it had no sign."""
+    return (numbers >> bits) & (2 ** (64 - bits) - 1)
+
+
+def _signed(word: int) -> int:
+    """A 64-bit word as the int64 of the same bits."""
+    return word - 2**64 if word >= 2**63 else word

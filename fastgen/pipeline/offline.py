@@ -90,18 +90,28 @@ def generate_samples(
         progress: show a progress line on standard error.
     """
     from fastgen.optimizer.fairseq.refill import in_order, why_not_refilled
+    from fastgen.optimizer.fairseq.suspending import Stopped
     from fastgen.pipeline.progress import Progress
 
     def infer(sample: dict[str, Any]) -> Any:
         return generator.generate(list(generator.model.models), sample)
 
+    def note(hypotheses: list[Any]) -> None:
+        found.append(hypotheses)
+        show.update(len(hypotheses), sum(len(best[0]["tokens"]) for best in hypotheses))
+
     found: list[Any] = []
     show = Progress(None, enabled=progress)
     why_not = why_not_refilled(generator, refill)
     try:
-        for hypotheses in in_order(infer, samples) if why_not is None else map(infer, samples):
-            found.append(hypotheses)
-            show.update(len(hypotheses), sum(len(best[0]["tokens"]) for best in hypotheses))
+        if why_not is None:
+            for hypotheses in in_order(infer, samples):
+                note(hypotheses)
+        else:
+            for sample in samples:  # a StopIteration would end a `map` unseen
+                note(infer(sample))
+    except Stopped as stopped:
+        raise stopped.error from None
     finally:
         show.close()
     return found

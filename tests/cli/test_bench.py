@@ -29,7 +29,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["peer"], f"There is no suite 'peer': the suites are {', '.join(SUITES)}."),
+        (["peer"], f"There is no suite 'peer': the suites are {', '.join(SUITES)} and soak."),
         (["--rounds", "0"], "Argument --rounds: '0' is not a whole number above 0; --help lists the flags."),
         (["--threads", "x"], "Argument --threads: 'x' is not a whole number above 0; --help lists the flags."),
         (["--quik"], "Unrecognized arguments: --quik; --help lists the flags."),

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import transformers
 import zoo
 from both_hosts import run_together
+from disguise import disguised
 from torch import Tensor
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
@@ -277,14 +278,16 @@ def test_texts_leave_with_their_latents() -> None:
     options = dict(num_beams=4, max_new_tokens=20, early_stopping=True, length_penalty=-1.0)
     harness.compare(model, inputs, "fast", return_dict_in_generate=False, **options)
 
-    def count_rows(module: Any, arguments: Any, given: dict[str, Any]) -> None:
-        rows.append((given["input_ids"].shape[0], given["latents"].shape[0]))
+    forward = type(model).forward
 
-    handle = model.register_forward_pre_hook(count_rows, with_kwargs=True)
-    try:
+    @functools.wraps(forward)
+    def counting(self: Any, *args: Any, **given: Any) -> Any:
+        rows.append((given["input_ids"].shape[0], given["latents"].shape[0]))
+        return forward(self, *args, **given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(model), "forward", disguised(counting, type(model)))
         harness.run_fastgen(model, inputs, tier="fast", **options)
-    finally:
-        handle.remove()
     assert all(tokens == latents for tokens, latents in rows)
     assert rows[0][0] == 6 and rows[1][0] == 24 > rows[-1][0], rows
 

@@ -24,6 +24,7 @@ CALLS = {
     "ban_repeated_ngrams_": [(TOKENS, SCORES, 2, 5), (TOKENS.int(), SCORES.half(), 1, 3), (TOKENS, SCORES, 9, 0)],
     "ban_source_ngrams_": [(SOURCE, TOKENS, SCORES, 3, 5, 2), (SOURCE.int(), TOKENS, SCORES.bfloat16(), 1, 0, 2)],
     "beam_attention": [(QUERY, KEY, KEY[..., :3], None, 0.5), (QUERY, KEY.mT.contiguous().mT, KEY, BIAS, 0.5)],
+    "fingerprint": [(SCORES,), (SCORES.half().t(),)],
     "multinomial": [(SCORES.abs(),), (torch.eye(3, 700),)],
     "packed_linear": [
         (KEY, ops.pack_weight(KEY[0, 0]), 7, None),

@@ -18,6 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.models.llama import modeling_llama
 
 import fastgen
+from fastgen.cache import tree
+from fastgen.optimizer.transformers import session
 
 SEARCH = dict(num_beams=3, max_new_tokens=7)
 
@@ -261,26 +263,25 @@ def test_a_processor_that_raises(checked: Any, tier: str, step: int) -> None:
 
 @pytest.mark.parametrize("tier", harness.TIERS)
 @pytest.mark.parametrize("failure", [Injected, torch.OutOfMemoryError, KeyboardInterrupt])
-def test_a_module_that_raises(checked: Any, tier: str, failure: type[BaseException]) -> None:
+def test_a_step_that_raises(
+    checked: Any, tier: str, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the middle of a step, in the last attention module, when the tree is half written."""
     model, inputs = checked
-    decoder = model.get_decoder() if model.config.is_encoder_decoder else model
-    module = [m for m in decoder.modules() if "Attention" in type(m).__name__][-1]
-    calls = 0
+    append, calls = tree.TreeLayer.append, 0
 
-    def fail(*_: Any) -> None:
+    def fail(*args: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 4:
+        if calls == 6:
             raise failure()
+        return append(*args)
 
-    handle = module.register_forward_hook(fail)
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(tree.TreeLayer, "append", fail)
         with pytest.raises(failure):
             harness.run_fastgen(model, inputs, tier=tier, **SEARCH)
-    finally:
-        handle.remove()
-    assert calls == 4
+    assert calls == 6 and session.current() is None
 
 
 @pytest.mark.parametrize("tier", harness.TIERS)
@@ -328,7 +329,9 @@ def test_a_tested_type_with_an_attention_of_its_own(batch: int) -> None:
         own.load_state_dict(layer.self_attn.state_dict())
         layer.self_attn = own
     inputs = zoo.inputs_for("llama", batch=batch, ragged=False)
-    assert_falls_back(model, {"input_ids": inputs["input_ids"]}, "it cannot run on the tree")
+    assert_falls_back(model, {"input_ids": inputs["input_ids"]}, "which has its own forward")
+    with harness.configured(foreign_code="trial"):
+        assert_falls_back(model, {"input_ids": inputs["input_ids"]}, "it cannot run on the tree")
 
 
 def test_attention_replaced_after_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +345,7 @@ def test_attention_replaced_after_the_first_call(monkeypatch: pytest.MonkeyPatch
 
     stock = modeling_llama.LlamaAttention.forward
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    assert_falls_back(model, inputs, "LlamaAttention computes attention itself")
+    assert_falls_back(model, inputs, "has another forward than transformers's LlamaAttention")
 
 
 @pytest.mark.parametrize("where", ["instance", "mixin"])

@@ -131,7 +131,10 @@ def test_whoever_looks_gets_all_logits(change: Any, screened: list[torch.Tensor]
     model = copy.deepcopy(zoo.load("bart"))
     model.seen = []
     options = {**GREEDY, **change(model)}
-    harness.compare(model, _inputs("bart"), **options)
+    is_foreign = change in (_hook, _update_of_the_object)
+    harness.compare(model, _inputs("bart"), expected="fallback" if is_foreign else "accelerated", **options)
+    with harness.configured(foreign_code="trial"):
+        harness.compare(model, _inputs("bart"), **options)
     assert not screened and all((output > -torch.inf).all() for output in model.seen)
 
 
@@ -153,7 +156,7 @@ def test_what_a_class_is_given_instead(name: str, monkeypatch: pytest.MonkeyPatc
     expected = len(harness.run_stock(model, _inputs("bart"), **{k: v for k, v in GREEDY.items() if k != "tier"})[0])
     stock = list(seen)
     seen.clear()
-    harness.run_fastgen(model, _inputs("bart"), **GREEDY)
+    harness.run_fastgen(model, _inputs("bart"), strict=False, **GREEDY)
     assert expected and len(seen) == len(stock) and all((logits > -torch.inf).all() for logits in seen)
 
 
@@ -193,7 +196,7 @@ def test_linear_layers_that_somebody_has_replaced(monkeypatch: pytest.MonkeyPatc
     harness.run_stock(model, _inputs("llama"), **{k: v for k, v in GREEDY.items() if k != "tier"})
     wanted = len(calls)
     calls.clear()
-    harness.run_fastgen(model, _inputs("llama"), **GREEDY)
+    harness.run_fastgen(model, _inputs("llama"), strict=False, **GREEDY)
     assert wanted == len(calls) > 0
 
 

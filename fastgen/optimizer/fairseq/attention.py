@@ -79,10 +79,11 @@ class TreeSelfAttention(_TreeAttention):
         tree, module = self._session.tree, self._module
         if self.slim is not None:
             return (self._latent(query).view(tree.batch, 1, tree.beams, -1),)
-        return tuple(
+        keys, values = [
             projection(query).view(tree.batch, tree.beams, self._heads, self._size).transpose(1, 2)
             for projection in (module.k_proj, module.v_proj)
-        )
+        ]
+        return keys, values
 
     def begin(self, tree: BeamTree, like: Tensor) -> None:
         """Give `tree`, whose sentences have no token yet, its next layer."""
@@ -92,10 +93,10 @@ class TreeSelfAttention(_TreeAttention):
         tree.layers.append(layer)
 
     def _prompt(self, query: Tensor) -> Tensor:
-        queries, keys, values = (
+        queries, keys, values = [
             self._by_head(projection(query))
             for projection in (self._module.q_proj, self._module.k_proj, self._module.v_proj)
-        )
+        ]
         if self.slim is None:
             self._prefill(keys, values)
         else:
@@ -163,7 +164,7 @@ class TreeCrossAttention(_TreeAttention):
             latent = self.shared.latent(source) if is_shared else self._latent(source).transpose(0, 1)[:, None]
             return Source((latent,), bias, self.slim)
         projections = self._module.k_proj, self._module.v_proj
-        keys, values = (self._by_head(projection(source)).contiguous() for projection in projections)
+        keys, values = [self._by_head(projection(source)).contiguous() for projection in projections]
         return Source((keys, values), bias)
 
 

@@ -18,15 +18,16 @@ from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearc
 from fastgen.decoding.replay import Replayer
 from fastgen.optimizer.fairseq.attention import Shared, TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.encoder import with_own_products
+from fastgen.optimizer.fairseq.foreign import called_one_by_one, layers_of
 from fastgen.optimizer.fairseq.replaying import ReplayedSteps, replayer_for, source_of
-from fastgen.optimizer.fairseq.requests import Request, foldable_language_model
+from fastgen.optimizer.fairseq.requests import Request, calls_back, foldable_language_model, is_interrupted
 from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.shortlist import Shortlist, unnormalised
 from fastgen.optimizer.fairseq.slim import plan_for, slim_of
 from fastgen.optimizer.fairseq.state import State, identity_of
 from fastgen.optimizer.fairseq.streams import TreeStreamAttention, attends_in_streams
 from fastgen.optimizer.fairseq.unchanged import snapshot
-from fastgen.optimizer.fairseq.views import replaced, with_products
+from fastgen.optimizer.fairseq.views import replaced, standing_in, with_layers, with_products
 from fastgen.products import Products
 from fastgen.report import FallbackError
 
@@ -73,18 +74,18 @@ class TreeEnsemble(StandIn):
         source = request.source
         assert source is not None
         self._device = source.device
-        self.replayer, self._request = replayer_for(request), request
+        self.replayer, self.request = replayer_for(request), request
         buffers, is_static = Buffers(self.inner.models[0]), self.replayer is not None
         tree = BeamTree(request.batch, request.beams, request.max_steps, buffers, is_static)
         self.session = Session(tree, request.generator.pad, source.device)
-        self._products = Products(config.current().packing)
+        self._products = products_for(request)
         self.choice, self.plan = plan_for(request, source)  # which caches are slim, and what speaks for it
         models = [
-            replaced(model, decoder=over_the_tree(model.decoder, self.session, self.choice, self._products))
+            standing_in(model, decoder=over_the_tree(model.decoder, self.session, self.choice, self._products))
             for model in self.inner.models
         ]
         shown = models if shortlist is None else [unnormalised(models[0])]
-        own = [layer.self_attn.slim for model in models for layer in model.decoder.layers]
+        own = [layer.self_attn.slim for model in models for layer in layers_of(model.decoder)]
         self._own_caches = tuple(map(identity_of, own))  # with the steps' other inputs they decide which recording fits
         # With no modules of its own: what is kept with a recording must not keep the model alive.
         self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0], _modules={})
@@ -104,7 +105,7 @@ class TreeEnsemble(StandIn):
     @staticmethod
     def _read_prompt(request: Request, models: list[Any]) -> Prompt | None:
         prefix = request.shared_prefix()
-        if not prefix:
+        if not prefix or called_one_by_one(request.generator.model):
             return None
         assert request.prefix_tokens is not None
         forced = request.prefix_tokens[:, :prefix]
@@ -121,7 +122,7 @@ class TreeEnsemble(StandIn):
         """Go on with a recording that an earlier call has kept, if there is one of these shapes."""
         assert self._replayed is not None and self.replayer is not None
         # A language model that is fused in runs over the same tree.
-        may_share = self._request.generator.lm_model is None
+        may_share = self.request.generator.lm_model is None
         self._width = len(source_of(encoder_outs[0])[0]) if encoder_outs else None
         self._replayed.see(encoder_outs, recordings.SOURCE_STEP if may_share else None)
         if not may_share:
@@ -139,7 +140,7 @@ class TreeEnsemble(StandIn):
 
     def search(self, policy: CollectingPolicy) -> CollectingSearch:
         """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
-        request, replayer = self._request, self.replayer
+        request, replayer = self.request, self.replayer
         tokens = {"start": request.start, "end": request.generator.eos, "pad": request.generator.pad}
         if replayer is not None:
             replayer = replayer.another()
@@ -190,7 +191,7 @@ class TreeEnsemble(StandIn):
 
     def _key_of(self, state: State) -> Hashable:
         surroundings = recordings.surroundings(self._device)
-        temperature, averaged = self._request.generator.temperature, type(self.inner).forward_decoder
+        temperature, averaged = self.request.generator.temperature, type(self.inner).forward_decoder
         # An ensemble's models may be exchanged while others hold on to the old ones.
         models = tuple(map(id, self.inner.models))
         how = (temperature, averaged, models, self.shortlist is None, self._own_caches)
@@ -236,7 +237,7 @@ class TreeLanguageModel:
 
     def __init__(self, inner: Any, ensemble: TreeEnsemble) -> None:
         self.inner, self._ensemble = inner, ensemble
-        self._decoder = over_the_tree(inner.decoder, ensemble.session, ensemble.choice)
+        self._decoder = over_the_tree(inner.decoder, ensemble.session, ensemble.choice, products_for(ensemble.request))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -281,12 +282,19 @@ class Prompt:
         return torch.logsumexp(torch.stack(each), dim=0) - math.log(len(each))
 
 
-def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Products | None = None) -> Any:
-    """The decoder with attention over the session's tree and its own products; the decoder itself stays as it is.
+def products_for(request: Request) -> Products:
+    """For one decoder in one call."""
+    products = Products(config.current().packing)
+    if calls_back(request) or is_interrupted(request):
+        products.expect_edits()
+    return products
+
+
+def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Products) -> Any:
+    """The decoder with attention over the session's tree and products of its own; the decoder itself stays as it is.
 
     `choice`: which of its caches are slim.
     """
-    products = Products(config.current().packing) if products is None else products
     shared = Shared()
     layers = []
 
@@ -296,7 +304,7 @@ def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Prod
             products.set_apart(module.v_proj)
         return slim
 
-    for layer in decoder.layers:
+    for layer in layers_of(decoder):
         module = layer.self_attn
         kind = TreeStreamAttention if attends_in_streams(module) else TreeSelfAttention
         own = kind(with_products(module, products), session, slim_for(module, choice.own))
@@ -305,7 +313,7 @@ def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Prod
             slim = slim_for(module, choice.source)
             attention["encoder_attn"] = TreeCrossAttention(with_products(module, products), session, shared, slim)
         layers.append(replaced(with_products(layer, products), **attention))
-    return replaced(with_products(decoder, products), layers=layers)
+    return replaced(with_products(decoder, products), layers=with_layers(decoder, layers))
 
 
 def _misfit(encoder_outs: Any, batch: int) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +15,10 @@ from fastgen.decoding import replays
 from fastgen.optimizer.fairseq import fast
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
-from fastgen.optimizer.fairseq.requests import Request, is_diverse, unsupported_reason
+from fastgen.optimizer.fairseq.requests import Request, has_own_blocker, is_diverse, unsupported_reason
 from fastgen.optimizer.fairseq.shortlist import Shortlist, is_shortened
 from fastgen.optimizer.fairseq.slim import look_at
+from fastgen.optimizer.fairseq.views import standing_in
 
 _JOINED = "the sentences of several searches share a tree"
 
@@ -82,9 +82,9 @@ def _is_on_gpu(request: Request) -> bool:
 
 
 def _mended(request: Request) -> tuple[Any, dict[str, Any]]:
-    """A view of the generator that this call may change, and its sample, without the host's bugs."""
-    view, sample = copy.copy(request.generator), request.sample
-    if request.generator.repeat_ngram_blocker is not None:
+    """A stand-in for the generator, which this call may change, and its sample, without the host's bugs."""
+    view, sample = standing_in(request.generator), request.sample
+    if request.generator.repeat_ngram_blocker is not None and not has_own_blocker(request.generator):
         view.__dict__["repeat_ngram_blocker"] = _NgramBlocker(request)
     if is_diverse(request):
         # This search keeps a row per sentence and looks it up by the numbers that sentences have in their

@@ -11,8 +11,9 @@ from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor
 
 from fastgen import config
+from fastgen.optimizer.fairseq.foreign import layers_of, own_name
 from fastgen.optimizer.fairseq.requests import own_method, unsupported_attention
-from fastgen.optimizer.fairseq.views import has_hooks, is_plain, replaced, with_products
+from fastgen.optimizer.fairseq.views import has_hooks, is_plain, replaced, standing_in, with_layers, with_products
 from fastgen.products import Products
 
 
@@ -20,25 +21,32 @@ def with_own_products(ensemble: Any) -> Any:
     """A view of the host's ensemble whose Transformer encoders multiply by products of ours."""
     if not ensemble.has_encoder():
         return ensemble
-    return replaced(ensemble, models=[replaced(model, encoder=_encoder(model.encoder)) for model in ensemble.models])
+    models = [standing_in(model, encoder=_encoder(model.encoder)) for model in ensemble.models]
+    return replaced(ensemble, models=models)
 
 
 def _encoder(encoder: Any) -> Any:
     if not isinstance(encoder, TransformerEncoderBase):
         return encoder
-    if own_method(encoder, TransformerEncoderBase, "forward", "forward_scriptable"):
+    if own_method(encoder, TransformerEncoderBase, "forward", "forward_scriptable") or own_name(encoder):
+        return encoder
+    if own_name(encoder.layers):
         return encoder
     products = Products(config.current().packing)
-    return replaced(encoder, layers=[_layer(layer, products) for layer in encoder.layers])
+    return replaced(encoder, layers=with_layers(encoder, [_layer(layer, products) for layer in layers_of(encoder)]))
 
 
 def _layer(layer: Any, products: Products) -> Any:
-    if own_method(layer, TransformerEncoderLayerBase, "forward") or has_hooks(layer):
+    if own_method(layer, TransformerEncoderLayerBase, "forward") or own_name(layer) or has_hooks(layer):
         return layer
     view, attention = with_products(layer, products), layer.self_attn
-    if unsupported_attention(attention) is None and not _drops(attention) and _has_plain_projections(attention):
+    if _is_known(attention) and not _drops(attention) and _has_plain_projections(attention):
         view = replaced(view, self_attn=_Attention(attention, products))
     return view
+
+
+def _is_known(attention: Any) -> bool:
+    return unsupported_attention(attention) is None and own_name(attention) is None
 
 
 def _drops(attention: Any) -> bool:
@@ -76,10 +84,10 @@ class _Attention:
             )
             return answer
         module = self._module
-        queries, keys, values = (
+        queries, keys, values = [
             projection(x).unflatten(2, (module.num_heads, module.head_dim)).permute(1, 2, 0, 3)
             for projection, x in ((module.q_proj, query), (module.k_proj, key), (module.v_proj, value))
-        )  # [B, H, N, D]
+        ]  # [B, H, N, D]
         bias = None
         if key_padding_mask is not None:  # as the host makes it: a row of padding alone is no number
             hidden = key_padding_mask.bool()[:, None, None]

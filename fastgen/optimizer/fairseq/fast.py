@@ -6,15 +6,13 @@ import math
 from typing import Any
 
 import torch
-from fairseq import search, sequence_generator
+from fairseq import search
 from torch import Tensor
 
 from fastgen.decoding.collecting_search import CollectingPolicy
 from fastgen.optimizer.fairseq.decoder import TreeEnsemble
-from fastgen.optimizer.fairseq.requests import Request, is_own
-
-# The host's own, whose rules our loop follows. A generator with others runs them, in the compat tier.
-_RULES = ("_prefix_tokens", "replicate_first_beam", "finalize_hypos", "is_finished")
+from fastgen.optimizer.fairseq.foreign import called_one_by_one
+from fastgen.optimizer.fairseq.requests import Request, has_own_blocker, is_own, own_rule
 
 
 def unsupported_reason(request: Request) -> str | None:
@@ -22,9 +20,12 @@ def unsupported_reason(request: Request) -> str | None:
     generator, strategy = request.generator, request.generator.search
     if type(strategy) is not search.BeamSearch or strategy.stop_on_max_len or not is_own(strategy, search, "step"):
         return f"the search is {type(strategy).__name__} with rules of its own, not plain beam search"
-    for name in _RULES:
-        if not is_own(generator, sequence_generator, name):
-            return f"the generator has its own {name}"
+    if name := own_rule(generator):
+        return f"the generator has its own {name}"
+    if reason := called_one_by_one(generator.model):
+        return f"each step has to be as in stock: {reason}"
+    if has_own_blocker(generator):
+        return "the generator has its own repeat_ngram_blocker"
     if request.constraints is not None:
         return "constraints are for another search"
     if generator.lm_model is not None:

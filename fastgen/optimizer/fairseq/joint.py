@@ -8,17 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import arena, report
+from fastgen import arena, config, report
 from fastgen.buffers import Buffers
 from fastgen.cache.joint import JointTree, Seats
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.optimizer.fairseq.decoder import over_the_tree
+from fastgen.optimizer.fairseq.foreign import layers_of
 from fastgen.optimizer.fairseq.refill import Part
 from fastgen.optimizer.fairseq.requests import Request
 from fastgen.optimizer.fairseq.session import Session, Source
 from fastgen.optimizer.fairseq.shortlist import is_shortened, unnormalised
 from fastgen.optimizer.fairseq.slim import fixed_choice
-from fastgen.optimizer.fairseq.views import replaced
+from fastgen.optimizer.fairseq.views import replaced, standing_in
+from fastgen.products import Products
 
 
 class Joint:
@@ -34,17 +36,18 @@ class Joint:
         buffers = Buffers(inner.single_model)
         self._tree = JointTree(rows, request.beams, device, buffers)
         self._session = Session(self._tree, request.generator.pad, device)
-        decoder = over_the_tree(inner.single_model.decoder, self._session, fixed_choice(device))
+        self._products = Products(config.current().packing)
+        decoder = over_the_tree(inner.single_model.decoder, self._session, fixed_choice(device), self._products)
         self._positions = decoder.embed_positions
         if self._positions is not None:
             decoder = replaced(decoder, embed_positions=self._at_each_position)
-        model = replaced(inner.single_model, decoder=decoder)
+        model = standing_in(inner.single_model, decoder=decoder)
         if is_shortened(request.generator):
             model = unnormalised(model)
         self._model = replaced(inner, models=[model], single_model=model)
         self._arena = arena.of(inner.single_model)
-        self._self_attention = [layer.self_attn for layer in decoder.layers]
-        self._cross_attention = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+        self._self_attention = [layer.self_attn for layer in layers_of(decoder)]
+        self._cross_attention = [layer.encoder_attn for layer in layers_of(decoder) if layer.encoder_attn is not None]
         self._seats = [(Seats(rows, buffers), Seats(rows, buffers)) for _ in self._cross_attention]
         self._capacity = 0  # source positions that the seats have room for
         self._hidden = torch.empty(0, 0, dtype=torch.bool, device=device)  # [B, N], the sources' padding
@@ -72,6 +75,7 @@ class Joint:
         self.parts = [*(part for part in self.parts if not part.ended), *entering]
         staying = torch.cat(stay)
         if entering or len(staying) < first:
+            self._products.look_again()  # whoever takes results, or brings samples, may have edited weights
             self._session.measure()
             self._tree.regroup(staying, [self._sprout(part) for part in entering])
             for attention, layer in zip(self._self_attention, self._tree.layers, strict=True):

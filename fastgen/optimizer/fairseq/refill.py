@@ -19,7 +19,7 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 from torch import Tensor
 
 from fastgen import config
-from fastgen.optimizer.fairseq import seams
+from fastgen.optimizer.fairseq import foreign, seams
 from fastgen.optimizer.fairseq.decoder import StandIn
 from fastgen.optimizer.fairseq.requests import Request, unsupported_decoder
 from fastgen.optimizer.fairseq.shortlist import Shortlist
@@ -45,7 +45,9 @@ def unrefillable(generator: Any) -> str | None:
         return f"{type(generator.search).__name__} may know sentences by their places in the batch"
     if generator.match_source_len:
         return "match_source_len asks for the longest source of the batch"
-    return unsupported_decoder(generator.model.single_model.decoder)
+    if reason := unsupported_decoder(generator.model.single_model.decoder):
+        return reason
+    return foreign.unsupported_reason(generator.model) or foreign.called_one_by_one(generator.model)
 
 
 def why_not_refilled(generator: Any, wished: bool | None) -> str | None:

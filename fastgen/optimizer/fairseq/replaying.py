@@ -14,9 +14,10 @@ from fastgen import config
 from fastgen.decoding import replays
 from fastgen.decoding.replay import Replayer
 from fastgen.decoding.watched import are_of, is_watched
+from fastgen.optimizer.fairseq.foreign import called_one_by_one, layers_of
 from fastgen.optimizer.fairseq.requests import Request
 from fastgen.optimizer.fairseq.streams import has_streams
-from fastgen.optimizer.fairseq.views import replaced
+from fastgen.optimizer.fairseq.views import replaced, standing_in
 
 
 def replayer_for(request: Request) -> Replayer | None:
@@ -33,6 +34,8 @@ def replayer_for(request: Request) -> Replayer | None:
     # Who watches expects the model to be called; so does who may change it meanwhile, as this search's function may.
     if type(request.generator.search) is search.PrefixConstrainedBeamSearch:
         return None
+    if called_one_by_one(ensemble):
+        return None
     modules = [module for model in ensemble.models for module in model.decoder.modules()]
     return None if is_watched(modules) or not are_of({"fairseq", "fastgen"}, modules) else Replayer(source.device)
 
@@ -47,7 +50,7 @@ class ReplayedSteps:
         self._positions: list[Tensor | None] = []  # of the step under way
         self._padding: list[Tensor] = []  # of the sources seen: what derives from one goes by its id
         models = [
-            replaced(model, decoder=self._of_tensors(model.decoder, number))
+            standing_in(model, decoder=self._of_tensors(model.decoder, number))
             for number, model in enumerate(ensemble.models)
         ]
         self._ensemble = replaced(ensemble, models=models, single_model=models[0])
@@ -83,7 +86,7 @@ class ReplayedSteps:
                 source = F.pad(source, (0, 0, 0, 0, 0, more))
                 padding = F.pad(padding.bool(), (0, more), value=True)
                 self._padding.append(padding)
-            for layer in model.decoder.layers:
+            for layer in layers_of(model.decoder):
                 if layer.encoder_attn is not None:
                     layer.encoder_attn.see(source, padding, is_masked=multiple is not None)
 
@@ -102,7 +105,7 @@ class ReplayedSteps:
             x = x if decoder.layernorm_embedding is None else decoder.layernorm_embedding(x)
             x = decoder.dropout_module(x).transpose(0, 1)  # [1, B*M, C]
             weights = None
-            for place, layer in enumerate(decoder.layers):
+            for place, layer in enumerate(layers_of(decoder)):
                 is_last = place == decoder.num_layers - 1
                 x, its, _ = layer(x, source, padding, {}, need_attn=is_last, need_head_weights=is_last)
                 weights = its if is_last else weights

@@ -7,15 +7,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from fairseq import search
+from fairseq import search, sequence_generator
 from fairseq.models import FairseqLanguageModel
 from fairseq.models.transformer import TransformerDecoderBase
 from fairseq.modules.multihead_attention import MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
+from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
-from fastgen.optimizer.fairseq import streams
+from fastgen.decoding.watched import are_interrupted
+from fastgen.optimizer.fairseq import foreign, streams
 
 _ENSEMBLES = (EnsembleModel, EnsembleModelWithAlignment)
 _STRATEGIES = tuple(
@@ -23,6 +25,8 @@ _STRATEGIES = tuple(
     for name in """BeamSearch DiverseBeamSearch DiverseSiblingsSearch LengthConstrainedBeamSearch
     LexicallyConstrainedBeamSearch PrefixConstrainedBeamSearch Sampling""".split()
 )
+# The host's own, whose rules our loop follows. A generator with others runs them, in the compat tier.
+_RULES = ("_prefix_tokens", "replicate_first_beam", "finalize_hypos", "is_finished")
 _SOURCES = ("src_tokens", "source", "features")  # in the order in which the host looks for them
 _DECODER_METHODS = ("forward", "extract_features", "extract_features_scriptable", "output_layer")
 
@@ -87,6 +91,17 @@ class Request:
         return min(columns, self.max_steps - 1)
 
 
+def calls_back(request: Request) -> bool:
+    """Whether code of the user's runs between two steps: the function of a search."""
+    return type(request.generator.search) is search.PrefixConstrainedBeamSearch
+
+
+def is_interrupted(request: Request) -> bool:
+    """Whether code of the user's runs between two layers, too, or in the place of one."""
+    models = [*request.generator.model.models, request.generator.lm_model]
+    return are_interrupted(module for model in models if model is not None for module in model.modules())
+
+
 def unsupported_reason(request: Request) -> str | None:
     """Why this request has to run on the host's own cache, in words for the user; None if it need not."""
     generator = request.generator
@@ -110,7 +125,7 @@ def unsupported_reason(request: Request) -> str | None:
             return reason
         if model.decoder.padding_idx != generator.pad:
             return "the model and the search disagree about the padding token"
-    return None
+    return foreign.unsupported_reason(generator.model)
 
 
 def unsupported_decoder(decoder: Any) -> str | None:
@@ -124,7 +139,9 @@ def unsupported_decoder(decoder: Any) -> str | None:
         return "the model is in training mode"
     if getattr(decoder, "cross_self_attention", False):
         return "its decoder attends to source and target at once (cross_self_attention)"
-    for layer in decoder.layers:
+    if type(decoder.layers) not in foreign.CONTAINERS:
+        return f"its layers are held by {type(decoder.layers).__name__}"
+    for layer in foreign.layers_of(decoder):
         if reason := _unsupported_layer(layer, streams.attention_class(decoder)):
             return reason
     if any(getattr(module, "apply_during_inference", False) for module in decoder.modules()):
@@ -145,6 +162,21 @@ def is_own(thing: Any, home: ModuleType, name: str) -> bool:
     """
     function = getattr(type(thing), name)
     return name not in vars(thing) and getattr(function, "__globals__", None) is vars(home)
+
+
+def own_rule(generator: Any) -> str | None:
+    """The first of the rules of the host's loop that are the generator's own; None if none is."""
+    return next((name for name in _RULES if not is_own(generator, sequence_generator, name)), None)
+
+
+def has_own_blocker(generator: Any) -> bool:
+    """Whether something else than the host bans n-grams."""
+    blocker = generator.repeat_ngram_blocker
+    return blocker is not None and (
+        type(blocker) is not NGramRepeatBlock
+        or foreign.own_name(blocker) is not None
+        or bool(blocker._forward_hooks or blocker._forward_pre_hooks)
+    )
 
 
 def _unsupported_layer(layer: Any, self_attention: Any) -> str | None:
@@ -187,6 +219,9 @@ def foldable_language_model(request: Request) -> bool:
         and type(model).forward is FairseqLanguageModel.forward
         and unsupported_decoder(model.decoder) is None
         and model.decoder.padding_idx == request.generator.pad
+        and foreign.unsupported_model(model) is None
+        and foreign.watched(model, model.decoder) is None
+        and foreign.own_name(model) is None
     )
 
 

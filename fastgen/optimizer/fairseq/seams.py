@@ -38,12 +38,17 @@ def _generate(  # type: ignore[no-untyped-def]
 ):
     """fairseq's search, over the beam tree where the request allows it."""
     if not torch.jit.is_scripting():
-        # The host is still being imported when this module is: its parts are loaded at the first call.
-        from fastgen.optimizer.fairseq import dispatch
-        from fastgen.optimizer.fairseq.requests import Request
-
-        return dispatch.run(Request(self, sample, prefix_tokens, constraints, bos_token), stock["_generate"])
+        return _run(self, sample, prefix_tokens, constraints, bos_token)
     return self._fastgen_stock_generate(sample, prefix_tokens, constraints, bos_token)
+
+
+def _run(generator: Any, *arguments: Any) -> Any:
+    """Not in `_generate`: TorchScript refuses an import even where it compiles nothing."""
+    # The host is still being imported when this module is: its parts are loaded at the first call.
+    from fastgen.optimizer.fairseq import dispatch
+    from fastgen.optimizer.fairseq.requests import Request
+
+    return dispatch.run(Request(generator, *arguments), stock["_generate"])
 
 
 def set_decoder_beam_size(self: Any, beam_size: int) -> None:
@@ -55,11 +60,11 @@ def set_decoder_beam_size(self: Any, beam_size: int) -> None:
     from fairseq.models.bart import BARTModel
 
     for model in self.models:
-        set_beam_size = getattr(type(model), "set_beam_size", None)
-        if set_beam_size is BARTModel.set_beam_size:
+        set_beam_size = getattr(model, "set_beam_size", None)
+        if getattr(set_beam_size, "__func__", None) is BARTModel.set_beam_size:
             for layer in model.decoder.layers:
                 if getattr(layer.encoder_attn, "beam_size", 1) != 1:
                     layer.encoder_attn.set_beam_size(1)
             vars(model.encoder).pop("reorder_encoder_out", None)
         elif set_beam_size is not None and beam_size > 1:
-            model.set_beam_size(beam_size)
+            set_beam_size(beam_size)

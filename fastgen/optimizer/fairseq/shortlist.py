@@ -18,8 +18,8 @@ from fairseq.models import fairseq_decoder, fairseq_model
 from fairseq.models.transformer import transformer_base
 from torch import Tensor
 
-from fastgen.optimizer.fairseq.requests import Request, is_own
-from fastgen.optimizer.fairseq.views import replaced
+from fastgen.optimizer.fairseq.requests import Request, has_own_blocker, is_own, own_rule
+from fastgen.optimizer.fairseq.views import standing_in
 
 _MOST_SPECIAL = 16  # tokens that are columns whatever their score
 _SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")
@@ -34,6 +34,8 @@ def is_shortened(generator: Any) -> bool:
         and is_own(generator.search, search, "step")
         and generator.model.models_size == 1
         and generator.lm_model is None
+        and own_rule(generator) is None
+        and not has_own_blocker(generator)
         and generator.token_indices_to_suppress is None
         and 2 * generator.beam_size + special < generator.vocab_size
         and special <= _MOST_SPECIAL
@@ -56,7 +58,7 @@ def _is_native(device: torch.device) -> bool:
 
 def unnormalised(model: Any) -> Any:
     """A view of the model that leaves its logits as they are."""
-    return replaced(model, get_normalized_probs=lambda output, log_probs, sample: output[0])
+    return standing_in(model, get_normalized_probs=lambda output, log_probs, sample: output[0])
 
 
 class Shortlist:

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from fastgen import config, report
 from fastgen.cache import planner
 from fastgen.cache.admission import Sample, judge
-from fastgen.cache.slim import Choice, Projections, Slim, slim_cache, state_of
+from fastgen.cache.slim import Choice, Projections, Slim, slim_cache, state_of_weights
 from fastgen.cache.tree import additive_mask
-from fastgen.optimizer.fairseq.requests import Request
+from fastgen.optimizer.fairseq.foreign import called_one_by_one, layers_of, watched
+from fastgen.optimizer.fairseq.requests import Request, calls_back
 from fastgen.optimizer.fairseq.streams import STREAMS, attends_in_streams, has_streams
 from fastgen.optimizer.fairseq.views import is_plain, replaced
 
 SENTENCES = 2  # are looked at, of the call that keys and values alone are judged on
+# Keys and values that are stored stay what they were made of, and those that follow from something else would not.
+_EDITABLE = "code of yours runs between the steps, and might edit the weights"
 _AUTOCAST = "what autocast rounds are keys and values"
 
 
@@ -30,20 +33,24 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
         return Choice(), None
     if torch.is_autocast_enabled(source.device.type):
         return Choice(), None if wanted == "auto" else _AUTOCAST
+    if calls_back(request):
+        return Choice(), None if wanted == "auto" else _EDITABLE
     decoder = request.generator.model.single_model.decoder
     if (some := next(decoder.parameters(), None)) is None or not any(map(_is_plain, _modules(decoder))):
         return Choice(), None if wanted == "auto" else "something else than plain linear layers projects"
-    own = decoder.layers[0].self_attn
-    across = [layer.encoder_attn for layer in decoder.layers if layer.encoder_attn is not None]
+    own = layers_of(decoder)[0].self_attn
+    across = [layer.encoder_attn for layer in layers_of(decoder) if layer.encoder_attn is not None]
     models, heads = len(request.generator.model.models), own.num_heads
     width = across[0].kdim if across else 0
-    counts = models * sum(not attends_in_streams(layer.self_attn) for layer in decoder.layers), models * len(across)
+    counts = models * sum(not attends_in_streams(layer.self_attn) for layer in layers_of(decoder)), models * len(across)
     geometry = planner.Geometry(*counts, heads, heads, own.head_dim, own.embed_dim, width)
     dtype, positions = some.dtype, int(source.shape[1]) if across else 0
     rows = request.beams * (STREAMS if has_streams(decoder) else 1)
     call = planner.Call(request.batch, rows, 1, positions, request.max_steps, dtype.itemsize)
     plan = planner.plan_on(source.device, dtype, geometry, call, wanted)
     reasons = [_refused(model.decoder, wanted) for model in request.generator.model.models]
+    if wanted in ("k", "v") and (reason := _untriable(request)):
+        reasons.append(f"no output is looked at: {reason}")
     return plan.choice, "; ".join(filter(None, (str(plan), *reasons)))
 
 
@@ -113,7 +120,7 @@ def _is_plain(module: Any) -> bool:
 
 
 def _modules(decoder: Any) -> list[Any]:
-    return [module for layer in decoder.layers for module in (layer.self_attn, layer.encoder_attn) if module]
+    return [module for layer in layers_of(decoder) for module in (layer.self_attn, layer.encoder_attn) if module]
 
 
 def look_at(request: Request, hypotheses: list[Any]) -> None:
@@ -122,11 +129,20 @@ def look_at(request: Request, hypotheses: list[Any]) -> None:
     if kind not in ("k", "v") or torch.is_autocast_enabled(hypotheses[0][0]["tokens"].device.type):
         return
     models = [model for model in request.generator.model.models if _UNTRIED in _reasons(model.decoder, kind)]
-    if models:
+    if models and not _untriable(request):
         try:
             read(request, hypotheses, models, _Noting())
-        except Exception as error:  # what was searched for has been found
+        except Exception as error:  # of the host's own code, as is all that is tried: what was searched for is found
             report.log(f"{request.model_name} stores keys and values: a trial failed ({type(error).__name__}: {error})")
+
+
+def _untriable(request: Request) -> str | None:
+    """Why the models must not read anything but what the search asks: a trial would show."""
+    ensemble = request.generator.model
+    if reason := called_one_by_one(ensemble):
+        return reason
+    encoders = [(model, model.encoder) for model in ensemble.models] if ensemble.has_encoder() else []
+    return next((reason for model, encoder in encoders if (reason := watched(model, encoder))), None)
 
 
 # At an attention module and what it is given; None where something else than plain linear layers projects.
@@ -165,7 +181,7 @@ def read(request: Request, hypotheses: list[Any], models: list[Any], look: Look)
 
 def _looked_at(decoder: Any, look: Look) -> Any:
     layers = []
-    for layer in decoder.layers:
+    for layer in layers_of(decoder):
         attention = {"self_attn": _LookedAt(layer.self_attn, look)}
         if layer.encoder_attn is not None:
             attention["encoder_attn"] = _LookedAt(layer.encoder_attn, look)
@@ -200,7 +216,7 @@ class _LookedAt:
 
 def _state_of(module: nn.Module) -> Hashable:
     """Changes with the weights that keys and values are projected by."""
-    return tuple(state_of(parameter, True) for layer in _layers(module) for parameter in layer.parameters())
+    return state_of_weights(parameter for layer in _layers(module) for parameter in layer.parameters())
 
 
 def _layers(module: Any) -> tuple[Any, Any]:

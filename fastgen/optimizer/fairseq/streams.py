@@ -54,10 +54,10 @@ class TreeStreamAttention(TreeSelfAttention):
     def __call__(self, query: Tensor, **_: Any) -> tuple[Tensor, None]:
         """`query`: `[S, B*M, C]`; the output has its shape."""
         module, tree = self._module, self._session.tree
-        queries, keys, values = (
+        queries, keys, values = [
             projection(query).unflatten(2, (self._heads, self._size)).permute(1, 2, 0, 3)
             for projection in (module.q_proj, module.k_proj, module.v_proj)
-        )  # [B*M, H, S, D]
+        ]  # [B*M, H, S, D]
         main = tuple(
             each[:, :, 0].unflatten(0, (tree.batch, tree.beams)).transpose(1, 2) for each in (keys, values)
         )  # [B, H, M, D]

@@ -16,6 +16,14 @@ class _Abandoned(BaseException):  # no `except Exception` of the host's is to se
     """Ends a function that nobody waits for any more."""
 
 
+class Stopped(Exception):
+    """A function has raised `error`, a StopIteration: raised as it is, it would end the generator that resumed it."""
+
+    def __init__(self, error: StopIteration) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class Suspendable:
     """A function in a thread of its own, which never runs beside the one that resumes it: it waits or we do."""
 
@@ -33,7 +41,7 @@ class Suspendable:
     def resume(self, answer: Any = None) -> Any:
         """Let it run, at first or on with this answer, to what it asks next (returned) or its end (see `ended`).
 
-        Raises what the function raises.
+        Raises what the function raises; a StopIteration as `Stopped`.
         """
         if self._thread.ident is None:
             self._thread.start()
@@ -45,7 +53,7 @@ class Suspendable:
         self.ended = True
         self._thread.join()
         if kind == "failed":
-            raise value
+            raise Stopped(value) if isinstance(value, StopIteration) else value
         self.result = value
         return None
 

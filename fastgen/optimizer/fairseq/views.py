@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,37 @@ from fastgen.decoding.watched import is_replaced
 from fastgen.products import Products
 
 
-def replaced(module: Any, **attributes: Any) -> Any:
-    """A view of a module in which these attributes are others.
+class Proxy:
+    """Stands in for a model or a generator, with some attributes of its own.
 
-    They lie beside the submodules, which the view shares with the module, and are found before them.
+    All others, methods among them, are those of the object itself: what they write to `self` stays there, and an
+    attribute of its own is found before a property of the object's class.
+    """
+
+    def __init__(self, inner: Any, attributes: dict[str, Any]) -> None:
+        """It does not keep `inner` alive: what is kept with a recording must not."""
+        vars(self).update(attributes, _inner=weakref.ref(inner))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._inner(), name, value)
+
+
+def standing_in(inner: Any, **attributes: Any) -> Any:
+    """A stand-in for a model or a generator, or for what another one stands in for."""
+    if isinstance(inner, Proxy):
+        own = dict(vars(inner))
+        return Proxy(own.pop("_inner")(), own | attributes)
+    return Proxy(inner, attributes)
+
+
+def replaced(module: Any, **attributes: Any) -> Any:
+    """A view of a module of the host's in which these attributes are others.
+
+    They lie beside the submodules, which the view shares with the module, and are found before them. What its methods
+    write to `self` is lost: no method may be the user's.
     """
     view = copy.copy(module)
     view.__dict__.update(attributes)
@@ -30,6 +58,11 @@ def with_products(module: Any, products: Products) -> Any:
     )
 
 
+def with_layers(part: Any, layers: list[Any]) -> Any:
+    """The host's list of the layers of `part` with these in it: to iterate over it may draw random numbers."""
+    return replaced(part.layers, _modules={str(place): layer for place, layer in enumerate(layers)})
+
+
 def is_plain(layer: Any) -> bool:
     """Whether it does what torch's own linear layer does, and nobody watches."""
     # Weight normalisation computes the weight anew before each call, and it is no parameter then.
@@ -37,7 +70,8 @@ def is_plain(layer: Any) -> bool:
         type(layer) is nn.Linear
         and "forward" not in vars(layer)
         and not is_replaced(nn.Linear, "forward")
-        and "weight" in layer._parameters
+        and type(layer._parameters.get("weight")) is nn.Parameter
+        and type(layer._parameters.get("bias")) in (nn.Parameter, type(None))
         and not has_hooks(layer)
     )
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,136 +16,155 @@ from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.decoding.static_search import StaticSearch
 from fastgen.decoding.token_search import TokenSearch
 from fastgen.optimizer.transformers import chunks, host
+from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.cache import stock_cache
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
 from fastgen.optimizer.transformers.processors import Banning, Processing
 from fastgen.optimizer.transformers.requests import Request
 
-Steps = Generator[dict[str, Any], Any, Any]
-
 
 def fast(request: Request, decoder: TreeDecoder) -> Any:
     """Our loop: the host's search rules, sentences leave as they finish. Returns what the host returns."""
-    loop = steps(request, decoder)
-    try:
-        inputs = next(loop)
-        while True:
-            inputs = loop.send(decoder.step(inputs))
-    except StopIteration as end:
-        return end.value
+    loop = Loop(request, decoder)
+    inputs = loop.begin()
+    while inputs is not None:
+        inputs = loop.proceed(decoder.step(inputs))
+    return loop.result
 
 
-def steps(request: Request, decoder: TreeDecoder) -> Steps:
-    """Our loop, which yields the host's inputs of each step, one row per beam, and is sent the model's outputs.
+class Loop:
+    """Our loop, one step at a time: it gives the host's inputs of each step, one row per beam, and is given the
+    model's outputs.
 
-    It is for searches, and for what `refill` takes into a running batch without one.
+    It is for searches, and for what `refill` takes into a running batch without one. No generator: an exception of
+    the user's, StopIteration among them, passes through as it is.
     """
-    model, config, beams = request.model, request.generation_config, request.beams
-    keeps_all = request.keeps_all_rows
-    all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
-    all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
-    buffers = decoder.tree.buffers
-    process, is_stopped = Processing(buffers), request.stopper()
-    may_evict = request.may_evict or not request.is_search
 
-    def stops(tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
-        return is_stopped(tokens, hypotheses, length=search.length, scores=all_scores)
+    def __init__(self, request: Request, decoder: TreeDecoder) -> None:
+        self.request, self.decoder = request, decoder
+        self.result: Any = None  # what the host would return, once there are no further inputs
+        keeps_all, config = request.keeps_all_rows, request.generation_config
+        self._all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
+        self._all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
+        self._process, self._is_stopped = Processing(decoder.tree.buffers), request.stopper()
+        self._may_evict = request.may_evict or not request.is_search
 
-    started = host.started(model, request.input_ids, request.model_kwargs)
-    shared = decoder.shared(started)
-    with decoder.reading(shared):
-        outputs = host.prefill(model, request.input_ids[::beams], chunks.configuration(request), shared)
-    decoder.plant(shared, outputs.logits)
-    outputs.past_key_values = decoder.cache
-    search = _search(request, decoder, buffers) if request.is_search else _token_search(request)
-    takes_logits = search.takes_logits and all_scores is None and not config.do_sample
-    # From here on the host's inputs have one row per beam, as it prepares them itself.
-    rows = {**started, "past_key_values": decoder.cache}
-    device = request.input_ids.device
-    logits = _last(outputs, device).repeat_interleave(beams, dim=0)  # [B*M, V]
-    while True:
-        rows = model._update_model_kwargs_for_generation(outputs, rows, is_encoder_decoder=decoder.is_encoder_decoder)
+    def begin(self) -> dict[str, Any] | None:
+        """Read the prompt and choose the first tokens; returns the next step's inputs, None if that was all."""
+        request, decoder, model = self.request, self.decoder, self.request.model
+        started = host.started(model, request.input_ids, request.model_kwargs)
+        shared = decoder.shared(started)
+        with decoder.reading(shared):
+            outputs = host.prefill(model, request.input_ids[:: request.beams], chunks.configuration(request), shared)
+        decoder.plant(shared, outputs.logits)
+        outputs.past_key_values = decoder.cache
+        search = _search(request, decoder, decoder.tree.buffers) if request.is_search else _token_search(request)
+        self._search: BeamSearch | TokenSearch = search
+        samples = request.generation_config.do_sample
+        self._takes_logits = search.takes_logits and self._all_scores is None and not samples
+        # From here on the host's inputs have one row per beam, as it prepares them itself.
+        self._rows = {**started, "past_key_values": decoder.cache}
+        logits = _last(outputs, request.input_ids.device).repeat_interleave(request.beams, dim=0)  # [B*M, V]
+        return self._choose(outputs, logits)
+
+    def proceed(self, outputs: Any) -> dict[str, Any] | None:
+        """Choose the next tokens by the model's outputs of a step; returns as `begin` does."""
+        return self._choose(outputs, _last(outputs, self.request.input_ids.device))
+
+    def _choose(self, outputs: Any, logits: Tensor) -> dict[str, Any] | None:
+        request, decoder, search, model = self.request, self.decoder, self._search, self.request.model
+        self._rows = model._update_model_kwargs_for_generation(
+            outputs, self._rows, is_encoder_decoder=decoder.is_encoder_decoder
+        )
         del outputs
-        if all_logits is not None:
-            all_logits += (logits.clone(),)  # a replayed step writes the next ones to the same memory
-        parents = banned = None
-        if isinstance(search, TokenSearch):
-            parents = search.choose(request.logits_processor(search.running(), logits), stops)
-        elif takes_logits:
-            banned = process.banned(request.logits_processor, search.length, logits)
-            parents = None if banned is None else search.choose_allowed(logits, banned, stops)
-        if parents is None:
-            assert isinstance(search, BeamSearch)
-            log_probs = process(request.logits_processor, search.running(), logits)
-            if all_scores is not None:
-                all_scores += (log_probs.clone(),)
-            parents = search.choose(log_probs, stops, config.do_sample, is_tied=banned is not None)
-            del log_probs
+        if self._all_logits is not None:
+            self._all_logits += (logits.clone(),)  # a replayed step writes the next ones to the same memory
+        parents = self._parents(search, logits)
         del logits
         decoder.reorder(parents)
         if search.done:
-            break
-        if may_evict and (leaving := decoder.leaving(search)) is not None:
-            index = torch.arange(search.batch * beams, device=device)
-            index = index[~leaving.repeat_interleave(beams)]
-            rows = _kept(rows, index, search.batch * beams)
+            decoder.ended(search)
+            self.result = self._found()
+            return None
+        if self._may_evict and (leaving := decoder.leaving(search)) is not None:
+            rows = search.batch * request.beams
+            index = torch.arange(rows, device=request.input_ids.device)
+            index = index[~leaving.repeat_interleave(request.beams)]
+            self._rows = _kept(self._rows, index, rows)
             request.keep(index)
             decoder.keep(search.evict(leaving))
-        outputs = yield host.next_inputs(model, search.running(), rows)
-        logits = _last(outputs, device)
+        return host.next_inputs(model, search.running(), self._rows)
 
-    decoder.ended(search)
-    found = search.result()
-    if isinstance(search, TokenSearch):
-        return found.tokens[:, :, : search.length].flatten(0, 1)
-    count = config.num_return_sequences
-    tokens, indices = found.tokens[:, :count].flatten(0, 1), found.rows[:, :count].flatten(0, 1)
-    generated = (indices + 1).bool().sum(dim=1).max()
-    tokens, indices = tokens[:, : request.input_ids.shape[1] + generated], indices[:, :generated]
-    if not config.return_dict_in_generate:
-        return tokens
-    kind = GenerateBeamEncoderDecoderOutput if decoder.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
-    return kind(
-        sequences=tokens,
-        sequences_scores=found.scores[:, :count].flatten() if config.output_scores else None,
-        scores=all_scores,
-        logits=all_logits,
-        beam_indices=indices,
-        past_key_values=stock_cache(decoder.cache, decoder.tree) if keeps_all else None,
-    )
+    def _parents(self, search: BeamSearch | TokenSearch, logits: Tensor) -> Tensor:
+        """The row that each beam continues, int64 `[B*M]`; the search has chosen their tokens."""
+        processors = self.request.logits_processor
+        if isinstance(search, TokenSearch):
+            return search.choose(processors(search.running(), logits), self._stops)
+        banned = None
+        if self._takes_logits:
+            banned = self._process.banned(processors, search.length, logits)
+            if banned is not None and (parents := search.choose_allowed(logits, banned, self._stops)) is not None:
+                return parents
+        log_probs = self._process(processors, search.running(), logits)
+        if self._all_scores is not None:
+            self._all_scores += (log_probs.clone(),)
+        samples = self.request.generation_config.do_sample
+        return search.choose(log_probs, self._stops, samples, is_tied=banned is not None)
+
+    def _stops(self, tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
+        return self._is_stopped(tokens, hypotheses, length=self._search.length, scores=self._all_scores)
+
+    def _found(self) -> Any:
+        search, config, decoder = self._search, self.request.generation_config, self.decoder
+        found = search.result()
+        if isinstance(search, TokenSearch):
+            return found.tokens[:, :, : search.length].flatten(0, 1)
+        count = config.num_return_sequences
+        tokens, indices = found.tokens[:, :count].flatten(0, 1), found.rows[:, :count].flatten(0, 1)
+        generated = (indices + 1).bool().sum(dim=1).max()
+        tokens = tokens[:, : self.request.input_ids.shape[1] + generated]
+        if not config.return_dict_in_generate:
+            return tokens
+        kind = GenerateBeamEncoderDecoderOutput if decoder.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
+        return kind(
+            sequences=tokens,
+            sequences_scores=found.scores[:, :count].flatten() if config.output_scores else None,
+            scores=self._all_scores,
+            logits=self._all_logits,
+            beam_indices=indices[:, :generated],
+            past_key_values=stock_cache(decoder.cache, decoder.tree) if self.request.keeps_all_rows else None,
+        )
 
 
 def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) -> Any:
-    """The host's own loop over the tree: it runs on a shallow copy of the model whose `forward` is ours."""
-    model = request.model
+    """The host's own loop over the tree: where it calls the model, in this thread, our step answers.
+
+    It runs on the user's model itself, so that what methods write to `self` stays.
+    """
     request = dataclasses.replace(request, generation_config=chunks.configuration(request))
     is_chunked = request.generation_config.prefill_chunk_size is not None
     if not request.is_search and type(request.logits_processor) is LogitsProcessorList:
         config = request.generation_config
         draws = config.do_sample and not config.output_scores
         request = dataclasses.replace(request, logits_processor=Banning(request.logits_processor, draws))
-    proxy = object.__new__(type(model))
-    proxy.__dict__.update(model.__dict__)
 
-    @functools.wraps(model.forward)
-    def forward(*args: Any, **inputs: Any) -> Any:
+    def call(model: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         if args or inputs.get("past_key_values") is not decoder.cache:
-            return model.forward(*args, **inputs)
+            return model(*args, **inputs)
         if not decoder.is_planted:
             shared = decoder.shared(inputs)
             with decoder.reading(shared):
-                outputs = model.forward(**shared)
+                outputs = model(**shared)
             if is_chunked and decoder.tree.prompt_length < request.input_ids.shape[1]:
                 return outputs  # of which the host uses the cache alone
             decoder.plant(shared, outputs.logits)
             outputs.past_key_values = decoder.cache
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs
-        return decoder.run(lambda **inputs: model.forward(**inputs), inputs)  # looked up within the session
+        return decoder.run(model, inputs)
 
-    forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
-    proxy.__dict__["forward"] = forward
-    result = request.run(stock, proxy, decoder.cache)
+    with sessions.calling(request.model, call):
+        result = request.run(stock, past_key_values=decoder.cache)
     if not isinstance(result, Tensor):
         result.past_key_values = stock_cache(decoder.cache, decoder.tree)
     return result

@@ -309,26 +309,52 @@ def resized(tensor: Tensor, dim: int, length: int) -> Tensor:
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim]))
 
 
-class _Rows(DynamicLayer):
+class _Gathered(CacheLayerMixin):
     """A layer with one row per beam, gathered when somebody looks."""
 
-    def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
+    def fill(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
         """`stored`: keys and values or, of a slim cache, what they follow from, each `[B, H, slots, D]`; `index`: int64
         `[B*M, length]`."""
-        super().__init__()
         self._stored, self._slim, self._index = stored, slim, index
         self.dtype, self.device = stored[0].dtype, stored[0].device
         self.is_initialized = True
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("keys", "values") and vars(self).get(name) is None and (stored := vars(self).get("_stored")):
+            self.keys, self.values = keys_and_values(tuple(_gather(x, self._index) for x in stored), self._slim)
+        return super().__getattribute__(name)
+
+
+class _Rows(_Gathered, DynamicLayer):
+    """All positions."""
+
+    def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
+        super().__init__()
+        self.fill(stored, slim, index)
 
     def get_seq_length(self) -> int:
         # Nothing need be gathered for it, unless somebody has looked and may have appended since.
         length: int = self._index.shape[1] if vars(self).get("keys") is None else super().get_seq_length()
         return length
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("keys", "values") and vars(self).get(name) is None and (stored := vars(self).get("_stored")):
-            self.keys, self.values = keys_and_values(tuple(_gather(x, self._index) for x in stored), self._slim)
-        return super().__getattribute__(name)
+
+class _WindowRows(_Gathered, DynamicSlidingWindowLayer):
+    """The last positions of a sliding window, as many as the host's own layer stores between two steps."""
+
+    def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor, window: int) -> None:
+        super().__init__(sliding_window=window)
+        self.fill(stored, slim, index[:, -window + 1 :])
+        self.cumulative_length = index.shape[1]
+        if (size := vars(self).get("_sliding_window_tensor")) is not None:  # not in all versions
+            self._sliding_window_tensor = size.to(self.device)
+
+
+def _rows(layer: TreeLayer, paths: Tensor) -> DynamicLayer:
+    if not layer.stored():
+        return DynamicLayer()
+    if layer.window is None:
+        return _Rows(layer.needed(), layer.slim, paths)
+    return _WindowRows(layer.needed(), layer.slim, paths, layer.window)
 
 
 def _gather(source: Tensor, index: Tensor) -> Tensor:
@@ -341,9 +367,7 @@ def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
     """What the host would have returned as `past_key_values`: one row per beam, gathered on demand."""
     paths = tree.paths()
     own = DynamicCache()
-    own.layers = [
-        _Rows(layer.needed(), layer.slim, paths) if layer.stored() else DynamicLayer() for layer in tree.layers
-    ]
+    own.layers = [_rows(layer, paths) for layer in tree.layers]
     if not isinstance(cache, EncoderDecoderCache):
         return own
     cross = DynamicCache()

@@ -19,6 +19,7 @@ from fastgen.decoding import recordings, replay
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.static_search import StaticSearch
 from fastgen.decoding.token_search import TokenSearch
+from fastgen.decoding.watched import are_interrupted
 from fastgen.optimizer.transformers import host, modules
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.requests import Request
@@ -57,6 +58,8 @@ class TreeDecoder:
             tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
         self.session, self._arena = Session(self.tree, self.model, kept), arena.of(self.model)
+        if request.calls_back or are_interrupted(modules.of_steps(self.model)):
+            self.session.products.expect_edits()
         self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
         self.encoder_outputs: Any = None
         self.source_mask: Any = None

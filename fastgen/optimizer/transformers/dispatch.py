@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from fastgen import config, memory, report
 from fastgen.decoding import replays
 from fastgen.optimizer.transformers import beam_search, graphs, planning
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import disproof
-from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
+from fastgen.optimizer.transformers.requests import Request, unsupported_reason
 from fastgen.optimizer.transformers.screening import may_screen
 
 
@@ -50,7 +52,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         if settings.strict:
             raise report.FallbackError(reason)
         return _stock(request, stock, reason)
-    reason = _DIVERSE if request.diverse else changed_rules(request.model) if request.is_search else None
+    reason = _DIVERSE if request.diverse else request.changed_rule if request.is_search else None
     if reason and settings.strict and settings.tier == "fast":
         raise report.FallbackError(reason)
     replayer = graphs.replayer_for(request, stock)
@@ -91,5 +93,6 @@ def _record(
     plan: str | None = None,
 ) -> None:
     model = type(request.model).__name__
-    size = request.batch, request.beams
+    with torch._C.DisableTorchFunction():  # a mode of the user's is not to see what we look at
+        size = request.batch, request.beams
     report.record(report.Call("transformers", model, tier, reason, *size, steps, seconds, cache_bytes, cache, plan))

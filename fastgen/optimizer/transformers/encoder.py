@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastgen import config, report
 from fastgen.decoding.watched import is_watched
+from fastgen.optimizer.transformers import foreign
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.requests import unsupported_configuration, unsupported_model, unsupported_modules
@@ -43,22 +44,23 @@ _WEIGHTS_TOKENS = 32
 _CALLS_WEIGHTS = {"cpu": 2**23}
 _CALLS_WEIGHTS_ELSEWHERE = 2**33  # an estimate: a GPU multiplies about a thousand times as fast as a core
 
-Prepare = Callable[[Any, Tensor, dict[str, Any], Any, Any], dict[str, Any]]
+Prepare = Callable[[Any, Any, dict[str, Any], Any, Any], dict[str, Any]]
 
 
 def encode(
     stock: Prepare,
     model: Any,
-    inputs: Tensor,
+    inputs: Tensor | None,
     model_kwargs: dict[str, Any],
     input_name: str | None,
     generation_config: Any,
 ) -> dict[str, Any]:
     """`stock`, the host's method that adds `encoder_outputs` to `model_kwargs`, once for each group of rows.
 
-    `inputs`: tokens int64 `[B, N]`, or whatever the model reads; all but tokens is read as one group.
+    `inputs`: tokens int64 `[B, N]`, or whatever the model reads; all but tokens is read as one group. None where a
+        model's own code has made embeddings of them.
     """
-    if not _is_accelerated(model, generation_config, inputs.device):
+    if not isinstance(inputs, Tensor) or not _is_accelerated(model, generation_config, inputs):
         return stock(model, inputs, model_kwargs, input_name, generation_config)
     with sessions.multiplying(Products(config.current().packing), model):
         groups = _groups(model, inputs, model_kwargs, input_name)
@@ -115,6 +117,10 @@ def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
         return f"{name} is none of the encoders that were compared with the padded call"
     if getattr(model.config, "is_decoder", False) or is_watched(model.modules()):
         return f"{name} is used as a decoder, or has hooks or replaced parts"
+    if reason := foreign.ambient_reason():
+        return reason
+    if found := foreign.of_modules(model):
+        return f"{name} is not as the host made it: {found[0]}"
     if getattr(model.config, "chunk_size_feed_forward", 0):
         return "chunk_size_feed_forward divides texts by their padded length"
     if reason := unsupported_modules(model, (None, "eager", "sdpa")):
@@ -177,7 +183,7 @@ def _groups(
     """The rows and the length of each group; None where the host has to read the batch as it is."""
     mask = kwargs.get("attention_mask")
     given = {name for name, value in kwargs.items() if value is not None and not name.startswith("decoder_")}
-    if not given <= {"attention_mask", "use_cache"}:
+    if not given <= {"attention_mask", "use_cache", "labels"}:
         return None
     if input_name not in (None, "input_ids") or inputs.dtype != torch.int64 or inputs.dim() != 2:
         return None
@@ -237,15 +243,19 @@ def split(lengths: Sequence[int], width: int, fixed: float) -> list[tuple[list[i
     return groups
 
 
-def _is_accelerated(model: Any, generation_config: Any, device: torch.device) -> bool:
+def _is_accelerated(model: Any, generation_config: Any, inputs: Tensor) -> bool:
     """Whether the call, as far as it is known before the encoder has run, will decode over the tree."""
     rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     return (
         config.current().tier != "stock"
+        and isinstance(model, torch.nn.Module)
+        and foreign.ambient_reason() is None
         and generation_config.get_generation_mode() in _SEARCHES
         and generation_config.use_cache is not False
-        and (rows > 1 or device.type == "cpu")
+        and (rows > 1 or inputs.device.type == "cpu")
         and unsupported_configuration(model, generation_config) is None
         and unsupported_model(model) is None
         and is_the_hosts_own(model)
+        and not foreign.of_decoder(model)
+        and not foreign.of_encoder(model)
     )

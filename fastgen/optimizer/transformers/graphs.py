@@ -21,7 +21,7 @@ def replayer_for(request: Request, stock: Callable[..., Any]) -> replay.Replayer
     if config.current().cache_threshold:  # what is left out differs from step to step
         return None
     # Whoever watches, has replaced something or may change the model while it decodes expects it to be called.
-    if request.calls_back or is_watched(modules.of_steps(model)):
+    if request.calls_back or request.foreign or is_watched(modules.of_steps(model)):
         return None
     if reason := proof.disproof(request, stock, is_replayed=True):
         replays.note_disproof(model, reason)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from fastgen.decoding.watched import are_of
 from fastgen.optimizer.transformers import streams
 from fastgen.optimizer.transformers.host import FINDS_EAGER
 
@@ -113,8 +112,13 @@ def takes_plain_mask(model: torch.nn.Module) -> bool:
 
 
 def is_the_hosts_own(model: torch.nn.Module) -> bool:
-    """Whether all of the model's classes are the host's, torch's or our own (`fastgen.models`)."""
-    return are_of({"transformers", "fastgen"}, model.modules())
+    """Whether all of the model's forward passes are the host's, torch's or our own (`fastgen.models`).
+
+    Somebody's subclass may have other methods beside them: `foreign` says which matter.
+    """
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    owners = [next(base for base in kind.__mro__ if "forward" in vars(base)) for kind in kinds]
+    return {owner.__module__.partition(".")[0] for owner in owners} <= {"torch", "transformers", "fastgen"}
 
 
 def is_tested(model: Any) -> bool:
@@ -127,14 +131,21 @@ def is_tested(model: Any) -> bool:
 
 def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The modules that a decode step may call: all that are not the encoder's alone."""
+    return (module for _, module in of_steps_by_name(model))
+
+
+def of_steps_by_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The same, each with one path to it; the model's own is empty."""
     encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None  # type: ignore[operator, union-attr]
-    seen, waiting = {encoder} - {model}, [model]
+    seen, waiting = {encoder} - {model}, [("", model)]
     while waiting:
-        module = waiting.pop()
+        path, module = waiting.pop()
         if module not in seen:
             seen.add(module)
-            yield module
-            waiting += module.children()
+            yield path, module
+            # Not `named_children`, which leaves out a child that is there under two names.
+            children = [(name, child) for name, child in module._modules.items() if child is not None]
+            waiting += [(f"{path}.{name}" if path else name, child) for name, child in children]
 
 
 def _hand_written(model: torch.nn.Module) -> set[Any]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastgen import config
 from fastgen.cache import planner
-from fastgen.cache.slim import Choice, HybridCache, Slim, slim_cache, state_of
+from fastgen.cache.slim import Choice, HybridCache, Slim, slim_cache, state_of_weights
 from fastgen.optimizer.transformers import modules, slim
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.slim import Kept
@@ -34,6 +34,10 @@ def plan_for(request: Request, stock: Callable[..., Any]) -> Caches:
     model, wanted = request.model, config.current().cache
     if wanted == "kv":
         return Caches({})
+    if request.foreign:
+        return Caches({}, None if wanted == "auto" else f"{request.foreign[0]}, and may look at keys and values")
+    if request.calls_back:
+        return Caches({}, None if wanted == "auto" else _EDITABLE)
     geometry = _geometry_of(model) if modules.is_tested(model) else None
     if geometry is None:
         return Caches({}, None if wanted == "auto" else slim.unsupported_reason(model))
@@ -57,6 +61,8 @@ class _Judged:
     caches: Caches
 
 
+# Keys and values that are stored stay what they were made of, and those that follow from something else would not.
+_EDITABLE = "code of yours runs between the steps, and might edit the weights"
 _VIEWS = Choice("x", "e")
 _OF_VIEWS = [Choice(*kinds) for kinds in itertools.product(("kv", "x"), ("kv", "e"))]  # they invert nothing
 _judged: weakref.WeakKeyDictionary[Any, _Judged] = weakref.WeakKeyDictionary()
@@ -76,7 +82,7 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
     wanted, choice = choice, _VIEWS if choice in _OF_VIEWS else choice
     # Another implementation of attention may compute something else.
     how = (choice, threshold, model.dtype, getattr(model.config, "_attn_implementation", None))
-    state = (how, _state_of(model, choice))
+    state = (how, _state_of(model))
     judged = _judged.get(model)
     if judged is None or judged.state != state:
         try:
@@ -138,10 +144,9 @@ def _cache_of(layer: Layer, kind: str, first: Layer | None, threshold: float) ->
     return HybridCache(projections, slim.projections_of(first.module), threshold)
 
 
-def _state_of(model: Any, choice: Choice) -> Hashable:
+def _state_of(model: Any) -> Hashable:
     """Changes with the weights that keys and values are projected by."""
-    parameters = [p for module in slim.attention_modules(model) for p in _parameters(module)]
-    return tuple(state_of(p, choice not in _OF_VIEWS) for p in parameters)
+    return state_of_weights(p for module in slim.attention_modules(model) for p in _parameters(module))
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -2,13 +2,15 @@
 
 A model that nobody has tested may put something into its attention that the tree does not know of. So
 before its first accelerated call a few steps are run both ways, and it stays with the host unless the
-logits are equal.
+logits are equal. The trial runs on copies of the model, which share its parameters and nothing else: what a
+forward pass writes to a buffer or an attribute, and the random numbers it draws, are not to be seen afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,21 +39,22 @@ def disproof(request: Request, stock: Callable[..., Any], is_replayed: bool = Fa
     `is_replayed`: the question is whether its steps may be replayed.
     """
     model = request.model
-    if is_tested(model):
+    if is_tested(model) and not request.foreign:
         return None
     if is_replayed and request.generation_config.max_length - request.input_ids.shape[1] < _STEPS:
         return "its first calls were too short to try"
     verdicts = _verdicts.setdefault(model, {})
     is_chunked = request.generation_config.prefill_chunk_size is not None
     attention = getattr(model.config, "_attn_implementation", None)
-    key = (attention, model.dtype, request.is_search, request.beams > 1, is_chunked, is_replayed)
+    found = tuple(request.foreign)
+    key = (attention, model.dtype, request.is_search, request.beams > 1, is_chunked, is_replayed, found)
     if key not in verdicts:
         if request.generation_config.max_length - request.input_ids.shape[1] < 2:
             return "its first calls were too short to try"  # nothing behind the prompt
         devices = [request.input_ids.device] if request.input_ids.is_cuda else []
         with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
             try:
-                expected = _sampled(request, stock)
+                expected = _on_a_copy(sample_of(request, LogitsProcessorList())).run(stock)
             except Exception as error:  # the request's own fault, most likely: it says nothing about the model
                 return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
             verdicts[key] = _try(request, stock, expected, is_replayed)
@@ -64,7 +67,7 @@ def _try(
     expected: Any,
     is_replayed: bool,
 ) -> str | None:
-    ours = sample_of(request, LogitsProcessorList([_Recorded(expected.scores)]))
+    ours = _on_a_copy(sample_of(request, LogitsProcessorList([_Recorded(expected.scores)])))
     replayer = replay.Replayer(request.input_ids.device) if is_replayed else None
     try:
         with contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
@@ -91,8 +94,11 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0][:120]
 
 
-def _sampled(request: Request, stock: Callable[..., Any]) -> Any:
-    return sample_of(request, LogitsProcessorList()).run(stock)
+def _on_a_copy(request: Request) -> Request:
+    """The request for a copy of its model that has the same parameters, and all else of its own."""
+    model = request.model
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    return dataclasses.replace(request, model=copy.deepcopy(model, parameters))
 
 
 def _difference(expected: Tensor, logits: Tensor) -> float:

@@ -22,11 +22,11 @@ from fastgen.buffers import Buffers
 from fastgen.cache.joint import JointTree
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.token_search import TokenSearch
-from fastgen.optimizer.transformers import beam_search, dispatch, modules, planning, proof, slim
+from fastgen.optimizer.transformers import beam_search, dispatch, foreign, modules, planning, proof, slim
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, resized
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
-from fastgen.optimizer.transformers.requests import Request, changed_rules, unsupported_reason
+from fastgen.optimizer.transformers.requests import Request, unsupported_reason
 
 # `model_type` of those whose only absolute positions are `position_ids` or a module told `past_key_values_length`.
 _REFILLED = frozenset(
@@ -44,7 +44,7 @@ def unrefillable_model(model: Any) -> str | None:
         return "the model has its own generate"
     if model.config.model_type not in _REFILLED or not modules.is_the_hosts_own(model):
         return f"{type(model).__name__} has not been tried with sentences at different positions"
-    return None
+    return next((f"{finding}: such code may see other rows" for finding in foreign.of_decoder(model)), None)
 
 
 def unrefillable(model: Any, call: Mapping[str, Any], *, tokens: bool = False) -> str | None:
@@ -166,7 +166,7 @@ def _unrefillable(request: Request, stock: Callable[..., Any], tokens: bool = Fa
     return (
         unrefillable_model(request.model)
         or unsupported_reason(request, shares=tokens)
-        or changed_rules(request.model)
+        or request.changed_rule
         or proof.disproof(request, stock)
     )
 
@@ -240,15 +240,20 @@ class Call:
             return
         kept = self._planned.of(self.request, stock)
         self.decoder = _OneOfSeveral(self.request, kept, self.found if self._tokens else None)
-        self._steps = beam_search.steps(self.request, self.decoder)
-        self.proceed(None)
+        self._loop = beam_search.Loop(self.request, self.decoder)
+        self._advance(self._loop.begin)
 
     def proceed(self, outputs: Any) -> None:
         """Go on with the model's outputs, up to the `inputs` of the next step unless that was the last."""
+        self._advance(lambda: self._loop.proceed(outputs))
+
+    def _advance(self, move: Callable[[], dict[str, Any] | None]) -> None:
         try:
-            self.inputs = self._steps.send(outputs)
-        except StopIteration as end:
-            self.result, self.ended = end.value, True
+            inputs = move()
+            if inputs is None:
+                self.result, self.ended = self._loop.result, True
+            else:
+                self.inputs = inputs
         except Exception as error:
             if not self._tokens or not self.decoder.has_moved:
                 raise
@@ -256,7 +261,6 @@ class Call:
             self.error, self.ended = error, True
         self.ended |= self.decoder.is_over
         if self.ended:
-            self._steps.close()
             self.decoder.close()
 
     def running(self) -> dict[int, Tensor]:
@@ -387,6 +391,7 @@ class _Joint(TreeDecoder):
             self.tree.reorder(torch.cat(parents))
         staying = torch.cat(stay) if stay else torch.arange(0, device=device)
         if entering or len(staying) < first:
+            self.session.products.look_again()  # whoever takes results, or brings calls, may have edited weights
             self._move(staying, [call.decoder for call in entering])
         self.calls = [*(call for call in self.calls if not call.ended), *entering]
 

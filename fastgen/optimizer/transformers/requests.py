@@ -3,41 +3,31 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation import logits_process, stopping_criteria
-from transformers.generation.utils import GenerationMixin
 
-from fastgen.optimizer.transformers import streams
+from fastgen.decoding.foreign_code import Finding
+from fastgen.optimizer.transformers import foreign, streams
 from fastgen.optimizer.transformers.cache import unsupported_cache
 from fastgen.optimizer.transformers.host import FINDS_EAGER
-from fastgen.optimizer.transformers.modules import of_steps, unfoldable_attention
+from fastgen.optimizer.transformers.modules import of_steps_by_name, unfoldable_attention
 
 _KNOWN_KWARGS = frozenset(
-    """attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs inputs_embeds latents
-    logits_to_keep past_key_values position_ids token_type_ids use_cache return_dict""".split()
+    """attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs global_attention_mask
+    inputs_embeds labels latents logits_to_keep past_key_values position_ids token_type_ids use_cache
+    return_dict""".split()  # of labels, which a batch may hold, the host gives its model nothing
 )
 # Multimodal models with positions in three dimensions put those first, and latents need not be of a text.
 _BEGIN_WITH_ROWS = ("decoder_position_ids", "latents", "position_ids")
 _ATTENTION = (None, "eager", "sdpa") if FINDS_EAGER else (None, "sdpa")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# The host's helpers whose rules our loop follows. A model with its own runs them, in the compat tier.
-_SEARCH_RULES = (
-    "_get_top_k_continuations",
-    "_get_running_beams_for_next_iteration",
-    "_update_finished_beams",
-    "_check_early_stop_heuristic",
-    "_beam_search_has_unfinished_sequences",
-    "_has_unfinished_sequences",
-    "_gather_beams",
-    "_flatten_beam_dim",
-    "_unflatten_beam_dim",
-)
 # Processors that treat every row by itself, whatever its place in the batch: sentences may leave.
 _ROW_LOCAL = tuple(
     getattr(logits_process, name, None)
@@ -75,17 +65,31 @@ class Request:
         config = self.generation_config
         return int(config.num_beams if self.is_search else config.num_return_sequences or 1)
 
+    @functools.cached_property
+    def _findings(self) -> list[Finding]:
+        return foreign.of_decoder(self.model)
+
+    @property
+    def foreign(self) -> list[Finding]:
+        """Code that is not the host's own, on what a step runs."""
+        return [finding for finding in self._findings if finding.name not in foreign.SEARCH_RULES]
+
+    @property
+    def changed_rule(self) -> str | None:
+        """Which of the host's rules of beam search this model has another of: the host's own loop has to follow it."""
+        return foreign.changed_rule(self._findings) or foreign.overridden_rule(self.model)
+
     @property
     def batch(self) -> int:
         return self.input_ids.shape[0] // self.beams
 
-    def run(self, stock: Callable[..., Any], model: Any = None, past_key_values: Any = None) -> Any:
-        """The host's own loop, over the request's model and cache or over others."""
+    def run(self, stock: Callable[..., Any], past_key_values: Any = None) -> Any:
+        """The host's own loop, over the request's cache or over another."""
         kwargs = (
             self.model_kwargs if past_key_values is None else {**self.model_kwargs, "past_key_values": past_key_values}
         )
         return stock(
-            self.model if model is None else model,
+            self.model,
             self.input_ids,
             self.logits_processor,
             self.stopping_criteria,
@@ -205,6 +209,10 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
     `shares`: its rows share a batch with other requests'.
     """
     model, config, kwargs = request.model, request.generation_config, request.model_kwargs
+    if not isinstance(request.model, nn.Module):
+        return f"{type(model).__name__} is no torch.nn.Module"
+    if reason := foreign.ambient_reason():
+        return reason
     if request.is_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
     if not request.is_search and request.beams == 1 and request.input_ids.device.type != "cpu" and not shares:
@@ -237,6 +245,8 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
     if outputs is not None and outputs[0].shape[:1] != request.input_ids.shape[:1]:
         return f"there are {outputs[0].shape[0]} rows of the source for {request.input_ids.shape[0]} of the prompt"
     if reason := unsupported_cache(cache):
+        return reason
+    if reason := foreign.reason_against(request.foreign):
         return reason
     if reason := unsupported_model(model):
         return reason
@@ -290,7 +300,10 @@ def unsupported_model(model: Any) -> str | None:
     """Why this model cannot decode over the tree, whatever the request; None if it can."""
     if hasattr(model, "_reorder_cache"):
         return "the model reorders its cache itself"
-    numbers = {module.layer_idx for module in of_steps(model) if isinstance(getattr(module, "layer_idx", None), int)}
+    parts = dict(of_steps_by_name(model))
+    if training := next((path for path, module in parts.items() if _is_training(module)), None):
+        return f"{training} is in training mode"
+    numbers = {part.layer_idx for part in parts.values() if isinstance(getattr(part, "layer_idx", None), int)}
     if numbers and 0 not in numbers:  # which is asked for how long the cache is
         return "its first layer has been cut out, and the others keep their numbers"
     if reason := streams.unsupported_model(model):
@@ -309,6 +322,16 @@ def unsupported_model(model: Any) -> str | None:
     return None
 
 
+def _is_training(module: nn.Module) -> bool:
+    """Whether a module of the host's or torch's may compute something else than in evaluation."""
+    if not module.training:
+        return False
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    kinds = (nn.modules.batchnorm._NormBase, nn.RReLU)
+    return type(module).__module__.startswith(("transformers.", "fastgen.")) or isinstance(module, kinds)
+
+
 def unsupported_modules(model: Any, attention: tuple[str | None, ...] = _ATTENTION) -> str | None:
     """Why rows of this model, an encoder too, may depend on others or on their padding; None if they don't.
 
@@ -320,12 +343,4 @@ def unsupported_modules(model: Any, attention: tuple[str | None, ...] = _ATTENTI
         implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
         if implementation not in attention:
             return f"attention implementation {implementation!r} has not been proven"
-    return None
-
-
-def changed_rules(model: Any) -> str | None:
-    """Which of the host's search rules is not the host's own, by whatever means; None if all are."""
-    for name in _SEARCH_RULES:
-        if getattr(model, name).__module__ != GenerationMixin.__module__:
-            return f"the model has its own {name}"
     return None

@@ -23,6 +23,7 @@ def may_screen(request: Request, stock: Callable[..., Any]) -> bool:
         request.wants_best_only
         and steps >= _MIN_STEPS
         and not request.calls_back
+        and not request.foreign
         and modules.is_tested(model)
         and getattr(stock, "__globals__", None) is vars(utils)
         and not any(name in vars(model) or is_replaced(type(model), name) for name in _BETWEEN)

@@ -289,6 +289,50 @@ _lock = threading.Lock()
 _redirections: dict[tuple[type, str], list[Any]] = {}  # (owner, name) -> [users, patches]
 
 
+class _Route:
+    """Whose calls of a model, in this thread, go elsewhere."""
+
+    def __init__(self, model: torch.nn.Module, call: Callable[..., Any]) -> None:
+        self.model, self.call, self.is_inside = model, call, False
+
+
+@contextlib.contextmanager
+def calling(model: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block, where this thread calls `model`, `call(stock, *args, **kwargs)` answers.
+
+    `stock` is what calling the model would have run, and what calls run that begin within another.
+    """
+    routes = _routes()
+    routes.append(_Route(model, call))
+    try:
+        with _redirected({(type(model), "__call__"): _wrap_call}):
+            yield
+    finally:
+        routes.pop()
+
+
+def _routes() -> list[_Route]:
+    if not hasattr(_local, "routes"):
+        _local.routes = []
+    routes: list[_Route] = _local.routes
+    return routes
+
+
+def _wrap_call(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        route = next((route for route in reversed(_routes()) if route.model is self), None)
+        if route is None or route.is_inside:
+            return stock(self, *args, **kwargs)
+        route.is_inside = True
+        try:
+            return route.call(functools.partial(stock, self), *args, **kwargs)
+        finally:
+            route.is_inside = False
+
+    return __call__
+
+
 @contextlib.contextmanager
 def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[None]:
     with _lock:

@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from whisper.model import MultiHeadAttention, ResidualAttentionBlock, TextDecoder, Whisper
+from whisper.model import Whisper
 
 from fastgen import arena, config, memory, report
-from fastgen.decoding.watched import are_of, is_watched
+from fastgen.decoding import foreign_code
+from fastgen.decoding.foreign_code import HostCode
+from fastgen.decoding.watched import are_of
 from fastgen.optimizer.whisper.decoder import TreeDecoder
+
+_CODE = HostCode(packages=("whisper", "fastgen"))
 
 
 class TreeInference:
@@ -90,9 +94,8 @@ def unsupported_reason(model: Any, tokens: Tensor, audio_features: Tensor) -> st
         return f"audio features of shape {tuple(audio_features.shape)} are not one row for each segment"
     if type(model) is not Whisper or not are_of({"whisper"}, model.decoder.modules()):
         return f"{type(model).__name__} is not whisper's own model"
-    kinds = {TextDecoder, ResidualAttentionBlock, MultiHeadAttention}
-    if any("forward" in vars(module) for module in model.decoder.modules() if type(module) in kinds):
-        return "a module's forward has been replaced"
-    if is_watched(model.decoder.modules()):
-        return "something of yours looks at the model's modules, or has replaced them"
+    if (mode := foreign_code.active_mode()) is not None:
+        return f"a mode of yours ({mode}) sees each operation"
+    if (found := next(_CODE.find(model.decoder.named_modules(prefix="decoder")), None)) is not None:
+        return f"{found}: it is left to the host"
     return None

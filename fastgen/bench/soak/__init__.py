@@ -1,0 +1,1 @@
+"""Random models, options, modes and edits: fastgen against the stock host, call by call."""

@@ -1,0 +1,303 @@
+"""Whether fastgen's output is stock's: exactly, or but for a choice that rounding decides in stock itself.
+
+In float32 and float64 all tokens must be the same. Where they part, stock is asked again and its own choice is looked
+at: two candidates within 1e-5 are a near-tie. Nothing else is allowed.
+
+In half precision sums in another order differ visibly, and so do tokens soon after. There another thing is claimed: if
+the search is given stock's scores at every step, all tokens are stock's, and the logits of these same tokens are
+stock's within the precision's tolerance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
+
+SAME, NEAR_TIE, DIFFERENT = "same", "near-tie", "different"
+GAP = 1e-5  # of two candidates that are as good as equal
+TOLERANCE = 1e-4  # of scores
+BY_LOGITS = "logits of the same tokens"
+PARTED = 1e-3  # scores of other tokens differ by more
+# Largest difference of two logits of the same tokens, relative to the largest logit.
+HALF_TOLERANCE = {"bfloat16": 0.1, "float16": 0.02}
+DETAILS = {"return_dict_in_generate": True, "output_scores": True}
+Run = Callable[..., Any]  # of more options: the call's output
+
+
+@dataclass(frozen=True)
+class Verdict:
+    kind: str
+    why: str = ""
+
+
+def judged(stock: Run, ours: Run, beams: int, half: str = "") -> Verdict:
+    """Run both, as often as it takes; each of them must give the same each time.
+
+    `half`: the dtype of products, if that is one of half precision.
+    """
+    theirs, mine = outcome(stock), outcome(ours)
+    errors = [isinstance(result, Exception) for result in (theirs, mine)]
+    if any(errors):
+        same = all(errors) and type(theirs) is type(mine) and str(theirs) == str(mine)
+        return Verdict(SAME) if same else Verdict(DIFFERENT, f"stock: {_said(theirs)}; fastgen: {_said(mine)}")
+    if half:
+        if type(theirs) is type(mine) and torch.equal(sequences_of(theirs), sequences_of(mine)):
+            return Verdict(SAME)
+        return _given_stocks_scores(stock, ours, HALF_TOLERANCE[half])
+    found = difference(theirs, mine)
+    if found is None:
+        return Verdict(SAME)
+    gaps = Gaps(beams)
+    # All hypotheses: one that is as good as the last one returned is a tie with it.
+    details = {**DETAILS, **({"num_return_sequences": beams} if beams > 1 else {})}
+    with gaps.recorded():
+        theirs = stock(**details)
+    if why := parted_wrongly(theirs, ours(**details), gaps):
+        return Verdict(DIFFERENT, f"{found}; {why}")
+    return Verdict(NEAR_TIE, found)
+
+
+def outcome(run: Run) -> Any:
+    """The output, or the error."""
+    try:
+        return run()
+    except Exception as error:  # whatever stock raises, fastgen must raise
+        return error
+
+
+def _said(result: Any) -> str:
+    if isinstance(result, Exception):
+        return f"{type(result).__name__}: {(str(result).splitlines() or [''])[0][:200]}"
+    return f"tokens {tuple(sequences_of(result).shape)}"
+
+
+def sequences_of(output: Any) -> Tensor:
+    tokens: Tensor = output if isinstance(output, Tensor) else output.sequences
+    return tokens
+
+
+# ---------------------------------------------------------------------------------------------- equality
+def difference(stock: Any, ours: Any) -> str | None:
+    """In which way two outputs differ; None if in none."""
+    if isinstance(stock, Tensor) != isinstance(ours, Tensor) or type(stock) is not type(ours):
+        return f"{type(stock).__name__} became {type(ours).__name__}"
+    theirs, mine = sequences_of(stock), sequences_of(ours)
+    if theirs.dtype != mine.dtype or not torch.equal(theirs, mine):
+        return f"sequences differ: stock {theirs.tolist()}, fastgen {mine.tolist()}"
+    if isinstance(stock, Tensor):
+        return None
+    if _absent(stock, ours, "beam_indices") or not _equal(stock.get("beam_indices"), ours.get("beam_indices")):
+        return "beam_indices differ"
+    names = ("sequences_scores", "scores", "logits")
+    return next((f"{name}: {found}" for name in names if (found := _of_scores(stock, ours, name))), None)
+
+
+def _of_scores(stock: Any, ours: Any, name: str) -> str | None:
+    if _absent(stock, ours, name):
+        return "only one of the two has any"
+    theirs, mine = _listed(stock.get(name)), _listed(ours.get(name))
+    if len(theirs) != len(mine):
+        return f"{len(theirs)} steps became {len(mine)}"
+    steps = enumerate(zip(theirs, mine, strict=True))
+    return next((f"step {step}, {found}" for step, pair in steps if (found := _far(*pair))), None)
+
+
+def _absent(stock: Any, ours: Any, name: str) -> bool:
+    return (stock.get(name) is None) != (ours.get(name) is None)
+
+
+def _equal(theirs: Tensor | None, mine: Tensor | None) -> bool:
+    return theirs is None or mine is None or torch.equal(theirs, mine)
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return [] if value is None else [value] if isinstance(value, Tensor) else list(value)
+
+
+def _far(theirs: Tensor, mine: Tensor) -> str | None:
+    if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+        return f"{tuple(theirs.shape)} {theirs.dtype} became {tuple(mine.shape)} {mine.dtype}"
+    finite = torch.isfinite(theirs)
+    if not torch.equal(finite, torch.isfinite(mine)):
+        return "other tokens are banned"
+    error = ((theirs - mine).abs() - TOLERANCE - 1e-5 * theirs.abs())[finite]
+    return f"{float(error.max()):.1e} beyond the tolerance" if error.numel() and float(error.max()) > 0 else None
+
+
+# ---------------------------------------------------------------------------------------------- near-ties
+@dataclass
+class Gaps:
+    """By how little a stock search decides, for each step and row (of samples) or sentence (of beams)."""
+
+    beams: int
+    steps: list[Tensor] = field(default_factory=list)  # [rows] or [sentences], one for each step
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Inside the block, for the one stock call in it."""
+        multinomial, choose = torch.multinomial, GenerationMixin._get_top_k_continuations
+
+        def drawn(weights: Tensor, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
+            gap, expected = _gap_of_draw(weights, num_samples)
+            result = multinomial(weights, num_samples, *args, **kwargs)
+            # Unless this is how torch draws, nothing is known of it.
+            self.steps.append(gap if torch.equal(result, expected) else torch.full_like(gap, torch.inf))
+            return result
+
+        def chosen(model: Any, accumulated_log_probs: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs["do_sample"]:
+                self.steps.append(_gap_of_best(accumulated_log_probs, kwargs["beams_to_keep"]))
+            return choose(model, accumulated_log_probs, *args, **kwargs)
+
+        with (
+            unittest.mock.patch.object(torch, "multinomial", drawn),
+            unittest.mock.patch.object(GenerationMixin, "_get_top_k_continuations", chosen),
+        ):
+            yield
+
+
+def _gap_of_draw(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """How close, relatively, a draw is to another one, and the draw: torch takes the largest of weights by noise.
+
+    Drawn candidates are ranked by their weights afterwards, so two of equal weight are a tie too.
+    """
+    state = torch.get_rng_state()
+    ratios = weights / torch.empty_like(weights).exponential_()
+    torch.set_rng_state(state)
+    best = ratios.topk(min(count + 1, ratios.shape[-1]))
+    gaps = [(best.values[:, :-1] - best.values[:, 1:]) / best.values[:, :-1]]
+    if count > 1:
+        ranked = weights.gather(1, best.indices[:, :count]).log().sort(descending=True).values
+        gaps.append(ranked[:, :-1] - ranked[:, 1:])
+    every = torch.cat(gaps, 1)
+    smallest = every.masked_fill(every.isnan(), torch.inf).min(1).values
+    return smallest, best.indices[:, :count] if count > 1 else ratios.argmax(-1, keepdim=True)
+
+
+def _gap_of_best(scores: Tensor, count: int) -> Tensor:
+    """The smallest difference between neighbours among the best `count` and the next one."""
+    best = scores.topk(min(count + 1, scores.shape[-1])).values
+    gaps = best[:, :-1] - best[:, 1:]
+    return gaps.masked_fill(~(best[:, 1:] > -1e8), torch.inf).min(1).values
+
+
+def parted_wrongly(stock: Any, ours: Any, gaps: Gaps) -> str | None:
+    """Why the difference of two detailed outputs is none of near-ties; None if it is."""
+    if type(stock) is not type(ours):
+        return f"{type(stock).__name__} became {type(ours).__name__}"
+    if gaps.beams < 2 and not gaps.steps:
+        gaps.steps = [_gap_of_best(scores, 1) for scores in stock.scores]
+    sentences = stock.scores[0].shape[0] // gaps.beams
+    found = [_of_sentence(stock, ours, gaps, sentence, sentences) for sentence in range(sentences)]
+    wrong = next(
+        (f"sentence {sentence}: {why}" for sentence, why in enumerate(found) if why not in ("", NEAR_TIE)), None
+    )
+    return wrong or (None if NEAR_TIE in found else "no choice of a token differs")
+
+
+def _of_sentence(stock: Any, ours: Any, gaps: Gaps, sentence: int, sentences: int) -> str:
+    """ "" if it is the same, NEAR_TIE, or what is wrong."""
+    rows = slice(sentence * gaps.beams, (sentence + 1) * gaps.beams)
+    steps = min(len(stock.scores), len(ours.scores))
+    apart = (step for step in range(steps) if _are_apart(stock.scores[step][rows], ours.scores[step][rows]))
+    parted = next(apart, None)
+    if parted == 0:
+        return "scores of the first step differ"
+    if parted is not None:
+        return _chosen(gaps, parted - 1, sentence)
+    if gaps.beams < 2:
+        return _of_last_token(stock, ours, gaps, sentence, steps)
+    if len(stock.scores) != len(ours.scores):
+        return ""  # another sentence may have made it longer
+    return _ranked(*(_hypotheses(run, sentence, sentences) for run in (stock, ours)))
+
+
+def _hypotheses(run: Any, sentence: int, sentences: int) -> list[tuple[tuple[int, ...], float]]:
+    """Tokens and score of each hypothesis of a sentence, the best first."""
+    count = run.sequences.shape[0] // sentences
+    rows = slice(sentence * count, (sentence + 1) * count)
+    tokens, used = run.sequences[rows].tolist(), (run.beam_indices[rows] >= 0).sum(1).tolist()
+    prompt = run.sequences.shape[1] - run.beam_indices.shape[1]
+    kept = (tuple(row[: prompt + length]) for row, length in zip(tokens, used, strict=True))
+    return list(zip(kept, run.sequences_scores[rows].tolist(), strict=True))
+
+
+def _ranked(stock: list[tuple[tuple[int, ...], float]], ours: list[tuple[tuple[int, ...], float]]) -> str:
+    """ "" if all of a sentence's hypotheses are the same, NEAR_TIE if they are ranked otherwise."""
+    theirs, mine = [tokens for tokens, _ in stock], [tokens for tokens, _ in ours]
+    if theirs == mine:
+        return ""
+    if sorted(theirs) != sorted(mine):
+        return "its hypotheses differ, though no step's scores do"
+    scores = dict(stock)
+    apart = max(abs(scores[a] - scores[b]) for a, b in zip(theirs, mine, strict=True))
+    return NEAR_TIE if apart < GAP else f"the same hypotheses, ranked otherwise, {apart:.1e} apart"
+
+
+def _chosen(gaps: Gaps, step: int, sentence: int) -> str:
+    gap = float(gaps.steps[step][sentence])
+    return NEAR_TIE if gap < GAP else f"step {step} chooses otherwise, where the gap is {gap:.1e}"
+
+
+def _are_apart(theirs: Tensor, mine: Tensor) -> bool:
+    return not torch.allclose(theirs, mine, rtol=1e-5, atol=PARTED)
+
+
+def _of_last_token(stock: Any, ours: Any, gaps: Gaps, row: int, steps: int) -> str:
+    """No scores differ, so at most the last token does."""
+    prompt = stock.sequences.shape[1] - len(stock.scores)
+    theirs, mine = (run.sequences[row, prompt : prompt + steps] for run in (stock, ours))
+    parted: list[int] = (theirs != mine).nonzero().flatten().tolist()
+    return _chosen(gaps, parted[0], row) if parted else ""
+
+
+# ---------------------------------------------------------------------------------------------- half precision
+class Recording(LogitsProcessor):
+    """Remembers the scores it is given."""
+
+    def __init__(self) -> None:
+        self.scores: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.scores.append(scores.clone())
+        return scores
+
+
+class Replacing(LogitsProcessor):
+    """Puts recorded scores in place of those it is given, and remembers how far these are from them."""
+
+    def __init__(self, recorded: list[Tensor]) -> None:
+        self._recorded = iter(recorded)
+        self.difference = 0.0  # relative to the largest score
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        expected = next(self._recorded, None)
+        if expected is None or expected.shape != scores.shape:
+            self.difference = float("inf")
+            return scores
+        finite = torch.isfinite(expected) & (expected > -1e8)
+        if not torch.equal(torch.isfinite(expected), torch.isfinite(scores)):
+            self.difference = float("inf")
+        elif finite.any():
+            largest = expected[finite].abs().max().clamp(min=1.0)
+            self.difference = max(self.difference, float((expected - scores)[finite].abs().max() / largest))
+        return expected.clone()
+
+
+def _given_stocks_scores(stock: Run, ours: Run, tolerance: float) -> Verdict:
+    recording = Recording()
+    theirs = stock(logits_processor=LogitsProcessorList([recording]))
+    replacing = Replacing(recording.scores)
+    mine = ours(logits_processor=LogitsProcessorList([replacing]))
+    if not torch.equal(sequences_of(theirs), sequences_of(mine)):
+        return Verdict(DIFFERENT, "with stock's scores at every step, tokens differ")
+    if not replacing.difference <= tolerance:
+        return Verdict(DIFFERENT, f"{BY_LOGITS} differ by {replacing.difference:.1e} of the largest")
+    return Verdict(NEAR_TIE, f"{BY_LOGITS} are within {replacing.difference:.1e} of the largest")

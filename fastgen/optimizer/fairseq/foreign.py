@@ -1,0 +1,215 @@
+"""What of the models is the user's and not the host's: hooks, classes, replaced functions, kinds of tensors.
+
+The tree runs the host's code on views of its modules, and puts attention of its own in place of the host's. What is the
+user's has to be called on the user's object, as often as in stock and on inputs of the same shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fairseq import utils
+from fairseq.modules import LayerDropModuleList
+from torch import Tensor, nn
+
+_PACKAGES = ("fairseq", "fastgen", "torch")
+# What the host calls where the tree calls something else.
+_BYPASSED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (torch, "torch", ("bmm", "cat", "logsumexp", "matmul", "softmax", "topk")),
+    (F, "torch.nn.functional", ("dropout", "linear", "log_softmax", "multi_head_attention_forward", "softmax")),
+    (utils, "fairseq.utils", ("log_softmax", "softmax")),
+)
+_LIBRARY = ("abc", "contextlib", "functools", "typing")  # decorators and bases of the host's own classes
+_CALLING = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__setattr__", "modules", "named_modules")
+_looked_at: weakref.WeakKeyDictionary[type, tuple[dict[str, Any], str | None]] = weakref.WeakKeyDictionary()
+CONTAINERS = (nn.ModuleList, LayerDropModuleList)
+_PARTS = ("encoder", "decoder")
+_SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")
+# What a class of the user's may define: nothing of it runs between the first step of a search and its last.
+_NOT_IN_A_SEARCH = frozenset(
+    """__abstractmethods__ __annotate_func__ __annotations__ __annotations_cache__ __dict__ __doc__ __firstlineno__
+    __init__ __module__ __orig_bases__ __parameters__ __qualname__ __repr__ __static_attributes__ __weakref__ _abc_impl
+    add_args eval extra_repr from_pretrained hub_models load_state_dict make_generation_fast_ max_positions
+    prepare_for_inference_ reset_parameters set_beam_size set_num_updates state_dict train upgrade_state_dict
+    upgrade_state_dict_named""".split()
+)
+
+
+def unsupported_reason(ensemble: Any) -> str | None:
+    """Why something of the user's keeps these models with the host; None if nothing does."""
+    for owner, where, names in _BYPASSED:
+        for name in names:
+            if not is_known(getattr(owner, name)):
+                return f"something of yours has replaced {where}.{name}"
+    if nn.modules.module._has_any_global_hook():
+        return "a global hook of yours sees the calls of all modules"
+    if own := own_name(ensemble):
+        return f"{type(ensemble).__name__} has its own {own}"
+    return next(filter(None, map(unsupported_model, ensemble.models)), None)
+
+
+def unsupported_model(model: Any) -> str | None:
+    """The same of one model, whose decoder is known to be a Transformer's."""
+    for part in _PARTS:
+        if not is_known(getattr(type(model), part, None)):
+            return f"{type(model).__name__} has its own {part}"
+    encoder = getattr(model, "encoder", None)
+    if not is_known(getattr(encoder, "reorder_encoder_out", None)):
+        return f"{type(encoder).__name__} has its own reorder_encoder_out"
+    for part in filter(None, (encoder, model.decoder)):
+        for module in part.modules():
+            if kind := _other_tensor(module):
+                return f"{path_of(model, module)} has weights of the class {kind}"
+    return _unsupported_decoder(model)
+
+
+def _unsupported_decoder(model: Any) -> str | None:
+    """Whether views can stand in for the decoder, its layers and its attention, and nothing else keeps a state."""
+    decoder = model.decoder
+    viewed = [decoder, decoder.layers]
+    for layer in layers_of(decoder):
+        viewed += filter(None, (layer, layer.self_attn, layer.encoder_attn))
+    for module in viewed:
+        if own := own_name(module):
+            return f"{type(module).__name__} has its own {own}"
+        if module is not decoder and (seen := _seen_by(module)):  # the host calls no more than its `forward`
+            return f"{path_of(model, module)} {seen}"
+    for layer in layers_of(decoder):
+        for module in _of_the_source(layer):  # called on a row for each sentence, not for each hypothesis
+            if foreign := _foreign(module):
+                return f"{path_of(model, module)} {foreign}"
+    known = {id(module) for module in viewed}
+    for module in decoder.modules():
+        reorder = getattr(module, "reorder_incremental_state", None)
+        if reorder is not None and not (id(module) in known and is_known(reorder)):
+            return f"{path_of(model, module)} keeps a state of its own from step to step"
+    return None
+
+
+def called_one_by_one(ensemble: Any) -> str | None:
+    """Why each step has to call the models' modules as stock does: no step may be left out, joined, tried or recorded.
+
+    None if only the results count.
+    """
+    for model in ensemble.models:
+        if not all(is_known(getattr(model, name, None)) for name in _SOFTMAX):
+            return f"{type(model).__name__} has its own get_normalized_probs"
+        if reason := watched(model, model.decoder):
+            return reason
+    return None
+
+
+def watched(model: Any, part: Any) -> str | None:
+    """What of the user's sees the calls of the modules of `part`, the model's encoder or decoder; None if nothing."""
+    if _draws(part):
+        return "its layers draw random numbers in each step (LayerDrop)"
+    for module in part.modules():
+        if foreign := _foreign(module):
+            return f"{path_of(model, module)} {foreign}"
+    return None
+
+
+def layers_of(part: Any) -> list[Any]:
+    """The layers of an encoder or a decoder. To iterate over the host's own list may draw random numbers."""
+    return [*part.layers._modules.values()]
+
+
+def path_of(model: Any, module: Any) -> str:
+    """Where the module is in the model."""
+    return next((name for name, each in model.named_modules() if each is module), type(module).__name__)
+
+
+def own_name(module: Any) -> str | None:
+    """What the module, of which a view is to stand in, has instead of the host's code; None if it is all the host's."""
+    for name, value in vars(module).items():
+        if callable(value) and not isinstance(value, nn.Module) and _is_on(type(module), name) and not is_known(value):
+            return name
+    return _own_name_of(type(module))
+
+
+def _own_name_of(kind: type) -> str | None:
+    """What a class has instead of the host's, ours and torch's code: its own methods, and what others put there."""
+    for place, owner in enumerate(kind.__mro__[:-1]):
+        if owner.__module__.partition(".")[0] in (*_PACKAGES, *_LIBRARY):
+            if name := _replaced_in(owner):
+                return name
+            continue
+        for name in vars(owner):
+            is_called = name not in _NOT_IN_A_SEARCH and not name.startswith("build_")
+            if is_called and any(name in vars(base) for base in kind.__mro__[place + 1 :]):
+                return name
+    return None
+
+
+def _replaced_in(owner: type) -> str | None:
+    """What somebody has replaced in a class that is not the user's."""
+    seen = _looked_at.get(owner)
+    if seen is None or vars(owner) != seen[0]:
+        names = _CALLING if owner is nn.Module else [*vars(owner)]
+        name = next((name for name in names if not is_known(vars(owner).get(name))), None)
+        seen = _looked_at[owner] = (dict(vars(owner)), name)
+    return seen[1]
+
+
+def _is_on(kind: type, name: str) -> bool:
+    return any(name in vars(base) for base in kind.__mro__)
+
+
+def is_known(value: Any) -> bool:
+    """Whether this attribute is no code, or the host's, ours or torch's.
+
+    By where the code is: a function that replaces another may bear its name.
+    """
+    if isinstance(value, property):
+        return all(map(is_known, (value.fget, value.fset, value.fdel)))
+    if isinstance(value, functools.partial):
+        return is_known(value.func)
+    function = getattr(value, "__func__", value)
+    if isinstance(function, types.FunctionType):
+        home = function.__globals__.get("__name__", "")
+    elif callable(function) and not isinstance(function, (type, types.BuiltinFunctionType)):
+        home = type(function).__module__
+    else:
+        return True
+    return home.partition(".")[0] in (*_PACKAGES, *_LIBRARY, "builtins")
+
+
+def _foreign(module: nn.Module) -> str | None:
+    """What about the module is the user's, as the end of a sentence; None if it is all the host's or torch's."""
+    if seen := _seen_by(module):
+        return seen
+    if not is_known(vars(module).get("forward")):
+        return "has a forward of yours"
+    if _own_name_of(type(module)):
+        return f"is {type(module).__name__} with code of yours"
+    return None
+
+
+def _seen_by(module: nn.Module) -> str | None:
+    """Who expects the module itself to be called."""
+    if not all(map(is_known, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
+        return "has hooks of yours"
+    if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        return "has been compiled"
+    return None
+
+
+def _other_tensor(module: nn.Module) -> str | None:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return next((type(x).__name__ for x in tensors if type(x) not in (nn.Parameter, Tensor, type(None))), None)
+
+
+def _draws(part: Any) -> bool:
+    return isinstance(getattr(part, "layers", None), LayerDropModuleList)
+
+
+def _of_the_source(layer: Any) -> Iterable[nn.Module]:
+    if layer.encoder_attn is not None:
+        for projection in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj):
+            yield from projection.modules()
