@@ -211,6 +211,15 @@ def test_a_model_that_counts(name: str) -> None:
     compare_with_state(run, _count_of(model), replay="always")
 
 
+@pytest.mark.parametrize("name", ["post-norm", "lm"])
+def test_a_decoder_whose_softmax_counts(name: str) -> None:
+    """The model calls it on the decoder itself."""
+    model = changed(lambda m: setattr(m.decoder, "__class__", _counting(type(m.decoder), "get_normalized_probs")), name)
+    run = functools.partial(models.prompted if name == "lm" else models.generate, model)
+    run = functools.partial(run, models.prompts() if name == "lm" else models.batch(), beam_size=3, max_len_b=12)
+    compare_with_state(run, _count_of(model.decoder), replay="always")
+
+
 @pytest.mark.parametrize("name", ["buffered_future_mask", "output_layer", "reorder_incremental_state", "__call__"])
 def test_a_decoder_that_counts(name: str) -> None:
     """Also in what a step of fairseq's calls only at times."""

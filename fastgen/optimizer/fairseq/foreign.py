@@ -27,7 +27,7 @@ _BYPASSED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
 )
 _LIBRARY = ("abc", "contextlib", "functools", "typing")  # decorators and bases of the host's own classes
 _CALLING = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__setattr__", "modules", "named_modules")
-_looked_at: weakref.WeakKeyDictionary[type, tuple[dict[str, Any], str | None]] = weakref.WeakKeyDictionary()
+_looked_at: weakref.WeakKeyDictionary[type, tuple[dict[str, Any], tuple[str, ...]]] = weakref.WeakKeyDictionary()
 CONTAINERS = (nn.ModuleList, LayerDropModuleList)
 _PARTS = ("encoder", "decoder")
 _SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")
@@ -76,7 +76,8 @@ def _unsupported_decoder(model: Any) -> str | None:
     for layer in layers_of(decoder):
         viewed += filter(None, (layer, layer.self_attn, layer.encoder_attn))
     for module in viewed:
-        if own := own_name(module):
+        # Only the model asks a decoder for probabilities, and it asks the decoder itself; attention is one by class.
+        if own := own_name(module, except_for=_SOFTMAX):
             return f"{type(module).__name__} has its own {own}"
         if module is not decoder and (seen := _seen_by(module)):  # the host calls no more than its `forward`
             return f"{path_of(model, module)} {seen}"
@@ -98,8 +99,9 @@ def called_one_by_one(ensemble: Any) -> str | None:
     None if only the results count.
     """
     for model in ensemble.models:
-        if not all(is_known(getattr(model, name, None)) for name in _SOFTMAX):
-            return f"{type(model).__name__} has its own get_normalized_probs"
+        for part in (model, model.decoder):
+            if not all(is_known(getattr(part, name, None)) for name in _SOFTMAX):
+                return f"{type(part).__name__} has its own get_normalized_probs"
         if reason := watched(model, model.decoder):
             return reason
     return None
@@ -125,35 +127,37 @@ def path_of(model: Any, module: Any) -> str:
     return next((name for name, each in model.named_modules() if each is module), type(module).__name__)
 
 
-def own_name(module: Any) -> str | None:
+def own_name(module: Any, except_for: tuple[str, ...] = ()) -> str | None:
     """What the module, of which a view is to stand in, has instead of the host's code; None if it is all the host's."""
     for name, value in vars(module).items():
+        if name in except_for:
+            continue
         if callable(value) and not isinstance(value, nn.Module) and _is_on(type(module), name) and not is_known(value):
             return name
-    return _own_name_of(type(module))
+    return _own_name_of(type(module), except_for)
 
 
-def _own_name_of(kind: type) -> str | None:
+def _own_name_of(kind: type, except_for: tuple[str, ...] = ()) -> str | None:
     """What a class has instead of the host's, ours and torch's code: its own methods, and what others put there."""
     for place, owner in enumerate(kind.__mro__[:-1]):
         if owner.__module__.partition(".")[0] in (*_PACKAGES, *_LIBRARY):
-            if name := _replaced_in(owner):
+            if name := next((name for name in _replaced_in(owner) if name not in except_for), None):
                 return name
             continue
         for name in vars(owner):
-            is_called = name not in _NOT_IN_A_SEARCH and not name.startswith("build_")
+            is_called = name not in (*except_for, *_NOT_IN_A_SEARCH) and not name.startswith("build_")
             if is_called and any(name in vars(base) for base in kind.__mro__[place + 1 :]):
                 return name
     return None
 
 
-def _replaced_in(owner: type) -> str | None:
+def _replaced_in(owner: type) -> tuple[str, ...]:
     """What somebody has replaced in a class that is not the user's."""
     seen = _looked_at.get(owner)
     if seen is None or vars(owner) != seen[0]:
         names = _CALLING if owner is nn.Module else [*vars(owner)]
-        name = next((name for name in names if not is_known(vars(owner).get(name))), None)
-        seen = _looked_at[owner] = (dict(vars(owner)), name)
+        seen = dict(vars(owner)), tuple(name for name in names if not is_known(vars(owner).get(name)))
+        _looked_at[owner] = seen
     return seen[1]
 
 

@@ -119,6 +119,11 @@ def _is_plain(module: Any) -> bool:
     return not attends_in_streams(module) and all(map(is_plain, _layers(module)))
 
 
+def _reads_plainly(module: Any) -> bool:
+    projections = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
+    return attends_in_streams(module) or all(map(is_plain, projections))
+
+
 def _modules(decoder: Any) -> list[Any]:
     return [module for layer in layers_of(decoder) for module in (layer.self_attn, layer.encoder_attn) if module]
 
@@ -141,6 +146,9 @@ def _untriable(request: Request) -> str | None:
     ensemble = request.generator.model
     if reason := called_one_by_one(ensemble):
         return reason
+    attentions = [module for model in ensemble.models for module in _modules(model.decoder)]
+    if not all(map(_reads_plainly, attentions)):  # a whole target is read by other code of theirs than a step's
+        return "something else than plain linear layers is in its attention"
     encoders = [(model, model.encoder) for model in ensemble.models] if ensemble.has_encoder() else []
     return next((reason for model, encoder in encoders if (reason := watched(model, encoder))), None)
 
