@@ -899,7 +899,9 @@ def namespaces(model: Any) -> dict[tuple[str, str], int]:
         (space, name): id(value)
         for space, found in spaces.items()
         for name, value in dict(found).items()
-        if not name.startswith(("__builtins_dict", "__compiled_fn", "__import_", "__resume_at"))  # torch's compiler's
+        # Of torch's compiler, of copy.deepcopy and of the module `warnings`, which is each free to remember.
+        if not name.startswith(("__builtins_dict", "__compiled_fn", "__import_", "__resume_at"))
+        and name not in ("__slotnames__", "__warningregistry__")
     }
 
 

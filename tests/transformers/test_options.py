@@ -18,6 +18,8 @@ import zoo
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 
+from fastgen.optimizer.transformers import requests
+
 MODELS = ("bart", "t5", "gpt2", "llama")
 DETAILS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
 TOKENS = dict(return_dict_in_generate=False)
@@ -376,3 +378,19 @@ def test_a_processor_of_another_dtype(dtype: torch.dtype) -> None:
     harness.compare(
         zoo.load("bart"), zoo.inputs_for("bart"), num_beams=3, max_new_tokens=6, logits_processor=processors
     )
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
+def test_no_token_left_to_renormalise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then scores are NaN, which win over those of hypotheses that have finished: no sentence may leave before."""
+    model, inputs = zoo.load(family), zoo.inputs_for(family, batch=4)
+    vocabulary = model.config.vocab_size
+    # A few words are left, so that some sentences finish before others have no word left.
+    options = dict(
+        num_beams=3, num_return_sequences=2, length_penalty=0.0, no_repeat_ngram_size=1, renormalize_logits=True
+    )
+    options |= dict(suppress_tokens=list(range(12, vocabulary)), max_new_tokens=30, eos_token_id=[6])
+    tokens = harness.compare(model, inputs, **options, return_dict_in_generate=False)
+    monkeypatch.setattr(requests.Request, "_may_divide_by_nothing", False)
+    others = harness.run_fastgen(model, inputs, **options, return_dict_in_generate=False)[0]
+    assert not torch.equal(tokens, others)  # or nothing is shown

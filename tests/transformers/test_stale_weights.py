@@ -178,13 +178,17 @@ COPIES: dict[str, Any] = {
 }
 
 
+def _skip_without(kind: str) -> None:
+    if kind in ("slim", "screening") and not host.FINDS_EAGER:
+        pytest.skip("this version keeps keys and values, and computes all logits")
+    if kind in ("halves", "screening") and products._skinny() is None:
+        pytest.skip("there is no native operator here")
+
+
 @pytest.mark.parametrize("kind", COPIES)
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__[1:])
 def test_an_edit_between_two_calls(edit: Edit, kind: str) -> None:
-    if kind == "slim" and not host.FINDS_EAGER:
-        pytest.skip("this version keeps keys and values")
-    if kind in ("halves", "screening") and products._skinny() is None:
-        pytest.skip("there is no native operator here")
+    _skip_without(kind)
     if kind == "slim" and edit is _swapped:
         pytest.skip("torch swaps no weight that a view is kept of, as caches do")
     model = model_of()
@@ -207,10 +211,7 @@ def test_an_edit_between_two_calls(edit: Edit, kind: str) -> None:
 @pytest.mark.parametrize("kind", COPIES)
 def test_the_old_copies_would_give_other_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: where the guard sees nothing, the edit is missed, so the copy was in use."""
-    if kind == "slim" and not host.FINDS_EAGER:
-        pytest.skip("this version keeps keys and values")
-    if kind in ("halves", "screening") and products._skinny() is None:
-        pytest.skip("there is no native operator here")
+    _skip_without(kind)
     model = model_of()
     prepare, count = COPIES[kind]
     options, layers = prepare(model)

@@ -216,7 +216,10 @@ def _of_sentence(stock: Any, ours: Any, gaps: Gaps, sentence: int, sentences: in
         return _of_last_token(stock, ours, gaps, sentence, steps)
     if len(stock.scores) != len(ours.scores):
         return ""  # another sentence may have made it longer
-    return _ranked(*(_hypotheses(run, sentence, sentences) for run in (stock, ours)))
+    # Swapped beams go on alike where no step tells them apart: in a loop that is longer than a sliding window.
+    tied = any(float(step[sentence]) < GAP for step in gaps.steps)
+    theirs, mine = (_hypotheses(run, sentence, sentences) for run in (stock, ours))
+    return _ranked(theirs, mine, tied)
 
 
 def _hypotheses(run: Any, sentence: int, sentences: int) -> list[tuple[tuple[int, ...], float]]:
@@ -229,13 +232,16 @@ def _hypotheses(run: Any, sentence: int, sentences: int) -> list[tuple[tuple[int
     return list(zip(kept, run.sequences_scores[rows].tolist(), strict=True))
 
 
-def _ranked(stock: list[tuple[tuple[int, ...], float]], ours: list[tuple[tuple[int, ...], float]]) -> str:
-    """ "" if all of a sentence's hypotheses are the same, NEAR_TIE if they are ranked otherwise."""
+def _ranked(stock: list[tuple[tuple[int, ...], float]], ours: list[tuple[tuple[int, ...], float]], tied: bool) -> str:
+    """ "" if all of a sentence's hypotheses are the same, NEAR_TIE if they are ranked otherwise.
+
+    `tied`: whether stock had a near-tie of this sentence at some step; no step's scores differ.
+    """
     theirs, mine = [tokens for tokens, _ in stock], [tokens for tokens, _ in ours]
     if theirs == mine:
         return ""
     if sorted(theirs) != sorted(mine):
-        return "its hypotheses differ, though no step's scores do"
+        return NEAR_TIE if tied else "its hypotheses differ, though no step's scores do"
     scores = dict(stock)
     apart = max(abs(scores[a] - scores[b]) for a, b in zip(theirs, mine, strict=True))
     return NEAR_TIE if apart < GAP else f"the same hypotheses, ranked otherwise, {apart:.1e} apart"

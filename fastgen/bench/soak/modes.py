@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -168,9 +169,13 @@ class _Caller(torch.nn.Module):
 
 
 def _functional(generate: Generate) -> Generate:
-    """The model with other weights for this call, by `torch.func.functional_call`."""
+    """A copy of the model with other weights, by `torch.func.functional_call`.
+
+    transformers 4.57 ties weights anew as it generates, so that the model itself would keep some of the others.
+    """
 
     def call(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+        model = copy.deepcopy(model)
         weights = {f"model.{name}": 1.03 * weight.detach() for name, weight in model.named_parameters()}
         return torch.func.functional_call(_Caller(model, generate), weights, (inputs, options))
 

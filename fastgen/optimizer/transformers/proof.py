@@ -41,13 +41,15 @@ def disproof(request: Request, stock: Callable[..., Any], is_replayed: bool = Fa
     model = request.model
     if is_tested(model) and not request.foreign:
         return None
+    if rule := request.users_rule:  # which would see the trial's search, on whatever copy
+        return f"{rule}, and a trial would run it"
     if is_replayed and request.generation_config.max_length - request.input_ids.shape[1] < _STEPS:
         return "its first calls were too short to try"
     verdicts = _verdicts.setdefault(model, {})
     is_chunked = request.generation_config.prefill_chunk_size is not None
     attention = getattr(model.config, "_attn_implementation", None)
-    found = tuple(request.foreign)
-    key = (attention, model.dtype, request.is_search, request.beams > 1, is_chunked, is_replayed, found)
+    found, dtype = tuple(request.foreign), _dtype_of_products(request)
+    key = (attention, model.dtype, dtype, request.is_search, request.beams > 1, is_chunked, is_replayed, found)
     if key not in verdicts:
         if request.generation_config.max_length - request.input_ids.shape[1] < 2:
             return "its first calls were too short to try"  # nothing behind the prompt
@@ -80,7 +82,7 @@ def _try(
     steps = len(result.scores) - 1
     if not decoder.session.folds:
         return "its attention cannot be reached: it is not looked up in AttentionInterface"
-    tolerance = _TOLERANCE.get(request.model.dtype, 1e-4)
+    tolerance = _TOLERANCE.get(_dtype_of_products(request), 1e-4)
     for step, (a, b) in enumerate(zip(expected.logits, result.logits, strict=False)):
         difference = _difference(a, b)
         if not difference <= tolerance:
@@ -88,6 +90,14 @@ def _try(
     if len(expected.logits) != len(result.logits):
         return "its search ends at another step on the tree"
     return None
+
+
+def _dtype_of_products(request: Request) -> torch.dtype:
+    device, dtype = request.input_ids.device.type, request.model.dtype
+    if dtype.is_floating_point and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def _first_line(error: Exception) -> str:

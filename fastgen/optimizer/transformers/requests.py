@@ -75,9 +75,14 @@ class Request:
         return [finding for finding in self._findings if finding.name not in foreign.SEARCH_RULES]
 
     @property
+    def users_rule(self) -> str | None:
+        """Which of the host's rules of beam search the user has replaced; None if none."""
+        return foreign.changed_rule(self._findings)
+
+    @property
     def changed_rule(self) -> str | None:
         """Which of the host's rules of beam search this model has another of: the host's own loop has to follow it."""
-        return foreign.changed_rule(self._findings) or foreign.overridden_rule(self.model)
+        return self.users_rule or foreign.overridden_rule(self.model)
 
     @property
     def batch(self) -> int:
@@ -128,7 +133,27 @@ class Request:
             # A source for each sentence; a caller's own processor may hold others.
             and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)
             and self.stops_by_last_token
+            and not self._may_divide_by_nothing
         )
+
+    @property
+    def _may_divide_by_nothing(self) -> bool:
+        """Whether a row may be renormalised that has no token left: its scores become NaN, which win over all others,
+        even over those of hypotheses that have finished. So the host returns other tokens than before."""
+        processors = self.logits_processor
+        if not any(type(processor) is logits_process.LogitNormalization for processor in processors):
+            return False
+        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        return sum(map(self._bans_at_most, processors)) >= vocabulary
+
+    def _bans_at_most(self, processor: Any) -> int:
+        """Tokens of one row."""
+        if type(processor) is logits_process.NoRepeatNGramLogitsProcessor or _is_of_unilm(processor):
+            return int(self.generation_config.max_length)
+        if type(processor) is logits_process.EncoderNoRepeatNGramLogitsProcessor:
+            return max(sum(map(len, ngrams.values())) for ngrams in processor.generated_ngrams)
+        listed = ("suppress_tokens", "begin_suppress_tokens", "eos_token_id", "sequence_bias")
+        return max(len(getattr(processor, name, ())) for name in listed)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows but these, int64 `[rows']`, from the processors that hold something for each row."""
@@ -200,7 +225,11 @@ class Request:
 
 
 def _is_row_local(processor: Any) -> bool:
-    return type(processor) in _ROW_LOCAL or type(processor).__module__ == "fastgen.models.unilm.processors"
+    return type(processor) in _ROW_LOCAL or _is_of_unilm(processor)
+
+
+def _is_of_unilm(processor: Any) -> bool:
+    return type(processor).__module__ == "fastgen.models.unilm.processors"
 
 
 def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
