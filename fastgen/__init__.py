@@ -185,7 +185,7 @@ def configure(**options: Any) -> Config:
 
     strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off"),
     cache ("auto", "kv", "x", "h", "k", "v"), cache_threshold (float), replay ("auto", "always", "off"), compile (bool),
-    cuda_graphs (bool), foreign_code ("stock", "trial").
+    cuda_graphs (bool), foreign_code ("stock", "trial"), verify (int).
     """
     return config.configure(**options)
 
@@ -204,6 +204,7 @@ def status() -> Status:
     kept = [sys.modules.get(name) for name in ("fastgen.buffers", "fastgen.arena")]
     compiled = sys.modules.get(_COMPILED)
     replays = sys.modules.get("fastgen.decoding.replays")
+    verification = sys.modules.get("fastgen.verification")
     return Status(
         __version__,
         on,
@@ -217,6 +218,7 @@ def status() -> Status:
         operators=report.operators(),
         encoders=report.encoders(),
         replayed=replays.replayed() if replays else {},
+        verified=verification.summary() if verification else "",
     )
 
 

@@ -33,6 +33,7 @@ class Config:
     cache_threshold: float = 0.0  # slim caches leave out of a sum what weighs less: an approximation unless it is 0
     cuda_graphs: bool = False  # on CUDA, capture decode steps and replay them
     foreign_code: str = "stock"  # hooks, subclasses and replaced parts of a model: left to the host, or tried ("trial")
+    verify: int = 0  # every so many accelerated calls of a model, one is decoded by the host too and compared; 0: none
 
     def __post_init__(self) -> None:
         for name in ("strict", "compile", "cuda_graphs"):
@@ -49,15 +50,16 @@ class Config:
             if value not in choices:
                 error = ValueError if isinstance(value, str) else TypeError
                 raise error(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
-        if not isinstance(self.history, int) or isinstance(self.history, bool):
-            raise TypeError(f"history must be a whole number, not {self.history!r}.")
+        for name in ("history", "verify"):
+            if not isinstance(value := getattr(self, name), int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be a whole number, not {value!r}.")
+            if value < 0:
+                raise ValueError(f"{name} must be 0 or more, not {value!r}.")
         threshold = self.cache_threshold
         if not isinstance(threshold, (int, float)) or isinstance(threshold, bool):
             raise TypeError(f"cache_threshold must be a number, not {threshold!r}.")
         if not 0 <= threshold < 1:
             raise ValueError(f"cache_threshold must be at least 0 and less than 1, not {threshold!r}.")
-        if self.history < 0:
-            raise ValueError(f"history must be 0 or more, not {self.history!r}.")
 
 
 def flag(variable: str) -> bool:
@@ -84,11 +86,12 @@ def from_environment() -> Config:
     for name in ("tier", "packing", "replay", "cache", "foreign_code"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             options[name] = text.lower()
-    if history := os.environ.get("FASTGEN_HISTORY", "").strip():
-        try:
-            options["history"] = int(history)
-        except ValueError:
-            raise ValueError(f"FASTGEN_HISTORY must be a whole number, not {history!r}.") from None
+    for name in ("history", "verify"):
+        if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
+            try:
+                options[name] = int(text)
+            except ValueError:
+                raise ValueError(f"FASTGEN_{name.upper()} must be a whole number, not {text!r}.") from None
     if threshold := os.environ.get("FASTGEN_CACHE_THRESHOLD", "").strip():
         try:
             options["cache_threshold"] = float(threshold)

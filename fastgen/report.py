@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import logging
 import textwrap
 import threading
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fastgen import config
@@ -60,6 +63,7 @@ class Status:
     compiled: dict[str, str] = field(default_factory=dict)  # how each model has fared with `compile=True`, by class
     encoders: dict[str, int] = field(default_factory=dict)  # batches read without padding: see `encoders`
     replayed: dict[str, str] = field(default_factory=dict)  # what became of replaying steps, by class of the model
+    verified: str = ""  # what became of calls that the host decoded too, see `verify`
 
     def __str__(self) -> str:
         lines = [f"fastgen {self.version}, {'enabled' if self.enabled else 'disabled'}"]
@@ -77,6 +81,8 @@ class Status:
             lines.append(f"packed weights: {self.packed_weights}, {size(self.packed_bytes)}")
         if self.buffer_bytes:
             lines.append(f"buffers kept for later calls: {size(self.buffer_bytes)}")
+        if self.verified:
+            lines += textwrap.wrap(f"verified: {self.verified}", _WIDTH, subsequent_indent="  ")
         for model, how in self.compiled.items():
             lines += textwrap.wrap(f"compiled {model}: {how}", _WIDTH, subsequent_indent="  ")
         for model, how in self.replayed.items():
@@ -133,6 +139,7 @@ def size(count: int) -> str:
 
 
 _lock = threading.Lock()
+_is_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_is_silent", default=False)
 _calls: deque[Call] = deque()
 _counters: Counter[str] = Counter()
 _logged: set[tuple[str, str]] = set()
@@ -140,10 +147,22 @@ _operators: dict[str, str] = {}
 _encoders: Counter[str] = Counter()
 
 
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Inside the block no call of this thread, or task, is recorded."""
+    token = _is_silent.set(True)
+    try:
+        yield
+    finally:
+        _is_silent.reset(token)
+
+
 def record(call: Call) -> None:
     """Remember `call`; a fallback is logged too, once per model and reason."""
     if call.tier not in TIERS:
         raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {call.tier!r}.")
+    if _is_silent.get():
+        return
     history = config.current().history
     with _lock:
         _counters[call.tier] += 1

@@ -16,11 +16,11 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import transformers
 
 import fastgen
-from fastgen.bench.soak import edits, judge, models, modes, play, program
+from fastgen.bench.soak import edits, models, modes, play, program
 from fastgen.bench.soak.cases import drawn_case
 from fastgen.bench.soak.script import script
 from fastgen.cli import bench
-from fastgen.optimizer.transformers import dispatch
+from fastgen.optimizer.transformers import dispatch, judge
 
 SEED = 3
 
@@ -96,7 +96,7 @@ def test_names_of_the_scripts_parts_do_not_collide() -> None:
     """They are in one file there."""
     owners = collections.Counter(
         name
-        for part in (models, modes, edits, judge, play)
+        for part in (models, modes, edits, play)
         for name, value in vars(part).items()
         if getattr(value, "__module__", part.__name__) == part.__name__ and not name.startswith("__")
         if not hasattr(value, "__path__") and not isinstance(value, type(part))

@@ -4,7 +4,7 @@ The product of families, searches, sentences, lengths and modes is large, so a s
 FASTGEN_TEST_MODES (a seed, 0 by default); FASTGEN_TEST_MODES=all runs the whole product.
 
 What is claimed: in float32 and float64 the same tokens and scores, but for choices where stock itself has a near-tie
-of 1e-5; under autocast the logits of the same tokens, within the precision's tolerance (see fastgen.bench.soak.judge).
+of 1e-5; under autocast the logits of the same tokens, within the precision's tolerance (see `judge`).
 Where acceleration is claimed the call is strict; elsewhere it may fall back, with a reason.
 """
 
@@ -25,8 +25,8 @@ import zoo
 
 import fastgen
 from fastgen import report
-from fastgen.bench.soak import judge
 from fastgen.bench.soak.modes import ACCELERATED, FALLBACK, MODES, CountingFunctions, CountingOperators, Mode
+from fastgen.optimizer.transformers import judge
 
 ASKED = os.environ.get("FASTGEN_TEST_MODES", "0")
 COUNT = 60  # of a sample

@@ -14,9 +14,10 @@ import torch
 import fastgen
 from fastgen import report
 from fastgen.bench.soak.edits import edited
-from fastgen.bench.soak.judge import HALF_TOLERANCE, Verdict, judged
 from fastgen.bench.soak.models import built, inputs_of
 from fastgen.bench.soak.modes import MODES, Mode
+from fastgen.optimizer.transformers.judge import DIFFERENT as DIFFERENT  # for the script
+from fastgen.optimizer.transformers.judge import HALF_TOLERANCE, Verdict, judged
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import transformers
 
-from fastgen.bench.soak import judge
 from fastgen.bench.soak.cases import drawn_case
 from fastgen.bench.soak.play import Played, played
 from fastgen.bench.soak.script import script
+from fastgen.optimizer.transformers import judge
 
 
 @dataclass

@@ -8,9 +8,9 @@ import re
 from types import ModuleType
 from typing import Any
 
-from fastgen.bench.soak import edits, judge, models, modes, play
+from fastgen.bench.soak import edits, models, modes, play
 
-_PARTS: tuple[ModuleType, ...] = (models, modes, edits, judge, play)
+_PARTS: tuple[ModuleType, ...] = (models, modes, edits, play)
 _OURS = re.compile(r"^from (__future__|fastgen\.bench\.soak\.\w+) import .*\n", re.MULTILINE)
 _MAIN = '''
 CASE = json.loads(r"""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from fastgen import config
 from fastgen._patching import PatchSet, SeamMismatch, require_signature
 
 _SEARCH = (
@@ -58,8 +59,25 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     _provide_diverse(patches, module)
     for name in _SEAMS:
         patches.replace(mixin, name, _accelerated(getattr(mixin, name), patches))
+    patches.replace(mixin, "generate", _verified(mixin.generate))
     if not hasattr(mixin, "_prefill"):  # 4.57
         patches.replace(mixin, "_prepare_cache_for_generation", _marking(mixin._prepare_cache_for_generation))
+
+
+def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The host's `generate`, compared with fastgen's where the user asks for that."""
+
+    @functools.wraps(stock)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.current().verify:
+            return stock(self, *args, **kwargs)
+        try:
+            from fastgen.optimizer.transformers import verifying
+        except (ImportError, AttributeError):  # the search, which follows, says so
+            return stock(self, *args, **kwargs)
+        return verifying.run(stock, self, args, kwargs)
+
+    return generate
 
 
 def _provide_diverse(patches: PatchSet, module: ModuleType) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from fastgen import config, memory, report
 from fastgen.decoding import replays
-from fastgen.optimizer.transformers import beam_search, graphs, planning
+from fastgen.optimizer.transformers import beam_search, graphs, planning, verifying
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import disproof
 from fastgen.optimizer.transformers.requests import Request, unsupported_reason
@@ -71,6 +71,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         replays.note(request.model, replayer)
     steps = decoder.tree.steps + 1  # the prompt's own forward pass chooses tokens too
     _record(request, tier, reason, steps, seconds, *cache)
+    verifying.note(request, tier)
     return result
 
 

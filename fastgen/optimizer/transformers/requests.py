@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation import logits_process, stopping_criteria
 
+from fastgen import verification
 from fastgen.decoding.foreign_code import Finding
 from fastgen.optimizer.transformers import foreign, streams
 from fastgen.optimizer.transformers.cache import unsupported_cache
@@ -290,6 +291,8 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
 
 def unsupported_configuration(model: Any, config: Any) -> str | None:
     """Why no call of this model with this generation configuration can decode over the tree; None if some can."""
+    if reason := verification.reason_against(model):
+        return reason
     if model.training or torch.is_grad_enabled():
         return "the model is in training mode" if model.training else "gradients are enabled"
     for option in ("output_attentions", "output_hidden_states"):

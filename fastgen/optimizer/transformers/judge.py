@@ -11,6 +11,7 @@ stock's within the precision's tolerance.
 from __future__ import annotations
 
 import contextlib
+import threading
 import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ PARTED = 1e-3  # scores of other tokens differ by more
 HALF_TOLERANCE = {"bfloat16": 0.1, "float16": 0.02}
 DETAILS = {"return_dict_in_generate": True, "output_scores": True}
 Run = Callable[..., Any]  # of more options: the call's output
+_recording = threading.Lock()  # one at a time replaces the host's functions
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,21 @@ def difference(stock: Any, ours: Any) -> str | None:
         return f"{type(stock).__name__} became {type(ours).__name__}"
     theirs, mine = sequences_of(stock), sequences_of(ours)
     if theirs.dtype != mine.dtype or not torch.equal(theirs, mine):
-        return f"sequences differ: stock {theirs.tolist()}, fastgen {mine.tolist()}"
+        return f"sequences differ{_where(theirs, mine)}"
     if isinstance(stock, Tensor):
         return None
     if _absent(stock, ours, "beam_indices") or not _equal(stock.get("beam_indices"), ours.get("beam_indices")):
         return "beam_indices differ"
     names = ("sequences_scores", "scores", "logits")
     return next((f"{name}: {found}" for name in names if (found := _of_scores(stock, ours, name))), None)
+
+
+def _where(theirs: Tensor, mine: Tensor) -> str:
+    if theirs.shape[0] != mine.shape[0]:
+        return f": {theirs.shape[0]} rows became {mine.shape[0]}"
+    shared = min(theirs.shape[1], mine.shape[1])
+    row, position = next(iter((theirs[:, :shared] != mine[:, :shared]).nonzero().tolist()), (0, shared))
+    return f" from position {position} of row {row} on"
 
 
 def _of_scores(stock: Any, ours: Any, name: str) -> str | None:
@@ -143,8 +153,11 @@ class Gaps:
     def recorded(self) -> Iterator[None]:
         """Inside the block, for the one stock call in it."""
         multinomial, choose = torch.multinomial, GenerationMixin._get_top_k_continuations
+        thread = threading.get_ident()
 
         def drawn(weights: Tensor, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
+            if threading.get_ident() != thread:
+                return multinomial(weights, num_samples, *args, **kwargs)
             gap, expected = _gap_of_draw(weights, num_samples)
             result = multinomial(weights, num_samples, *args, **kwargs)
             # Unless this is how torch draws, nothing is known of it.
@@ -152,11 +165,12 @@ class Gaps:
             return result
 
         def chosen(model: Any, accumulated_log_probs: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not kwargs["do_sample"]:
+            if not kwargs["do_sample"] and threading.get_ident() == thread:
                 self.steps.append(_gap_of_best(accumulated_log_probs, kwargs["beams_to_keep"]))
             return choose(model, accumulated_log_probs, *args, **kwargs)
 
         with (
+            _recording,
             unittest.mock.patch.object(torch, "multinomial", drawn),
             unittest.mock.patch.object(GenerationMixin, "_get_top_k_continuations", chosen),
         ):

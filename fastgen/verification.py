@@ -1,0 +1,205 @@
+"""`verify=N`: of every N accelerated calls of a model, the last is decoded by the host too, and compared.
+
+A difference that is no near-tie of the host's is said in a warning, with what is needed to see it again but for the
+texts; the host's answer is returned, and the model is left to the host from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import platform
+import threading
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastgen import config, memory, report
+
+SAME, NEAR_TIE, DIFFERENT, UNVERIFIED = "same", "near-ties", "different", "not verified"
+
+_lock = threading.Lock()
+_counts: Counter[str] = Counter()
+_unverified: Counter[str] = Counter()  # by reason
+_waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since the last that was compared
+_stopped: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_is_comparing: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_is_comparing", default=False)
+_seen: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("fastgen_seen", default=None)
+
+
+def is_on() -> bool:
+    """Whether this call, if it is accelerated, counts: not one that compares another."""
+    return config.current().verify > 0 and not _is_comparing.get()
+
+
+def reason_against(model: Any) -> str | None:
+    """Why this model is left to its host; None if no difference has been found."""
+    return _stopped.get(model) if _stopped else None
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[Any]]:
+    """What adapters say in `note_accelerated` of the searches of this thread, or task, inside the block."""
+    seen: list[Any] = []
+    token = _seen.set(seen)
+    try:
+        yield seen
+    finally:
+        _seen.reset(token)
+
+
+def note_accelerated(search: Any) -> None:
+    """A search has run over the tree."""
+    if (seen := _seen.get()) is not None:
+        seen.append(search)
+
+
+@contextlib.contextmanager
+def comparing(**options: Any) -> Iterator[None]:
+    """Inside the block calls are not recorded, nor verified themselves; `options` are settings."""
+    token = _is_comparing.set(True)
+    try:
+        with config.configured(strict=False, **options), report.silenced():
+            yield
+    finally:
+        _is_comparing.reset(token)
+
+
+def is_due(model: Any) -> bool:
+    """Count an accelerated call of `model`; whether it is the one to compare."""
+    with _lock:
+        _waiting[model] = count = _waiting.get(model, 0) + 1
+        if count < config.current().verify:
+            return False
+        del _waiting[model]
+        return True
+
+
+def note(kind: str, reason: str = "") -> None:
+    """One of SAME, NEAR_TIE, DIFFERENT, or UNVERIFIED with the reason."""
+    with _lock:
+        _counts[kind] += 1
+        if reason:
+            _unverified[reason] += 1
+
+
+def _versions(host: str) -> dict[str, str]:
+    import importlib.metadata
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found[host] = importlib.metadata.version({"whisper": "openai-whisper"}.get(host, host))
+    from fastgen import __version__
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {"fastgen": __version__, **found, "processor": f"{capability}, {torch.get_num_threads()} threads"}
+
+
+def plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Options as they may be shown: numbers and choices as they are, of tensors and lists the size alone."""
+    return {name: _shown(value) for name, value in options.items() if value is not None}
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
+
+
+class RandomState:
+    """Of torch, on the CPU and on one GPU, as it is now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def now(self) -> RandomState:
+        return RandomState(self._device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, self._device)
+
+
+@dataclass
+class Question:
+    """Of one call: whether the host gives the same."""
+
+    host: str
+    model: Any  # the user's, which is left to the host from a difference on
+    key: Any  # what `reason_against` will be asked of
+    before: RandomState  # of the call
+    facts: dict[str, Any]  # options and shapes, without texts
+
+    def answer(self, output: Any, stock: Callable[[], Any], judged: Callable[[Any], tuple[str, str]]) -> Any:
+        """What the user is given: `output`, ours, or, if it differs, what `stock` returns or raises.
+
+        `judged`: of the host's output, one of SAME, NEAR_TIE, DIFFERENT, and in which way. Afterwards the random
+        numbers go on where they do behind what is returned.
+        """
+        after = self.before.now()
+        try:
+            with comparing(tier="stock"):
+                self.before.restore()
+                theirs = stock()
+            behind = self.before.now()
+            kind, why = judged(theirs)
+        except Exception as error:
+            if memory.is_out_of_memory(error):
+                note(UNVERIFIED, "for want of memory")
+                after.restore()
+                return output
+            self._stop(f"it raises {type(error).__name__}")
+            raise
+        if kind == DIFFERENT:
+            behind.restore()
+            self._stop(why)
+            return theirs
+        note(kind)
+        after.restore()
+        return output
+
+    def _stop(self, why: str) -> None:
+        note(DIFFERENT)
+        with _lock:
+            _stopped[self.key] = f"fastgen's output was not {self.host}'s in a call that was verified ({why})"
+        what = "\n".join(f"  {key}: {value}" for key, value in {**self.facts, **_versions(self.host)}.items())
+        text = (
+            f"fastgen's output of {type(self.model).__name__} was not that of {self.host}: {why}. {self.host}'s own is "
+            f"returned, and this model is no longer accelerated. Please report it, with these lines:\n{what}"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def counts() -> dict[str, int]:
+    """Calls that were compared, by what was found, and those that could not be."""
+    with _lock:
+        return dict(_counts)
+
+
+def summary() -> str:
+    """The same in a line; empty if there are none."""
+    with _lock:
+        if not _counts:
+            return ""
+        compared = sum(_counts[kind] for kind in (SAME, NEAR_TIE, DIFFERENT))
+        parts = [f"{_counts[SAME]} the same", f"{_counts[NEAR_TIE]} near-ties", f"{_counts[DIFFERENT]} different"]
+        text = f"{compared} calls compared with the host: {', '.join(parts)}"
+        why = ", ".join(f"{count} {reason}" for reason, count in _unverified.most_common())
+        return f"{text}; not compared: {why}" if why else text
+
+
+def reset() -> None:
+    """Forget all counts, and what was stopped."""
+    with _lock:
+        for each in (_counts, _unverified, _waiting, _stopped):
+            each.clear()
