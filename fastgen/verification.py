@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import platform
+import sys
 import threading
 import warnings
 import weakref
@@ -27,7 +28,7 @@ _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 _unverified: Counter[str] = Counter()  # by reason
 _waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since the last that was compared
-_stopped: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_stopped: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()  # host, and what differs
 _is_comparing: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_is_comparing", default=False)
 _seen: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("fastgen_seen", default=None)
 
@@ -39,7 +40,10 @@ def is_on() -> bool:
 
 def reason_against(model: Any) -> str | None:
     """Why this model is left to its host; None if no difference has been found."""
-    return _stopped.get(model) if _stopped else None
+    if not _stopped or model is None or (found := _stopped.get(model)) is None:
+        return None
+    host, why = found
+    return f"fastgen's output was not {host}'s in a call that was verified ({why})"
 
 
 @contextlib.contextmanager
@@ -89,15 +93,16 @@ def note(kind: str, reason: str = "") -> None:
 
 
 def _versions(host: str) -> dict[str, str]:
-    import importlib.metadata
-
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found[host] = importlib.metadata.version({"whisper": "openai-whisper"}.get(host, host))
     from fastgen import __version__
 
-    capability = torch.backends.cpu.get_cpu_capability()
-    return {"fastgen": __version__, **found, "processor": f"{capability}, {torch.get_num_threads()} threads"}
+    processor = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return {
+        "fastgen": __version__,
+        host: getattr(sys.modules.get(host), "__version__", "unknown"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor,
+    }
 
 
 def plain(options: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +176,7 @@ class Question:
     def _stop(self, why: str) -> None:
         note(DIFFERENT)
         with _lock:
-            _stopped[self.key] = f"fastgen's output was not {self.host}'s in a call that was verified ({why})"
+            _stopped[self.key] = (self.host, why)
         what = "\n".join(f"  {key}: {value}" for key, value in {**self.facts, **_versions(self.host)}.items())
         text = (
             f"fastgen's output of {type(self.model).__name__} was not that of {self.host}: {why}. {self.host}'s own is "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import fastgen
-from fastgen import report
+from fastgen import report, verification
 from fastgen.cache.tree import BeamTree
 
 whisper = pytest.importorskip("whisper")
@@ -241,3 +242,78 @@ def test_negative_controls(name: str, wrong: Any, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(AssertionError):
         for seed in range(4):
             compare(tiny(seed=seed), SOUND[0], beam_size=5)
+
+
+# ---------------------------------------------------------------------------------------------- verify=N
+@pytest.fixture
+def verified() -> Iterator[None]:
+    verification.reset()
+    with fastgen.configured(verify=1):
+        yield
+    verification.reset()
+
+
+def sound_for(options: dict[str, Any]) -> torch.Tensor:
+    """Of several segments with several rows each the host makes an error."""
+    return SOUND[0] if len(options) else SOUND
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(beam_size=3), dict(temperature=0.7, best_of=3), dict(language=None, beam_size=2)], ids=str
+)
+def test_verified(options: dict[str, Any], verified: None) -> None:
+    """One answer, one record, and the random stream where it would be."""
+    model = tiny()
+    with fastgen.disabled():
+        decode(model, sound_for(options), **options)
+    stream = torch.get_rng_state()
+    compare(model, sound_for(options), **options)
+    assert torch.equal(torch.get_rng_state(), stream) and verification.counts() == {verification.SAME: 1}
+
+
+@pytest.mark.parametrize("options", [{}, dict(beam_size=3), dict(temperature=0.7, best_of=3)], ids=str)
+def test_verified_and_different(options: dict[str, Any], verified: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    with fastgen.disabled():
+        expected = decode(model, sound_for(options), **options)
+    monkeypatch.setattr(decoder.TreeDecoder, "_feed_forward", lambda self, block, x: torch.zeros_like(x))
+    with pytest.warns(RuntimeWarning, match="no longer accelerated") as caught:
+        found = decode(model, sound_for(options), **options)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+    assert not any(str(one.tokens)[1:-1] in str(caught[0].message) for one in expected)
+    again = decode(model, sound_for(options), **options)
+    assert [one.tokens for one in again] == [one.tokens for one in expected]
+    assert report.calls()[-1].tier == "stock" and "verified" in str(report.calls()[-1].reason)
+    assert verification.counts() == {verification.DIFFERENT: 1}
+
+
+@pytest.mark.parametrize("beams", [None, 2])
+def test_verified_and_a_near_tie(beams: int | None, verified: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other word has a twin that is as good."""
+    model = tiny()
+    with torch.no_grad():
+        words = model.decoder.token_embedding.weight
+        words[1:50000:2] = words[:49999:2]
+    logits = decoder.TreeDecoder._logits
+
+    def nearly(self: Any, x: torch.Tensor) -> torch.Tensor:
+        found = logits(self, x)
+        found[..., 1:50000:2] += 4e-6
+        return found
+
+    monkeypatch.setattr(decoder.TreeDecoder, "_logits", nearly)
+    decode(model, SOUND[0], beam_size=beams)
+    assert verification.counts() == {verification.NEAR_TIE: 1}
+
+
+def test_a_filter_of_the_users_runs_once(verified: None) -> None:
+    calls: list[int] = []
+
+    class Mine(whisper.decoding.LogitFilter):
+        def apply(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+            calls.append(1)
+
+    task = whisper.decoding.DecodingTask(MODEL, DecodingOptions(language="en", sample_len=9, fp16=False))
+    task.logit_filters.append(Mine())
+    task.run(SOUND[:1])
+    assert 0 < len(calls) <= 9 and verification.counts() == {verification.UNVERIFIED: 1}

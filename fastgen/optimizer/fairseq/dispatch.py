@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import arena, config, memory, report
+from fastgen import arena, config, memory, report, verification
 from fastgen.decoding import replays
-from fastgen.optimizer.fairseq import fast
+from fastgen.optimizer.fairseq import fast, verifying
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
 from fastgen.optimizer.fairseq.requests import Request, has_own_blocker, is_diverse, unsupported_reason
@@ -26,6 +26,16 @@ _JOINED = "the sentences of several searches share a tree"
 @memory.relief()
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run our search or the host's, `stock`, over the tree or as it is, and return its hypotheses."""
+    if not verification.is_on():
+        return _run(request, stock)
+
+    def again(view: Any, sample: dict[str, Any]) -> Any:
+        return stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
+
+    return verifying.run(request, lambda: _run(request, stock), again, *_mended(request))
+
+
+def _run(request: Request, stock: Callable[..., Any]) -> Any:
     settings = config.current()
     start = time.perf_counter()
     if settings.tier == "stock":
@@ -73,6 +83,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     tier, reason = ("fast", None) if is_fast else ("compat", slow if settings.tier == "fast" else None)
     cache = session.cache_bytes, session.cache, ensemble.plan
     _record(request, tier, reason, start, session.tree.steps, *cache)
+    verification.note_accelerated(request)
     return result
 
 

@@ -16,6 +16,7 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
+from fastgen import verification
 from fastgen.decoding.watched import are_interrupted
 from fastgen.optimizer.fairseq import foreign, streams
 
@@ -107,6 +108,8 @@ def unsupported_reason(request: Request) -> str | None:
     generator = request.generator
     if torch.is_grad_enabled():
         return "gradients are enabled"
+    if reason := verification.reason_against(next(iter(getattr(generator.model, "models", ())), None)):
+        return reason
     if type(generator.model) not in _ENSEMBLES:
         return f"the models are held by {type(generator.model).__name__}, not by fairseq's EnsembleModel"
     if request.source is None or request.batch == 0:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from fastgen import config
 from fastgen._patching import PatchSet, require_signature
 
 # What the host's `DecodingTask` and its decoders ask of their inference.
@@ -29,6 +30,22 @@ def install(patches: PatchSet, module: ModuleType) -> None:
         require_signature(getattr(inference, name), parameters)
     methods = {name: getattr(inference, name) for name in _METHODS}
     patches.replace(inference, "__init__", _wrapped(inference, inference.__init__, methods))
+    require_signature(module.DecodingTask.run, ("self", "mel"))
+    patches.replace(module.DecodingTask, "run", _verified(module.DecodingTask.run))
+
+
+def _verified(stock: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    """The host's decoding, compared with fastgen's where the user asks for that."""
+
+    @functools.wraps(stock)
+    def run(self: Any, mel: Any) -> Any:
+        if not config.current().verify:
+            return stock(self, mel)
+        from fastgen.optimizer.whisper import verifying
+
+        return verifying.run(stock, self, mel)
+
+    return run
 
 
 def _wrapped(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from whisper.model import Whisper
 
-from fastgen import arena, config, memory, report
+from fastgen import arena, config, memory, report, verification
 from fastgen.decoding import foreign_code
 from fastgen.decoding.foreign_code import HostCode
 from fastgen.decoding.watched import are_of
@@ -72,6 +72,7 @@ class TreeInference:
         decoder, self._decoder = self._decoder, None
         cache_bytes = None
         if decoder is not None:
+            verification.note_accelerated(self)
             cache_bytes = decoder.nbytes
             decoder.close()
             arena.settle()
@@ -86,6 +87,8 @@ class TreeInference:
 
 def unsupported_reason(model: Any, tokens: Tensor, audio_features: Tensor) -> str | None:
     """Why this decoding has to run on the host's own cache, in words for the user; None if it need not."""
+    if reason := verification.reason_against(model):
+        return reason
     if torch.is_grad_enabled():
         return "gradients are enabled"
     if torch.is_autocast_enabled(tokens.device.type):
