@@ -198,7 +198,7 @@ def summary() -> str:
             return ""
         compared = sum(_counts[kind] for kind in (SAME, NEAR_TIE, DIFFERENT))
         parts = [f"{_counts[SAME]} the same", f"{_counts[NEAR_TIE]} near-ties", f"{_counts[DIFFERENT]} different"]
-        text = f"{compared} calls compared with the host: {', '.join(parts)}"
+        text = f"{compared} {'call' if compared == 1 else 'calls'} compared with the host: {', '.join(parts)}"
         why = ", ".join(f"{count} {reason}" for reason, count in _unverified.most_common())
         return f"{text}; not compared: {why}" if why else text
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import zoo
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
@@ -79,7 +80,7 @@ def test_equal(family: str, search: str, details: bool) -> None:
     assert torch.equal(torch.get_rng_state(), stream)
     assert [call.tier in harness.TIERS for call in report.calls()] == [True]
     assert verification.counts() == {SAME: 1}
-    assert "verified: 1 calls compared with the host: 1 the same, 0 near-ties, 0 different" in str(fastgen.status())
+    assert "verified: 1 call compared with the host: 1 the same, 0 near-ties, 0 different" in str(fastgen.status())
 
 
 def test_every_third_of_each_model() -> None:
@@ -172,6 +173,57 @@ def test_code_of_the_users_runs_once() -> None:
     assert torch.equal(expected, found) and mine.calls == theirs.calls > 0
     assert verification.counts() == {UNVERIFIED: 1}
     assert "not compared: 1 with code of yours between the steps" in " ".join(str(fastgen.status()).split())
+
+
+class _Streamer(BaseStreamer):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(value.tolist())
+
+    def end(self) -> None:
+        self.seen.append("end")
+
+
+def test_a_streamer_is_told_once() -> None:
+    """The host's own, too, which print."""
+    model, inputs = copy.deepcopy(zoo.load("llama")), zoo.inputs_for("llama", batch=1)
+    theirs, mine = _Streamer(), _Streamer()
+    mine.__class__.__module__ = "transformers.generation.streamers"
+    with fastgen.disabled():
+        model.generate(**inputs, max_new_tokens=6, streamer=theirs)
+    with fastgen.configured(verify=1, strict=True):
+        model.generate(**inputs, max_new_tokens=6, streamer=mine)
+    assert mine.seen == theirs.seen and verification.counts() == {UNVERIFIED: 1}
+
+
+def test_a_time_limit() -> None:
+    with fastgen.configured(verify=1):
+        generate(copy.deepcopy(zoo.load("bart")), **SEARCHES["beams"], max_time=60.0)
+    assert verification.counts() == {UNVERIFIED: 1}
+
+
+class _Alternating(LogitsProcessor):
+    """A state that a second call would begin with."""
+
+    calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores if self.calls % 3 else scores.roll(1, -1)
+
+
+_Alternating.__module__ = "transformers.generation.logits_process"
+
+
+def test_a_processor_of_the_hosts_with_a_state() -> None:
+    model, theirs, mine = copy.deepcopy(zoo.load("bart")), _Alternating(), _Alternating()
+    expected = stock(model, logits_processor=LogitsProcessorList([theirs]), **SEARCHES["beams"])
+    with fastgen.configured(verify=1):
+        found = generate(model, logits_processor=LogitsProcessorList([mine]), **SEARCHES["beams"])
+    assert torch.equal(expected, found) and mine.calls == theirs.calls and theirs.calls % 3
+    assert verification.counts() == {SAME: 1}
 
 
 def test_what_ran_stock_is_not_decoded_twice() -> None:

@@ -144,7 +144,7 @@ class Request:
         processors = self.logits_processor
         if not any(type(processor) is logits_process.LogitNormalization for processor in processors):
             return False
-        vocabulary = self.model.config.get_text_config(decoder=True).vocab_size
+        vocabulary = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", 0)
         return sum(map(self._bans_at_most, processors)) >= vocabulary
 
     def _bans_at_most(self, processor: Any) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from fastgen import verification
 from fastgen.optimizer.transformers import judge
@@ -37,8 +39,10 @@ def note(request: Request, tier: str) -> None:
     if not verification.is_on():
         return
     reason = None
-    if request.calls_back:
+    if request.calls_back or request.streamer is not None:
         reason = "with code of yours between the steps"
+    elif any(isinstance(criterion, MaxTimeCriteria) for criterion in request.stopping_criteria):
+        reason = "that a time limit may end"
     elif request.diverse is not None:
         reason = "of diverse beam search, which this version does not have"
     beams = int(request.generation_config.num_beams) if request.is_search else 1
@@ -55,7 +59,7 @@ def run(stock: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: di
     """`stock`, the host's `generate`, whose searches are accelerated; compared if it is due."""
     if not verification.is_on():
         return stock(model, *args, **kwargs)
-    again = {name: _copied(value) for name, value in _named(stock, model, args, kwargs).items()}
+    again = {name: _copied(value, model) for name, value in _named(stock, model, args, kwargs).items()}
     before = verification.RandomState(_device_of(model))
     with verification.watching() as seen:
         output = stock(model, *args, **kwargs)
@@ -82,7 +86,7 @@ def _compared(
     def call(more: dict[str, Any], **settings: Any) -> Any:
         with verification.comparing(**settings):
             before.restore()
-            return stock(model, **{**{name: _copied(value) for name, value in kwargs.items()}, **more})
+            return stock(model, **{**{name: _copied(value, model) for name, value in kwargs.items()}, **more})
 
     def judged(theirs: Any) -> tuple[str, str]:
         verdict = judge.judged(
@@ -116,6 +120,13 @@ def _named(stock: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _copied(value: Any) -> Any:
-    """`generate` writes to the dictionaries that it is given, such as an encoder's output, but to no tensor."""
-    return copy.copy(value) if isinstance(value, dict) else value
+def _copied(value: Any, model: Any) -> Any:
+    """`generate` writes to the dictionaries that it is given, such as an encoder's output, but to no tensor; and some
+    of the host's processors have a state. With the user's own, which are not to be copied, nothing is compared."""
+    if isinstance(value, dict):
+        return copy.copy(value)
+    if isinstance(value, (LogitsProcessorList, StoppingCriteriaList)) and all(
+        type(each).__module__.startswith("transformers.") for each in value
+    ):
+        return copy.deepcopy(value, {id(model): model})
+    return value
