@@ -23,6 +23,7 @@ from fairseq.tasks.multilingual_translation import MultilingualTranslationTask
 from torch import nn
 
 import fastgen
+from fastgen.bench.soak import modes
 from fastgen.cache import admission
 from fastgen.decoding import replays
 
@@ -583,3 +584,18 @@ def test_fastgen_is_undisturbed() -> None:
     """The last test: a plain model is accelerated as ever."""
     judge.compare(lambda: models.generate("post-norm", models.batch()), is_fast=True)
     assert fastgen.status().calls[-1].tier == "fast"
+
+
+@pytest.mark.parametrize("tier", ["auto", "fast"])
+@pytest.mark.parametrize(
+    "name", ["counting_functions", "counting_operators", "rounding_functions", "rounding_operators"]
+)
+def test_a_mode_of_the_users(name: str, tier: str) -> None:
+    """It sees each operation of torch, and may change what comes out; packed products would pass it by."""
+
+    def run() -> Any:
+        with modes.MODES[name].entered():
+            return models.generate("post-norm", models.batch())
+
+    with judge.configured(tier=tier, packing="always"):
+        judge.compare_fallback(run, "a mode of yours")

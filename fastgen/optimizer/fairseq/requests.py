@@ -17,6 +17,7 @@ from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
 from fastgen import verification
+from fastgen.decoding import foreign_code
 from fastgen.decoding.watched import are_interrupted
 from fastgen.optimizer.fairseq import foreign, streams
 
@@ -110,6 +111,8 @@ def unsupported_reason(request: Request) -> str | None:
         return "gradients are enabled"
     if reason := verification.reason_against(next(iter(getattr(generator.model, "models", ())), None)):
         return reason
+    if (mode := foreign_code.active_mode()) is not None:
+        return f"a mode of yours ({mode}) sees each operation"
     if type(generator.model) not in _ENSEMBLES:
         return f"the models are held by {type(generator.model).__name__}, not by fairseq's EnsembleModel"
     if request.source is None or request.batch == 0:
