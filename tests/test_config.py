@@ -110,7 +110,7 @@ def test_configure_changes_what_it_names_only() -> None:
             TypeError,
             "there is no option 'beams': "
             "the options are strict, tier, history, packing, compile, replay, cache, cache_threshold, cuda_graphs, "
-            "foreign_code.",
+            "foreign_code, verify.",
         ),
         (
             {"history": 5, "tier": "slow"},
