@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
 from fastgen import report, verification
-from fastgen.optimizer.transformers import dispatch
+from fastgen.optimizer.transformers import dispatch, judge
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.verification import DIFFERENT, NEAR_TIE, SAME, UNVERIFIED
 
@@ -285,6 +285,32 @@ def test_out_of_memory_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         found = generate(model, **SEARCHES["samples"])
     assert torch.equal(expected, found) and torch.equal(torch.get_rng_state(), stream)
     assert verification.counts() == {UNVERIFIED: 1}
+
+
+def test_an_error_of_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(zoo.load("bart"))
+
+    def refusing(*_: Any) -> Any:
+        raise ZeroDivisionError("stock's")
+
+    monkeypatch.setattr(dispatch, "_stock", refusing)
+    with (
+        fastgen.configured(verify=1),
+        pytest.warns(RuntimeWarning, match="it raises ZeroDivisionError"),
+        pytest.raises(ZeroDivisionError, match="stock's"),
+    ):
+        generate(model, **SEARCHES["beams"])
+    assert "ZeroDivisionError" in str(verification.reason_against(model))
+
+
+def test_a_closer_look_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's answer is there, and is returned."""
+    model = copy.deepcopy(zoo.load("bart"))
+    expected = stock(model, **SEARCHES["beams"])
+    broken(monkeypatch)
+    monkeypatch.setattr(judge.Gaps, "recorded", None)
+    with fastgen.configured(verify=1), pytest.warns(RuntimeWarning, match="a closer look failed"):
+        assert torch.equal(generate(model, **SEARCHES["beams"]), expected)
 
 
 def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
