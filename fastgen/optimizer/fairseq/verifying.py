@@ -20,9 +20,9 @@ match_source_len""".split()
 Hypotheses = list[list[dict[str, Any]]]
 
 
-def model_of(request: Request) -> Any:
-    """The user's model, whatever generator it is in; of an ensemble the first."""
-    return request.generator.model.models[0]
+def _model_of(request: Request) -> Any:
+    """The user's model, whatever generator it is in; of an ensemble the first, and None of what is no ensemble."""
+    return next(iter(getattr(request.generator.model, "models", ())), None)
 
 
 def run(
@@ -36,11 +36,11 @@ def run(
 
     `view`, `sample`: the request's, without the host's bugs; the view is a stand-in, to be changed here.
     """
-    model = model_of(request)
+    model = _model_of(request)
     before = verification.RandomState(torch.device("cpu") if request.source is None else request.source.device)
     with verification.watching() as seen:
         result = ours()
-    if not seen or not verification.is_due(model):
+    if not seen or model is None or not verification.is_due(model):
         return result
     if reason := _incomparable(request):
         verification.note(verification.UNVERIFIED, reason)
@@ -60,7 +60,7 @@ def _incomparable(request: Request) -> str | None:
         return "with code of yours between the steps"
     if not type(request.generator.search).__module__.startswith("fairseq."):
         return "with a search of yours"
-    if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in model_of(request).parameters()):
+    if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in _model_of(request).parameters()):
         return "in half precision"
     return None
 
@@ -70,7 +70,7 @@ def _facts(request: Request) -> dict[str, Any]:
     options = {name: getattr(generator, name, None) for name in _OPTIONS}
     inputs = request.sample["net_input"]
     return {
-        "model": f"{type(model_of(request)).__name__}, {len(generator.model.models)} of them",
+        "model": f"{type(_model_of(request)).__name__}, {len(generator.model.models)} of them",
         "search": type(generator.search).__name__,
         "inputs": verification.plain(inputs),
         "options": verification.plain({**options, "prefix_tokens": request.prefix_tokens}),
