@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastgen.decoding.watched import are_of, is_watched  # noqa: E402, needs torch
+from fastgen.decoding.watched import are_interrupted, are_of, is_watched  # noqa: E402, needs torch
 
 
 class _Function:
@@ -46,3 +47,15 @@ def test_modules() -> None:
     handle.remove()
     layer.forward = lambda x: x
     assert is_watched([layer])
+
+
+def test_a_forward_that_is_the_modules_own() -> None:
+    """transformers 4.57 leaves it on the instance once hidden states were asked for; a copy takes it along."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].forward = model[0].forward
+    assert not are_interrupted(model.modules())
+    assert not are_interrupted(copy.deepcopy(model).modules())
+    other = torch.nn.Linear(2, 2)
+    for forward in (other.forward, lambda x: x):
+        model[0].forward = forward
+        assert are_interrupted(model.modules())

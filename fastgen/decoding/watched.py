@@ -31,10 +31,19 @@ def are_interrupted(modules: Iterable[nn.Module]) -> bool:
     return any(
         _foreign(module._forward_hooks.values())
         or _foreign(module._forward_pre_hooks.values())
-        or "forward" in vars(module)
+        or not _is_its_own(module, vars(module).get("forward"))
         or getattr(module, "_compiled_call_impl", None) is not None
         for module in modules
     )
+
+
+def _is_its_own(module: nn.Module, forward: Any) -> bool:
+    """Whether this attribute, if there is any, is the method of the module's class: once hidden states were asked for,
+    transformers 4.57 leaves that behind."""
+    if forward is None:
+        return True
+    is_bound = getattr(forward, "__self__", None) is module
+    return is_bound and forward.__func__ is getattr(type(module), "forward", None)
 
 
 def replaced_function() -> str | None:

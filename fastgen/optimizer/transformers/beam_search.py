@@ -163,7 +163,8 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
             return outputs
         return decoder.run(model, inputs)
 
-    with sessions.calling(request.model, call):
+    # 4.57 reads a prompt in chunks by the model's `forward`, past its hooks.
+    with sessions.calling(request.model, call, by_forward=is_chunked and not host.PREFILLS):
         result = request.run(stock, past_key_values=decoder.cache)
     if not isinstance(result, Tensor):
         result.past_key_values = stock_cache(decoder.cache, decoder.tree)

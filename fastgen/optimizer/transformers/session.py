@@ -297,15 +297,17 @@ class _Route:
 
 
 @contextlib.contextmanager
-def calling(model: torch.nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+def calling(model: torch.nn.Module, call: Callable[..., Any], by_forward: bool = False) -> Iterator[None]:
     """Inside the block, where this thread calls `model`, `call(stock, *args, **kwargs)` answers.
 
-    `stock` is what calling the model would have run, and what calls run that begin within another.
+    `stock` is what calling the model would have run, and what calls run that begin within another. `by_forward`:
+    somebody calls its `forward` directly, too.
     """
+    names = ("__call__", "forward") if by_forward else ("__call__",)
     routes = _routes()
     routes.append(_Route(model, call))
     try:
-        with _redirected({(type(model), "__call__"): _wrap_call}):
+        with _redirected({(type(model), name): _wrap_call for name in names}):
             yield
     finally:
         routes.pop()
