@@ -22,6 +22,8 @@ import torch
 
 from fastgen import config, memory, report
 
+GAP = 1e-5  # of two candidates that are as good as equal
+TOLERANCE = 1e-4  # of scores
 SAME, NEAR_TIE, DIFFERENT, UNVERIFIED = "same", "near-ties", "different", "not verified"
 
 _lock = threading.Lock()
@@ -118,6 +120,14 @@ def _shown(value: Any) -> Any:
     return f"{type(value).__name__} of {len(value)}" if hasattr(value, "__len__") else type(value).__name__
 
 
+def least_gap(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Of each row of `[rows, candidates]`, the smallest difference between neighbours among the best `count` and the
+    next one: float `[rows]`, inf where the others are banned."""
+    best = scores.topk(min(count + 1, scores.shape[-1])).values
+    gaps = best[:, :-1] - best[:, 1:]
+    return gaps.masked_fill(~(best[:, 1:] > -1e8), torch.inf).min(1).values
+
+
 class RandomState:
     """Of torch, on the CPU and on one GPU, as it is now."""
 
@@ -140,8 +150,7 @@ class Question:
     """Of one call: whether the host gives the same."""
 
     host: str
-    model: Any  # the user's, which is left to the host from a difference on
-    key: Any  # what `reason_against` will be asked of
+    model: Any  # the user's, which is left to the host from a difference on: see `reason_against`
     before: RandomState  # of the call
     facts: dict[str, Any]  # options and shapes, without texts
 
@@ -179,7 +188,7 @@ class Question:
     def _stop(self, why: str) -> None:
         note(DIFFERENT)
         with _lock:
-            _stopped[self.key] = (self.host, why)
+            _stopped[self.model] = (self.host, why)
         what = "\n".join(f"  {key}: {value}" for key, value in {**self.facts, **_versions(self.host)}.items())
         text = (
             f"fastgen's output of {type(self.model).__name__} was not that of {self.host}: {why}. {self.host}'s own is "

@@ -14,7 +14,6 @@ from fastgen import verification
 from fastgen.optimizer.fairseq.requests import Request, calls_back, is_interrupted
 
 _HOST = "fairseq"
-_GAP, _TOLERANCE = 1e-5, 1e-4  # of two candidates that are as good as equal; of scores
 _OPTIONS = """beam_size max_len_a max_len_b min_len normalize_scores len_penalty unk_penalty temperature
 match_source_len""".split()
 Hypotheses = list[list[dict[str, Any]]]
@@ -51,7 +50,7 @@ def run(
     gaps = torch.full((request.batch,), torch.inf)
     if type(request.generator.search) is search.BeamSearch:
         view.__dict__["search"] = _Looking(request.generator.search, gaps)
-    question = verification.Question(_HOST, model, model, before, _facts(request))
+    question = verification.Question(_HOST, model, before, _facts(request))
     return question.answer(result, lambda: stock(view, sample), lambda theirs: _judged(theirs, result, gaps))
 
 
@@ -92,9 +91,7 @@ class _Looking:
         """`lprobs` `[B', M, V]` of the sentences that are left, `original_batch_idxs`; `scores` `[B', M, step]`."""
         beams = lprobs.shape[1]
         sums = lprobs[:, :1] if step == 0 else lprobs + scores[:, :, step - 1 :]
-        best = sums.flatten(1).topk(min(2 * beams + 1, sums[0].numel())).values
-        gaps = best[:, :-1] - best[:, 1:]
-        gaps = gaps.masked_fill(~gaps.isfinite(), torch.inf).amin(1).cpu().float()
+        gaps = verification.least_gap(sums.flatten(1), 2 * beams).cpu().float()
         left = torch.as_tensor(original_batch_idxs).cpu()
         self._gaps[left] = torch.minimum(self._gaps[left], gaps)
         return self._stock.step(step, lprobs, scores, prev_output_tokens, original_batch_idxs)
@@ -106,7 +103,7 @@ def _judged(theirs: Hypotheses, mine: Hypotheses, gaps: Tensor) -> tuple[str, st
     for number, why in apart:
         ranked = [float(hypothesis["score"]) for hypothesis in theirs[number]]
         closest = min((a - b for a, b in itertools.pairwise(ranked)), default=float("inf"))
-        if why != _TOKENS or min(float(gaps[number]), closest) >= _GAP:
+        if why != _TOKENS or min(float(gaps[number]), closest) >= verification.GAP:
             return verification.DIFFERENT, f"sentence {number}: {why}"
     return (verification.NEAR_TIE if apart else verification.SAME), ""
 
@@ -121,6 +118,6 @@ def _difference(theirs: list[dict[str, Any]], mine: list[dict[str, Any]]) -> str
     for a, b in zip(theirs, mine, strict=True):
         for name in ("score", "positional_scores"):
             one, other = torch.as_tensor(a[name]), torch.as_tensor(b[name])
-            if not torch.allclose(one, other, rtol=1e-5, atol=_TOLERANCE, equal_nan=True):
+            if not torch.allclose(one, other, rtol=1e-5, atol=verification.TOLERANCE, equal_nan=True):
                 return f"{name} differs by {float((one - other).abs().max()):.1e}"
     return None

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
+from fastgen.verification import GAP, TOLERANCE, least_gap
+
 SAME, NEAR_TIE, DIFFERENT = "same", "near-tie", "different"
-GAP = 1e-5  # of two candidates that are as good as equal
-TOLERANCE = 1e-4  # of scores
 BY_LOGITS = "logits of the same tokens"
 PARTED = 1e-3  # scores of other tokens differ by more
 # Largest difference of two logits of the same tokens, relative to the largest logit.
@@ -166,7 +166,7 @@ class Gaps:
 
         def chosen(model: Any, accumulated_log_probs: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not kwargs["do_sample"] and threading.get_ident() == thread:
-                self.steps.append(_gap_of_best(accumulated_log_probs, kwargs["beams_to_keep"]))
+                self.steps.append(least_gap(accumulated_log_probs, kwargs["beams_to_keep"]))
             return choose(model, accumulated_log_probs, *args, **kwargs)
 
         with (
@@ -195,19 +195,12 @@ def _gap_of_draw(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return smallest, best.indices[:, :count] if count > 1 else ratios.argmax(-1, keepdim=True)
 
 
-def _gap_of_best(scores: Tensor, count: int) -> Tensor:
-    """The smallest difference between neighbours among the best `count` and the next one."""
-    best = scores.topk(min(count + 1, scores.shape[-1])).values
-    gaps = best[:, :-1] - best[:, 1:]
-    return gaps.masked_fill(~(best[:, 1:] > -1e8), torch.inf).min(1).values
-
-
 def parted_wrongly(stock: Any, ours: Any, gaps: Gaps) -> str | None:
     """Why the difference of two detailed outputs is none of near-ties; None if it is."""
     if type(stock) is not type(ours):
         return f"{type(stock).__name__} became {type(ours).__name__}"
     if gaps.beams < 2 and not gaps.steps:
-        gaps.steps = [_gap_of_best(scores, 1) for scores in stock.scores]
+        gaps.steps = [least_gap(scores, 1) for scores in stock.scores]
     sentences = stock.scores[0].shape[0] // gaps.beams
     found = [_of_sentence(stock, ours, gaps, sentence, sentences) for sentence in range(sentences)]
     wrong = next(

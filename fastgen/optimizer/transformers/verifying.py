@@ -97,7 +97,7 @@ def _compared(
         )
         return _KINDS[verdict.kind], verdict.why
 
-    question = verification.Question(_HOST, model, model, before, search.facts)
+    question = verification.Question(_HOST, model, before, search.facts)
     return question.answer(output, lambda: call({}, tier="stock"), judged)
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from fastgen import verification
 
 _HOST = "whisper"
-_GAP, _TOLERANCE = 1e-5, 1e-4  # of two candidates that are as good as equal; of scores
 _SHOWN = "task language temperature sample_len best_of beam_size patience length_penalty fp16".split()
 
 
@@ -38,7 +37,7 @@ def run(stock: Callable[[Any, Tensor], Any], task: Any, mel: Tensor) -> Any:
 
     options = {name: value for name, value in asdict(task.options).items() if name in _SHOWN and value is not None}
     facts = {"model": f"{type(model).__name__}, {model.dims}", "mel": tuple(mel.shape), "options": options}
-    question = verification.Question(_HOST, model, model, before, facts)
+    question = verification.Question(_HOST, model, before, facts)
     return question.answer(results, again, lambda theirs: _judged(theirs, results, gaps))
 
 
@@ -60,10 +59,8 @@ def _looking(task: Any, gaps: Tensor) -> Iterator[None]:
             sums = logits.float().log_softmax(-1) + sum_logprobs[:, None]
             first = tokens.shape[1] == task.sample_begin  # all beams are the same
             sums = sums.unflatten(0, (-1, rows))[:, : 1 if first else rows].flatten(1)
-            best = sums.topk(2 * beams + 1 if beams > 1 else 2).values
-            apart = best[:, :-1] - best[:, 1:]
-            apart = apart.masked_fill(~apart.isfinite(), math.inf).amin(1).cpu()
-            torch.minimum(gaps, apart, out=gaps)
+            apart = verification.least_gap(sums, 2 * beams if beams > 1 else 1)
+            torch.minimum(gaps, apart.cpu(), out=gaps)
         return update(tokens, logits, sum_logprobs)
 
     task.decoder.update = looked
@@ -77,13 +74,13 @@ def _judged(theirs: list[Any], mine: list[Any], gaps: Tensor) -> tuple[str, str]
     kind = verification.SAME
     for number, (a, b) in enumerate(zip(theirs, mine, strict=True)):
         if (a.tokens, a.language) != (b.tokens, b.language):
-            if float(gaps[number]) >= _GAP or a.language != b.language:
+            if float(gaps[number]) >= verification.GAP or a.language != b.language:
                 return verification.DIFFERENT, f"segment {number} has other tokens"
             kind = verification.NEAR_TIE
             continue
         for name in ("avg_logprob", "no_speech_prob"):
-            if not math.isclose(getattr(a, name), getattr(b, name), rel_tol=1e-5, abs_tol=_TOLERANCE) and not (
-                math.isnan(getattr(a, name)) and math.isnan(getattr(b, name))
-            ):
+            if not math.isclose(
+                getattr(a, name), getattr(b, name), rel_tol=1e-5, abs_tol=verification.TOLERANCE
+            ) and not (math.isnan(getattr(a, name)) and math.isnan(getattr(b, name))):
                 return verification.DIFFERENT, f"{name} of segment {number} differs"
     return kind, ""
