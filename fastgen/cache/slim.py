@@ -241,6 +241,16 @@ def keys_and_values(stored: Stored, slim: Slim | None) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
+def identity_of(slim: Slim | None) -> Hashable:
+    """Equal for caches of which one may go on with what the other has stored.
+
+    Caches that invert a weight are made anew when the weight has changed; the others are views of the weights.
+    """
+    if slim is None or slim.kind in ("h", "k", "v"):
+        return slim
+    return slim.kind, slim.threshold
+
+
 def kind_of(own: Iterable[Slim | None], source: Iterable[Slim | None]) -> str:
     """What a call's layers store, of the tokens before and of a source, in one word."""
     kinds = {"kv" if slim is None else slim.kind for slim in own}

@@ -188,6 +188,13 @@ def keep(
             kept.drop_oldest()
 
 
+def drop(model: nn.Module) -> None:
+    """Keep none of this model's any longer."""
+    with _lock:
+        if model in _kept:
+            _kept[model].close()
+
+
 def may_keep(more: int, device: torch.device) -> bool:
     """Whether so many bytes may be kept on this device besides what is."""
     taken = nbytes() + more

@@ -341,3 +341,16 @@ def test_negative_controls(what: tuple[type, str], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(*what, lambda self, other: None)
     with pytest.raises(Exception, match=r"tokens differ|off by|shape|step|index|became|nothing"):
         _captures(model, seed=1, tier="fast")
+
+
+@pytest.mark.parametrize("cache", ["x", "k"])
+def test_of_old_weights_no_recording_is_kept(cache: str) -> None:
+    model = copy.deepcopy(models.load("post-norm"))
+    run = partial(_run, model)
+    with judge.configured(cache=cache):
+        for _ in range(3):
+            for _ in range(2):  # the first is judged on keys and values, if weights are to be inverted
+                judge.assert_same(judge.stock(run), judge.ours(run)[0])
+            assert recordings.count(model) == 1
+            for layer in model.decoder.layers:
+                layer.self_attn.k_proj.weight.data.mul_(1.25)

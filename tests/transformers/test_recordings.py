@@ -407,8 +407,12 @@ def test_the_snapshot_is_what_tells(change: Callable[[Any, Any], None], monkeypa
         harness.compare(model, inputs, tier="compat", **LONG)
 
 
+@pytest.mark.parametrize("cache", ["kv", "x", "k"])
 @pytest.mark.parametrize("is_half", [False, True], ids=["float", "half"])
-def test_products_on_copies_of_weights_that_have_changed(is_half: bool, recording: type[replay.Recording]) -> None:
+def test_products_on_copies_of_weights_that_have_changed(
+    is_half: bool, cache: str, recording: type[replay.Recording]
+) -> None:
+    """Of each model one recording is kept: what holds old weights is let go."""
     if recording is Graph:
         pytest.skip("weights are packed on the CPU, where there are no graphs")
     options = {**LONG, "num_beams": 5}  # 15 rows: on packed copies; 5: on weights, or on halves
@@ -416,7 +420,7 @@ def test_products_on_copies_of_weights_that_have_changed(is_half: bool, recordin
         model = copy.deepcopy(zoo.load("bart"))
         if is_half:
             model.half().float()
-        with harness.configured(packing="always"):
+        with harness.configured(packing="always", cache=cache):
             for _ in range(3):
                 harness.compare(model, _inputs("bart", batch=batch), tier="compat", **options)
                 assert recordings.count(model) == 1

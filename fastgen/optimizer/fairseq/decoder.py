@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastgen import arena, config
 from fastgen.buffers import Buffers
-from fastgen.cache.slim import Choice, Slim
+from fastgen.cache.slim import Choice, Slim, identity_of
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding import recordings
 from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
@@ -24,7 +24,7 @@ from fastgen.optimizer.fairseq.requests import Request, calls_back, foldable_lan
 from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.shortlist import Shortlist, unnormalised
 from fastgen.optimizer.fairseq.slim import plan_for, slim_of
-from fastgen.optimizer.fairseq.state import State, identity_of
+from fastgen.optimizer.fairseq.state import State
 from fastgen.optimizer.fairseq.streams import TreeStreamAttention, attends_in_streams
 from fastgen.optimizer.fairseq.unchanged import snapshot
 from fastgen.optimizer.fairseq.views import replaced, standing_in, with_layers, with_products

@@ -15,6 +15,7 @@ from fastgen.cache import planner
 from fastgen.cache.admission import Sample, judge
 from fastgen.cache.slim import Choice, Projections, Slim, slim_cache, state_of_weights
 from fastgen.cache.tree import additive_mask
+from fastgen.decoding import recordings
 from fastgen.optimizer.fairseq.foreign import called_one_by_one, layers_of, watched
 from fastgen.optimizer.fairseq.requests import Request, calls_back
 from fastgen.optimizer.fairseq.streams import STREAMS, attends_in_streams, has_streams
@@ -137,6 +138,8 @@ def look_at(request: Request, hypotheses: list[Any]) -> None:
     if models and not _untriable(request):
         try:
             read(request, hypotheses, models, _Noting())
+            for owner in (*models, request.generator.model):
+                recordings.drop(owner)  # steps recorded with weights inverted before: no call will take them again
         except Exception as error:  # of the host's own code, as is all that is tried: what was searched for is found
             report.log(f"{request.model_name} stores keys and values: a trial failed ({type(error).__name__}: {error})")
 

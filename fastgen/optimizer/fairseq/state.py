@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from fastgen.cache.slim import Slim
+from fastgen.cache.slim import identity_of
 from fastgen.decoding.collecting_search import CollectingSearch
 from fastgen.optimizer.fairseq.replaying import ReplayedSteps
 from fastgen.optimizer.fairseq.session import Session
@@ -52,8 +52,3 @@ class State:
         """Let go of all keys and values."""
         self.session.tree.close()
         self.session.sources.clear()
-
-
-def identity_of(slim: Slim | None) -> object:
-    """What a cache stores: one that inverts a weight is made once, and anew when the weight changes."""
-    return slim if slim is None or slim.kind in ("k", "v") else (slim.kind, slim.threshold)

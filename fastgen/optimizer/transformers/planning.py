@@ -13,6 +13,7 @@ from torch import nn
 from fastgen import config
 from fastgen.cache import planner
 from fastgen.cache.slim import Choice, HybridCache, Slim, slim_cache, state_of_weights
+from fastgen.decoding import recordings
 from fastgen.optimizer.transformers import modules, slim
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.slim import Kept
@@ -85,6 +86,8 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
     state = (how, _state_of(model))
     judged = _judged.get(model)
     if judged is None or judged.state != state:
+        if judged is not None and choice not in _OF_VIEWS:
+            recordings.drop(model)  # steps recorded with weights inverted before: no call will take them again
         try:
             caches = _judge(request, stock, choice, threshold)
         except Exception as error:  # the call itself may succeed, and if not, will say so

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen.cache.slim import identity_of
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.static_search import StaticSearch
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache
@@ -67,8 +68,8 @@ class State:
             return None  # of all layers, for a user who has asked for them
         return (
             (tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length),
-            tuple((layer.window, layer.slim) for layer in tree.layers),
-            tuple(layer.slim for layer in self._source_layers()),
+            tuple((layer.window, identity_of(layer.slim)) for layer in tree.layers),
+            tuple(identity_of(layer.slim) for layer in self._source_layers()),
             tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self._tensors()),
             self.source_mask is None,
         )
