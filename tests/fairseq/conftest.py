@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import torch
 import fastgen
 from fastgen import packing
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("FASTGEN_TEST_THREADS", "1")))
 
 
 @pytest.fixture(autouse=True)

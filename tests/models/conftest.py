@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -17,5 +18,5 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "transformers"))
 import torch
 import transformers
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("FASTGEN_TEST_THREADS", "1")))
 transformers.logging.set_verbosity_error()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import transformers
 
 import fastgen
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("FASTGEN_TEST_THREADS", "1")))
 transformers.logging.set_verbosity_error()
 
 
