@@ -26,6 +26,7 @@ class FinishingPolicy:
     early_stopping: bool | str  # True, False or "never"
     max_length: int
     prompt_length: int
+    sorts_drawn: bool = False  # drawn candidates compete in the order of their scores, not in that of the draw
 
     def divisor(self, length: int) -> float:
         """What the score of a hypothesis of this length, the prompt's tokens included, is divided by."""
@@ -172,6 +173,9 @@ class BeamSearch:
         if sample:
             chosen = torch.multinomial(totals.softmax(-1), num_samples=self.candidates)
             scores = totals.gather(1, chosen)
+            if self.policy.sorts_drawn:
+                scores, order = scores.sort(dim=1, descending=True)
+                chosen = chosen.gather(1, order)
         else:
             scores, chosen = torch.topk(totals, k=self.candidates)
         return self._take(scores, chosen % vocabulary, chosen // vocabulary, is_stopped)

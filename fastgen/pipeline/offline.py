@@ -14,8 +14,8 @@ REFILL = {"auto": None, "on": True, "off": False}  # what the commands call `gen
 # digit.
 STRETCH = 16
 _PARTS = 4  # a batch is refilled by so much of it at a time
-_NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs past_key_values
-    return_dict_in_generate streamer""".split()
+_NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs cache
+    past_key_values return_dict_in_generate streamer""".split()
 
 
 def generate(

@@ -109,7 +109,7 @@ def test_every_rule_fits_something() -> None:
         ("transformers/(tokenization_.*|models/.*/tokenization_.*)", "post-processing"),
     }
     has_own = hasattr(transformers.GenerationMixin, "_prefill")
-    shadowed = "fastgen/optimizer/transformers/host.py" if has_own else "transformers/generation/utils.py"
+    shadowed = "fastgen/optimizer/transformers/versions.py" if has_own else "transformers/generation/utils.py"
     expected.add((shadowed, "prefill"))
     assert missing <= expected
 

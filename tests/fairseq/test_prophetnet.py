@@ -29,6 +29,7 @@ from fastgen.models.prophetnet.attention import NgramMultiheadAttention
 from fastgen.models.prophetnet.dictionary import BertDictionary
 from fastgen.models.prophetnet.relative import bucket_table
 from fastgen.optimizer.fairseq.requests import Request, unsupported_reason
+from fastgen.optimizer.transformers.versions import CACHE
 
 TOLERANCE = 1e-5
 
@@ -229,10 +230,10 @@ def test_steps_are_transformers(model: Any, twin: Any) -> None:
     encoded = twin.prophetnet.encoder(**_asked(sample))
     for length in range(1, 31):
         theirs = twin(
-            attention_mask=_asked(sample)["attention_mask"], encoder_outputs=encoded, past_key_values=cache,
+            attention_mask=_asked(sample)["attention_mask"], encoder_outputs=encoded, **{CACHE: cache},
             decoder_input_ids=read[:, length - 1 : length], use_cache=True,
         )  # fmt: skip
-        cache = theirs.past_key_values
+        cache = getattr(theirs, CACHE)
         logits, _ = model.decoder(read[:, :length], source, incremental_state=state)
         torch.testing.assert_close(logits, theirs.logits, atol=TOLERANCE, rtol=1e-5)
 

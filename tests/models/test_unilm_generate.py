@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from fastgen.models.unilm import UnilmForSeq2Seq
 from fastgen.models.unilm.modeling import UnilmSelfAttention
+from fastgen.optimizer.transformers.versions import CACHE
 
 # Lengths of the sources, and the seed of the model: those whose greedy and beam searches end early, late and never.
 BATCHES = {
@@ -121,7 +122,7 @@ def test_logits_of_a_padded_batch(side: str) -> None:
             if step < 2:
                 mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
                 tokens = torch.tensor([row[step : step + 1] for row in words])
-                output = model(tokens, attention_mask=mask, past_key_values=output.past_key_values)
+                output = model(tokens, attention_mask=mask, **{CACHE: getattr(output, CACHE)})
 
 
 def test_half_precision_keeps_its_dtype() -> None:
@@ -183,9 +184,9 @@ def test_control() -> None:
 
 
 def test_storing_the_mask_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    def storing(self: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None) -> Tensor:
+    def storing(self: Any, hidden_states: Tensor, attention_mask: Any = None, cache: Any = None) -> Tensor:
         q, k, v = (self._heads(linear(hidden_states)) for linear in (self.query, self.key, self.value))
-        keys, values = past_key_values.update(k, v, self.layer_idx)
+        keys, values = cache.update(k, v, self.layer_idx)
         is_token = torch.arange(keys.shape[2]) < keys.shape[2] - 1  # this step's [MASK] still sees no more than before
         seen = is_token.expand(q.shape[2], -1).clone()
         seen[-1] = True
@@ -224,9 +225,9 @@ def test_counting_padding_would_show() -> None:
 def test_only_tokens_are_cached() -> None:
     model, inputs = kit.model(), kit.padded(kit.sources(8, 3))
     cache = DynamicCache(config=model.config)
-    model(**inputs, past_key_values=cache)
+    model(**inputs, **{CACHE: cache})
     assert cache.get_seq_length() == 8
-    model(torch.tensor([[9], [10]]), past_key_values=cache)
+    model(torch.tensor([[9], [10]]), **{CACHE: cache})
     assert cache.get_seq_length() == 9
 
 
@@ -277,13 +278,11 @@ def test_the_step_asks_for_no_numbers() -> None:
     cache = Cache(config=model.config)
     mask = torch.ones(1, 1, 1, 9, dtype=torch.bool)
     with torch.no_grad():
-        model(torch.tensor([source]), past_key_values=cache)
+        model(torch.tensor([source]), **{CACHE: cache})
         with pytest.MonkeyPatch.context() as patch:
             for name in ("item", "__bool__", "__int__", "__index__", "tolist"):
                 patch.setattr(Tensor, name, lambda *_: pytest.fail("a tensor was asked for its value"))
-            step = model(
-                torch.tensor([[9]]), attention_mask=mask, position_ids=torch.tensor([[8]]), past_key_values=cache
-            )
+            step = model(torch.tensor([[9]]), attention_mask=mask, position_ids=torch.tensor([[8]]), **{CACHE: cache})
     torch.testing.assert_close(step.logits[0, -1], kit.reference(model)(source, [9]), atol=1e-5, rtol=1e-5)
 
 
@@ -291,9 +290,9 @@ def test_a_mask_in_four_dimensions_reaches_the_attention_as_it_is(monkeypatch: p
     seen = []
     forward = UnilmSelfAttention.forward
 
-    def watching(self: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None) -> Tensor:
+    def watching(self: Any, hidden_states: Tensor, attention_mask: Any = None, cache: Any = None) -> Tensor:
         seen.append(attention_mask)
-        return forward(self, hidden_states, attention_mask, past_key_values)
+        return forward(self, hidden_states, attention_mask, cache)
 
     monkeypatch.setattr(UnilmSelfAttention, "forward", watching)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)

@@ -12,7 +12,7 @@ import unilm_kit as kit
 import fastgen
 from fastgen import attention, report
 from fastgen.decoding import replays
-from fastgen.optimizer.transformers import host, streams
+from fastgen.optimizer.transformers import streams, versions
 
 BATCHES = [(9, 4, 12), (6,), (2, 11, 5, 1, 7)]
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -68,7 +68,7 @@ def test_sentences_leave() -> None:
     )
 
 
-@pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+@pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
 def test_replayed() -> None:
     """Call after call, the later ones by steps that the first has recorded."""
     model = kit.model()

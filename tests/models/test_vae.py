@@ -26,7 +26,8 @@ import fastgen
 from fastgen import report
 from fastgen.decoding import replays
 from fastgen.models.vae import Gpt2VaeConfig, Gpt2VaeLMHeadModel
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.versions import CACHE
 
 SIZE = 5  # of a latent
 WAYS = {
@@ -124,8 +125,8 @@ def test_steps_over_a_cache(way: str) -> None:
     model, inputs = load(way), inputs_of(load(way), batch=1, length=6)
     (text, latent), cache, logits = texts_of(inputs)[0], None, []
     for token in model.with_slot(text[None])["input_ids"][0]:
-        outputs = model(token[None, None], latents=latent[None], past_key_values=cache, use_cache=True)
-        cache = outputs.past_key_values
+        outputs = model(token[None, None], latents=latent[None], **{CACHE: cache}, use_cache=True)
+        cache = getattr(outputs, CACHE)
         logits.append(outputs.logits[0, -1])
     torch.testing.assert_close(torch.stack(logits)[-len(text) :], plain_logits(model, text, latent), rtol=0, atol=2e-5)
 
@@ -311,7 +312,7 @@ def test_a_latent_and_its_prompt_are_stored_once(search: dict[str, Any]) -> None
 @pytest.mark.parametrize("size", [1, 2, 50])
 def test_a_prompt_in_chunks(size: int) -> None:
     """Equal to a prompt read at once; 4.57 has chunks for some searches only, and counts padding as positions."""
-    model, is_padded = load("both"), host.PREFILLS
+    model, is_padded = load("both"), versions.PREFILLS
     inputs = inputs_of(model, ragged=is_padded)
     for search in (SEARCHES["plain"], {"num_beams": 1, **SAMPLES["many"]}):
         search = {**search, "return_dict_in_generate": False}
@@ -329,7 +330,7 @@ def test_a_prompt_in_chunks(size: int) -> None:
 )
 def test_other_caches_stay_with_the_host(options: dict[str, Any]) -> None:
     model, search = load("both"), dict(num_beams=1, max_new_tokens=8)
-    inputs = inputs_of(model, ragged=host.PREFILLS)
+    inputs = inputs_of(model, ragged=versions.PREFILLS)
     stock = harness.run_stock(model, inputs, **search)
     output, calls = harness.run_fastgen(model, inputs, strict=False, **search, **options)
     harness.assert_path(calls, "auto", "fallback")
@@ -345,7 +346,7 @@ def test_slim_caches_are_refused() -> None:
     assert torch.equal(stock, output) and call.cache == "kv" and call.plan
 
 
-@pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+@pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
 @pytest.mark.parametrize("search", [SEARCHES["plain"], {"num_beams": 1, **SAMPLES["many"]}])
 def test_replayed_steps(search: dict[str, Any], recording: Any) -> None:
     model = copy.deepcopy(load("both"))

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fastgen
 from fastgen.models.unilm import UnilmConfig, UnilmForSeq2Seq
+from fastgen.optimizer.transformers.versions import CACHE
 
 PAD, CLS, SEP, MASK = 0, 2, 3, 4
 VOCABULARY = 53
@@ -127,7 +128,7 @@ def cached(model: UnilmForSeq2Seq) -> NextLogits:
     def next_logits(source: Sequence[int], target: Sequence[int]) -> Tensor:
         output = model(torch.tensor([source]), use_cache=True)
         for token in target:
-            output = model(torch.tensor([[token]]), past_key_values=output.past_key_values)
+            output = model(torch.tensor([[token]]), **{CACHE: getattr(output, CACHE)})
         return output.logits[0, -1]
 
     return next_logits

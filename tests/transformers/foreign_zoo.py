@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 import fastgen
 from fastgen import report
+from fastgen.optimizer.transformers.versions import CACHE
 
 SEED, ROWS = 123, 3
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -309,16 +310,14 @@ def attention_of_their_own(user: User) -> None:
     attention = user.part("attention", 1)
     module = sys.modules[type(attention).__module__]
 
-    def forward(
-        self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, past_key_values: Any, **_: Any
-    ) -> Any:
+    def forward(self: Any, hidden_states: Tensor, position_embeddings: Any, attention_mask: Any, **others: Any) -> Any:
         rows, length, _ = hidden_states.shape
         states = [
             each(hidden_states).view(rows, length, -1, self.head_dim).transpose(1, 2)
             for each in (self.q_proj, self.k_proj, self.v_proj)
         ]
         query, key = module.apply_rotary_pos_emb(states[0], states[1], *position_embeddings)
-        key, value = past_key_values.update(key, states[2], self.layer_idx)
+        key, value = others[CACHE].update(key, states[2], self.layer_idx)
         key, value = (module.repeat_kv(each, self.num_key_value_groups) for each in (key, value))
         scores = query @ key.transpose(2, 3) * self.scaling
         future = torch.ones(length, key.shape[2]).triu(1 + key.shape[2] - length).bool()

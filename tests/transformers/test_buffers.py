@@ -14,6 +14,7 @@ import zoo
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from fastgen import buffers
+from fastgen.optimizer.transformers.versions import CACHE
 
 pytestmark = pytest.mark.skipif(not buffers._COUNTS, reason="this torch does not count references to memory")
 SEARCH: dict[str, Any] = dict(num_beams=4, max_new_tokens=20)
@@ -66,7 +67,7 @@ def test_a_cache_that_was_returned_is_nobody_elses(family: str, tier: str) -> No
 
 
 def _keys(output: Any) -> list[torch.Tensor]:
-    cache = getattr(output.past_key_values, "self_attention_cache", output.past_key_values)
+    cache = getattr(getattr(output, CACHE), "self_attention_cache", getattr(output, CACHE))
     return [layer.keys for layer in cache.layers]
 
 

@@ -20,10 +20,11 @@ from transformers.generation import utils
 import fastgen
 from fastgen import report
 from fastgen.decoding.diverse_search import DiverseSearch
-from fastgen.optimizer.transformers import group_search, host
+from fastgen.optimizer.transformers import group_search, versions
+from fastgen.optimizer.transformers.versions import CACHE
 
 DIVERSE = dict(num_beams=6, num_beam_groups=3, diversity_penalty=0.7, max_new_tokens=12, num_return_sequences=4)
-FAMILIES = ["bart", "gpt2", "llama", "marian", *(["t5"] if host.FINDS_EAGER else [])]
+FAMILIES = ["bart", "gpt2", "llama", "marian", *(["t5"] if versions.FINDS_EAGER else [])]
 
 
 def _run(model: Any, inputs: dict[str, Any], tier: str = "compat", **options: Any) -> Any:
@@ -286,7 +287,7 @@ def test_without_fastgen_the_host_says_where_it_is() -> None:
 def test_recorded_and_slim() -> None:
     model, inputs = copy.deepcopy(zoo.load("bart")), _inputs("bart")
     for settings in (dict(replay="always"), dict(cache="x"), dict(replay="always", cache="x")):
-        settings = {} if not host.FINDS_EAGER else settings
+        settings = {} if not versions.FINDS_EAGER else settings
         for _ in range(2):
             with harness.configured(**settings):
                 _check(model, inputs, _run(model, inputs))
@@ -382,14 +383,14 @@ def test_the_users_maximal_length(ends: int | None) -> None:
 def test_the_cache_is_that_of_the_next_step() -> None:
     """As the host's searches return it: the last beams' keys, one row for each."""
     model, inputs = zoo.load("gpt2"), _inputs("gpt2", ragged=False)
-    outputs = [_run(model, inputs, tier=tier, min_new_tokens=12).past_key_values for tier in ("compat", "stock")]
+    outputs = [getattr(_run(model, inputs, tier=tier, min_new_tokens=12), CACHE) for tier in ("compat", "stock")]
     mine, theirs = ([layer.keys for layer in cache.layers] for cache in outputs)
     search: list[DiverseSearch] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DiverseSearch, "result", _noting(DiverseSearch.result, search))
         _run(model, inputs, min_new_tokens=12)
     with torch.no_grad(), fastgen.disabled():
-        expected = model(search[0].running()[:, :-1]).past_key_values
+        expected = getattr(model(search[0].running()[:, :-1]), CACHE)
     for keys in (mine, theirs):
         for layer, of in zip(keys, expected.layers, strict=True):
             torch.testing.assert_close(layer, of.keys, atol=1e-5, rtol=1e-4)

@@ -17,8 +17,9 @@ import zoo
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from fastgen import report
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.requests import Request
+from fastgen.optimizer.transformers.versions import CACHE
 
 STEPS = 12
 
@@ -76,7 +77,7 @@ def _check(name: str, dtype: torch.dtype, tier: str) -> None:
     assert mean <= 2 * stock_mean, f"mean error {mean:.3g}, stock's {stock_mean:.3g}"
 
 
-@pytest.mark.skipif(not host.FINDS_EAGER, reason="this version has no slim caches")
+@pytest.mark.skipif(not versions.FINDS_EAGER, reason="this version has no slim caches")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("name", ["bart", "t5", "whisper", "gpt2", "opt", "marian"])
 def test_error_of_slim_caches(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,5 +97,5 @@ def test_results_have_stock_dtypes(dtype: torch.dtype) -> None:
     assert output.sequences_scores.dtype == stock.sequences_scores.dtype
     assert output.scores[0].dtype == stock.scores[0].dtype
     assert output.logits[0].dtype == stock.logits[0].dtype
-    mine, theirs = (run.past_key_values.self_attention_cache.layers[0].keys for run in (output, stock))
+    mine, theirs = (getattr(run, CACHE).self_attention_cache.layers[0].keys for run in (output, stock))
     assert mine.dtype == theirs.dtype == dtype

@@ -19,7 +19,8 @@ from transformers.models.llama import modeling_llama
 
 import fastgen
 from fastgen.cache import tree
-from fastgen.optimizer.transformers import host, session
+from fastgen.optimizer.transformers import session, versions
+from fastgen.optimizer.transformers.versions import CACHE
 
 SEARCH = dict(num_beams=3, max_new_tokens=7)
 
@@ -63,7 +64,7 @@ def test_inner_tensors_have_stock_values() -> None:
 
 @both
 @pytest.mark.parametrize("filled", [False, True])
-def test_past_key_values_of_the_user(name: str, filled: bool) -> None:
+def test_a_cache_of_the_user(name: str, filled: bool) -> None:
     """Empty, or (decoder-only) holding the keys of all tokens but the last."""
     model, inputs = zoo.load(name), zoo.inputs_for(name, ragged=False)
 
@@ -73,17 +74,17 @@ def test_past_key_values_of_the_user(name: str, filled: bool) -> None:
         own = DynamicCache(config=model.config)
         if filled:
             rows = inputs["input_ids"][:, :-1].repeat_interleave(SEARCH["num_beams"], 0)
-            model(input_ids=rows, past_key_values=own, use_cache=True)
+            model(input_ids=rows, **{CACHE: own}, use_cache=True)
         return own
 
     if filled and model.config.is_encoder_decoder:
         pytest.skip("a filled cache needs the encoder's states of an earlier call")
-    stock = harness.run_stock(model, {**inputs, "past_key_values": cache()}, **SEARCH)
-    output, calls = harness.run_fastgen(model, {**inputs, "past_key_values": cache()}, strict=False, **SEARCH)
+    stock = harness.run_stock(model, {**inputs, CACHE: cache()}, **SEARCH)
+    output, calls = harness.run_fastgen(model, {**inputs, CACHE: cache()}, strict=False, **SEARCH)
     harness.assert_path(calls, "auto", "fallback")
     assert torch.equal(stock, output)
-    with pytest.raises(fastgen.FallbackError, match="past_key_values"):
-        harness.run_fastgen(model, {**inputs, "past_key_values": cache()}, **SEARCH)
+    with pytest.raises(fastgen.FallbackError, match=f"passed {CACHE}"):
+        harness.run_fastgen(model, {**inputs, CACHE: cache()}, **SEARCH)
 
 
 @both
@@ -111,9 +112,9 @@ def test_a_model_that_reorders_its_cache_itself() -> None:
     model = copy.deepcopy(zoo.load("bart"))
 
     class Own(type(model)):  # type: ignore[misc]
-        def _reorder_cache(self, past_key_values: Any, beam_idx: torch.Tensor) -> Any:
-            past_key_values.reorder_cache(beam_idx)
-            return past_key_values
+        def _reorder_cache(self, cache: Any, beam_idx: torch.Tensor) -> Any:
+            cache.reorder_cache(beam_idx)
+            return cache
 
     model.__class__ = Own
     assert_falls_back(model, zoo.inputs_for("bart"), "reorder")
@@ -309,12 +310,12 @@ class _OwnAttention(modeling_llama.LlamaAttention):
     def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
         return self._run(hidden_states, **kwargs)
 
-    def _run(self, states: Any, position_embeddings: Any, attention_mask: Any, past_key_values: Any, **_: Any) -> Any:
+    def _run(self, states: Any, position_embeddings: Any, attention_mask: Any, **others: Any) -> Any:
         shape = (*states.shape[:-1], -1, self.head_dim)
         q, k, v = (p(states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
-        if past_key_values is not None:
-            k, v = past_key_values.update(k, v, self.layer_idx)
+        if (cache := others.get(CACHE)) is not None:
+            k, v = cache.update(k, v, self.layer_idx)
         mask = None if q.shape[2] == 1 else attention_mask
         causal = mask is None and q.shape[2] > 1
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
@@ -338,10 +339,10 @@ def test_attention_replaced_after_the_first_call(monkeypatch: pytest.MonkeyPatch
     model, inputs = zoo.load("llama"), zoo.inputs_for("llama", ragged=False)
     harness.compare(model, inputs, **SEARCH)
 
-    def forward(self: Any, hidden_states: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None:  # says that it fills the cache by itself
-            assert past_key_values.update
-        return stock(self, hidden_states, past_key_values=past_key_values, **kwargs)
+    def forward(self: Any, hidden_states: Any, **kwargs: Any) -> Any:
+        if kwargs[CACHE] is not None:  # says that it fills the cache by itself
+            assert kwargs[CACHE].update
+        return stock(self, hidden_states, **kwargs)
 
     stock = modeling_llama.LlamaAttention.forward
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
@@ -364,7 +365,7 @@ def test_search_rules_replaced(where: str, monkeypatch: pytest.MonkeyPatch) -> N
     stock = harness.run_stock(model, inputs, **SEARCH)
     seen = len(calls)
     output, recorded = harness.run_fastgen(model, inputs, strict=False, **SEARCH)
-    assert recorded[-1].tier == ("compat" if host.FINDS_EAGER else "stock")
+    assert recorded[-1].tier == ("compat" if versions.FINDS_EAGER else "stock")
     assert "_get_top_k_continuations" in str(recorded[-1].reason)
     assert torch.equal(stock, output) and len(calls) == 2 * seen > 0
 

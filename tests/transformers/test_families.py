@@ -14,6 +14,7 @@ import zoo
 import fastgen
 from fastgen import packing
 from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.versions import CACHE
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "plain": dict(num_beams=4, max_new_tokens=16),
@@ -128,7 +129,7 @@ def test_scores_of_sequences_without_those_of_tokens(family: str, beams: int) ->
     output, _ = harness.run_fastgen(model, inputs, generation_config=config)
     assert torch.equal(output.sequences, stock.sequences)
     if beams > 1:
-        assert output.scores is output.logits is output.past_key_values is None
+        assert output.scores is output.logits is getattr(output, CACHE) is None
         torch.testing.assert_close(output.sequences_scores, stock.sequences_scores, rtol=1e-5, atol=1e-4)
     else:  # the host's own loop, and no score of a sequence but those of its tokens
         assert len(output.scores) == len(stock.scores)
@@ -192,7 +193,7 @@ def _assert_nested(stock: Any, output: Any, where: str = "output") -> None:
         torch.testing.assert_close(output, stock, rtol=0, atol=harness.TOLERANCE, msg=lambda m: f"{where}: {m}")
     elif isinstance(stock, dict):
         assert stock.keys() == output.keys(), where
-        for key in stock.keys() - {"past_key_values"}:
+        for key in stock.keys() - {CACHE}:
             _assert_nested(stock[key], output[key], f"{where}.{key}")
     elif isinstance(stock, (list, tuple)):
         assert len(stock) == len(output), f"{where}: {len(stock)} became {len(output)}"

@@ -25,6 +25,7 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 import fastgen
 from fastgen import report
 from fastgen.optimizer.transformers import session
+from fastgen.optimizer.transformers.versions import CACHE
 
 # Of each case every search, or two, on its first model, and one on each of the others.
 GRID = [
@@ -404,14 +405,10 @@ class Runtime(GenerationMixin):
     def get_experts_implementation(self) -> dict[str, Any]:
         return {}  # which newer versions ask for
 
-    def forward(
-        self, input_ids: Any = None, attention_mask: Any = None, past_key_values: Any = None, **kwargs: Any
-    ) -> Any:
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
         self.log.append(tuple(input_ids.shape))
-        kwargs = {name: kwargs.get(name) for name in ("use_cache", "position_ids")}
-        return self.session(
-            input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values, **kwargs
-        )
+        kwargs = {name: kwargs.get(name) for name in (CACHE, "use_cache", "position_ids")}
+        return self.session(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
 
     __call__ = forward
 
@@ -521,10 +518,10 @@ def test_what_the_returned_cache_says_of_itself(family: str, search: str) -> Non
         pytest.skip("caches of this version have other methods")
     model, inputs = zoo.load(family), zoo.inputs_for(family)
     options = dict(options_of(search), return_dict_in_generate=True)
-    stock = harness.run_stock(model, inputs, **options).past_key_values
+    stock = getattr(harness.run_stock(model, inputs, **options), CACHE)
     output, calls = harness.run_fastgen(model, inputs, **options)
     harness.assert_path(calls, "auto", "accelerated")
-    ours = output.past_key_values
+    ours = getattr(output, CACHE)
     assert facts_of(ours) == facts_of(stock)
     for mine, theirs in zip(ours.layers, stock.layers, strict=True):
         assert isinstance(mine, type(theirs))

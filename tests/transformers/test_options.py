@@ -19,6 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.optimizer.transformers import requests
+from fastgen.optimizer.transformers.versions import CACHE
 
 MODELS = ("bart", "t5", "gpt2", "llama")
 DETAILS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
@@ -349,13 +350,13 @@ def test_a_generation_config(name: str) -> None:
 
 @tiers
 @models
-def test_past_key_values_returned(name: str, tier: str) -> None:
+def test_cache_returned(name: str, tier: str) -> None:
     """The returned cache is the one stock would return: to be looked at, or to go on from."""
     options = dict(num_beams=3, max_new_tokens=6, min_new_tokens=6, **DETAILS)
     model, inputs = zoo.load(name), zoo.inputs_for(name)
     stock = harness.run_stock(model, inputs, **options)
     output, _ = harness.run_fastgen(model, inputs, tier=tier, **options)
-    caches = (stock.past_key_values, output.past_key_values)
+    caches = (getattr(stock, CACHE), getattr(output, CACHE))
     if model.config.is_encoder_decoder:
         caches = tuple(cache.self_attention_cache for cache in caches)
     assert caches[0].get_seq_length() == caches[1].get_seq_length()

@@ -12,7 +12,8 @@ import zoo
 import fastgen
 from fastgen.cache import tree
 from fastgen.cache.tree import BeamTree, TreeLayer
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.versions import CACHE
 
 DETAILS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
 
@@ -65,7 +66,7 @@ def test_the_cache_returned_is_the_hosts(at_every_step: list[int]) -> None:
     options = dict(num_beams=3, max_new_tokens=9, **DETAILS)
     stock = harness.run_stock(model, inputs, **options)
     output, _ = harness.run_fastgen(model, inputs, **options)
-    for a, b in zip(stock.past_key_values, output.past_key_values, strict=True):
+    for a, b in zip(getattr(stock, CACHE), getattr(output, CACHE), strict=True):
         torch.testing.assert_close(a[0], b[0], rtol=1e-4, atol=1e-4)
 
 
@@ -128,7 +129,7 @@ def test_paths(beams: int, coalesce: bool, forced: bool, monkeypatch: pytest.Mon
         assert result.used - 2 == 40 * beams
 
 
-@pytest.mark.skipif(not host.FINDS_EAGER, reason="4.57 asks each layer's cache for its length")
+@pytest.mark.skipif(not versions.FINDS_EAGER, reason="4.57 asks each layer's cache for its length")
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.parametrize("replay", ["off", "always"])
 @pytest.mark.parametrize("family", ["llama", "bart", "marian"])

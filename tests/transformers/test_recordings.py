@@ -27,13 +27,14 @@ from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.decoding import recordings, replay, replays
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.unchanged import Snapshot
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import snapshot
+from fastgen.optimizer.transformers.versions import CACHE
 
 pytestmark = [
-    pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
+    pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
     pytest.mark.usefixtures("recording"),
 ]
 
@@ -241,10 +242,10 @@ def test_what_the_result_holds_is_not_written_to() -> None:
     model = _recorded("bart")
     options = {**LONG, "return_dict_in_generate": True}
     result = zoo.generate(model, _inputs("bart", 1), **options)
-    before = [layer.keys.clone() for layer in result.past_key_values.self_attention_cache.layers]
+    before = [layer.keys.clone() for layer in getattr(result, CACHE).self_attention_cache.layers]
     again = zoo.generate(model, _inputs("bart", 1), **options)
     zoo.generate(model, _inputs("bart", 2), **LONG)
-    for cache in (result.past_key_values, again.past_key_values):
+    for cache in (getattr(result, CACHE), getattr(again, CACHE)):
         for layer, keys in zip(cache.self_attention_cache.layers, before, strict=True):
             assert torch.equal(layer.keys, keys)
 

@@ -21,10 +21,11 @@ import fastgen
 from fastgen.cache import tree
 from fastgen.decoding import replay, replays
 from fastgen.decoding.tape import Tape
-from fastgen.optimizer.transformers import host, modules, session
+from fastgen.optimizer.transformers import modules, session, versions
+from fastgen.optimizer.transformers.versions import CACHE_LENGTH
 
 pytestmark = [
-    pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
+    pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
     pytest.mark.usefixtures("recording"),
 ]
 
@@ -303,7 +304,7 @@ def test_other_threads_see_the_hosts_modules(family: str) -> None:
     )
     ids = torch.randint(5, 20, (2, 3))
     before = {"input_ids_shape": ids.shape} if family == "led" else {"input_ids": ids}
-    before["past_key_values_length"] = torch.tensor(4)  # as a static cache of the host's says it
+    before[CACHE_LENGTH] = torch.tensor(4)  # as a static cache of the host's says it
     with torch.no_grad():
         expected = module(**before)
         with session._redirected(modules.replayable_inputs(decoder)):

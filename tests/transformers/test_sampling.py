@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import fastgen
 from fastgen import report
+from fastgen.optimizer.transformers.versions import CACHE
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": dict(max_new_tokens=12),
@@ -87,7 +88,7 @@ def test_cache_is_the_hosts() -> None:
     model, options = zoo.load("gpt2"), dict(num_beams=1, max_new_tokens=5, num_return_sequences=2, do_sample=True)
     stock = harness.run_stock(model, inputs_for("gpt2"), **options, **DETAILS)
     output, _ = harness.run_fastgen(model, inputs_for("gpt2"), **options, **DETAILS)
-    for a, b in zip(stock.past_key_values, output.past_key_values, strict=True):
+    for a, b in zip(getattr(stock, CACHE), getattr(output, CACHE), strict=True):
         torch.testing.assert_close(a[0], b[0], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(a[1], b[1], rtol=1e-4, atol=1e-4)
 

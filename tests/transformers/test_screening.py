@@ -17,9 +17,9 @@ from transformers.generation.logits_process import TemperatureLogitsWarper
 import fastgen
 from fastgen import packing, products
 from fastgen.decoding import replays
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import versions
 
-pytestmark = pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+pytestmark = pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
 
 GREEDY = dict(num_beams=1, do_sample=False, max_new_tokens=14, return_dict_in_generate=False, tier="compat")
 # Behind the head comes soft-capping; the generation configuration asks for processors; the host names no head; the

@@ -23,10 +23,11 @@ from fastgen import report
 from fastgen.cache import planner
 from fastgen.cache.slim import Choice, InputCache
 from fastgen.decoding import recordings
-from fastgen.optimizer.transformers import host, planning, refill, slim
+from fastgen.optimizer.transformers import planning, refill, slim, versions
 from fastgen.optimizer.transformers.slim import SlimCaches
+from fastgen.optimizer.transformers.versions import CACHE
 
-pytestmark = pytest.mark.skipif(not host.FINDS_EAGER, reason="this version keeps keys and values")
+pytestmark = pytest.mark.skipif(not versions.FINDS_EAGER, reason="this version keeps keys and values")
 ENCODER_DECODERS = """bart bart_distilled bart_eager bert2gpt2 blenderbot m2m_100 marian mbart mt5 pegasus
 speech_to_text t5 umt5 whisper""".split()
 DECODERS = ["gpt2", "opt"]
@@ -64,7 +65,7 @@ def assert_stored(kind: str) -> None:
 @pytest.mark.parametrize("search", SEARCHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_identical(family: str, search: str) -> None:
-    if family == "bart_eager" and not host.FINDS_EAGER:
+    if family == "bart_eager" and not versions.FINDS_EAGER:
         pytest.skip("falls back on this version of transformers")
     model, inputs, options = zoo.load(family), inputs_for(family), SEARCHES[search]
     for tier in ("compat",) if options.get("num_beams", 1) == 1 else harness.TIERS:
@@ -103,7 +104,7 @@ def test_refilled(family: str) -> None:
     assert_stored(kind_of(family))
 
 
-@pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+@pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
 @pytest.mark.usefixtures("recording")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recorded(family: str) -> None:
@@ -180,7 +181,7 @@ def test_the_cache_returned_is_the_hosts(family: str) -> None:
     stock = harness.run_stock(model, inputs, **options)
     output, _ = harness.run_fastgen(model, inputs, **options)
     assert_stored(kind_of(family))
-    for a, b in zip(stock.past_key_values, output.past_key_values, strict=True):
+    for a, b in zip(getattr(stock, CACHE), getattr(output, CACHE), strict=True):
         for mine, theirs in zip(a, b, strict=True):
             if torch.is_tensor(mine):
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
@@ -272,7 +273,7 @@ def test_the_first_layers_keys_refilled_recorded_and_returned() -> None:
         options = dict(num_beams=3, max_new_tokens=9, **DETAILS)
         stock = harness.run_stock(model, inputs_for("bart"), **options)
         output, _ = harness.run_fastgen(model, inputs_for("bart"), **options)
-    for a, b in zip(stock.past_key_values, output.past_key_values, strict=True):
+    for a, b in zip(getattr(stock, CACHE), getattr(output, CACHE), strict=True):
         for mine, theirs in zip(a, b, strict=True):
             if torch.is_tensor(mine):
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
@@ -312,7 +313,7 @@ def test_one_alone_of_a_prompt_in_chunks(family: str) -> None:
     assert_stored("k")
 
 
-@pytest.mark.skipif(not host.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
+@pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
 @pytest.mark.usefixtures("recording")
 @pytest.mark.parametrize(("family", "kind"), [("bart", "k"), ("bart", "v"), ("llama_multi_head", "k")])
 def test_one_alone_recorded(family: str, kind: str) -> None:
@@ -332,7 +333,7 @@ def test_one_alone_returns_the_hosts_cache(family: str) -> None:
     with harness.configured(cache="k"):
         output, _ = harness.run_fastgen(model, inputs, **options)
     assert_stored("k")
-    for a, b in zip(stock.past_key_values, output.past_key_values, strict=True):
+    for a, b in zip(getattr(stock, CACHE), getattr(output, CACHE), strict=True):
         for mine, theirs in zip(a, b, strict=True):
             if torch.is_tensor(mine):
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)

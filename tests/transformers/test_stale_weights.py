@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import fastgen
 from fastgen import packing, products, report
-from fastgen.optimizer.transformers import host, planning, refill
+from fastgen.optimizer.transformers import planning, refill, versions
 
 VOCABULARY, SIZE = 67, 32
 Edit = Callable[[nn.Module, Tensor], None]  # of a layer, to these numbers
@@ -179,7 +179,7 @@ COPIES: dict[str, Any] = {
 
 
 def _skip_without(kind: str) -> None:
-    if kind in ("slim", "screening") and not host.FINDS_EAGER:
+    if kind in ("slim", "screening") and not versions.FINDS_EAGER:
         pytest.skip("this version keeps keys and values, and computes all logits")
     if kind in ("halves", "screening") and products._skinny() is None:
         pytest.skip("there is no native operator here")

@@ -15,7 +15,7 @@ import zoo
 
 from fastgen import attention
 from fastgen.optimizer.transformers import streams
-from fastgen.optimizer.transformers.host import FINDS_EAGER
+from fastgen.optimizer.transformers.versions import FINDS_EAGER
 
 pytestmark = pytest.mark.skipif(not FINDS_EAGER, reason="before 5.0 its attention is not folded")
 

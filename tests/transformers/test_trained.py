@@ -14,7 +14,7 @@ import torch
 from transformers import BartForConditionalGeneration
 
 import fastgen
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import versions
 
 BATCH, BEAMS = 64, 5
 DETAILS = dict(return_dict_in_generate=True, output_scores=True)
@@ -144,10 +144,10 @@ def test_all_translations(translator: Any, sentences: list[list[int]], cache: st
     with harness.configured(cache=cache):
         total, wrong = _differing(translator, batches, num_beams=BEAMS, max_new_tokens=120)
         assert total == 1000 and not wrong, wrong
-    assert cache == "auto" or not host.FINDS_EAGER or fastgen.status().calls[-1].cache == "x+e"
+    assert cache == "auto" or not versions.FINDS_EAGER or fastgen.status().calls[-1].cache == "x+e"
 
 
-@pytest.mark.skipif(not host.FINDS_EAGER, reason="this version keeps keys and values")
+@pytest.mark.skipif(not versions.FINDS_EAGER, reason="this version keeps keys and values")
 @pytest.mark.parametrize("cache", ["k", "v"])
 def test_trained_weights_are_refused_layer_by_layer(translator: Any, sentences: list[list[int]], cache: str) -> None:
     """Some are not exact enough to do without keys or values, and others are; the tokens are stock's."""

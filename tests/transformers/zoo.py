@@ -16,6 +16,8 @@ import torch
 import transformers
 from transformers.models.fsmt.modeling_fsmt import SinusoidalPositionalEmbedding
 
+from fastgen.optimizer.transformers.versions import CACHE_LENGTH
+
 MAJOR = int(transformers.__version__.split(".")[0])
 VOCAB = 61
 START, PAD, UNUSED = 2, 1, 3  # UNUSED stands in as eos where a config insists on one
@@ -347,7 +349,7 @@ if MAJOR < 5:
             speech_to_text t5 trocr umt5 vit2bert""".split():
         FAMILIES[name] = replace(FAMILIES[name], expected="fallback")
 # Before 5.23 or so it reads all tokens again in each step, for their positions.
-elif "past_key_values_length" not in inspect.signature(SinusoidalPositionalEmbedding.forward).parameters:
+elif CACHE_LENGTH not in inspect.signature(SinusoidalPositionalEmbedding.forward).parameters:
     FAMILIES["fsmt"] = replace(FAMILIES["fsmt"], expected="fallback")
 ACCELERATED = [name for name, family in FAMILIES.items() if family.expected == "accelerated"]
 FALLBACK = [name for name, family in FAMILIES.items() if family.expected == "fallback"]

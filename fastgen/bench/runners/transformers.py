@@ -79,7 +79,9 @@ class Runner:
             handle.remove()
 
     def _look(self, module: Any, inputs: Any, outputs: Any) -> None:
-        cache = getattr(outputs, "past_key_values", None)
+        from fastgen.optimizer.transformers.versions import CACHE  # brings the host with it
+
+        cache = getattr(outputs, CACHE, None)
         parts = (getattr(cache, f"{name}_attention_cache", None) for name in ("self", "cross"))
         caches = [part for part in parts if part is not None] or [cache]
         tensors = (x for part in caches for layer in getattr(part, "layers", ()) for x in (layer.keys, layer.values))

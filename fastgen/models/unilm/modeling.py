@@ -34,6 +34,7 @@ from transformers.models.bert.modeling_bert import (
 from fastgen.models.unilm import checkpoints
 from fastgen.models.unilm.configuration import UnilmConfig
 from fastgen.models.unilm.processors import NoRepeatNGramExceptLogitsProcessor
+from fastgen.optimizer.transformers.versions import CACHE, takes_cache
 
 _IGNORED = "forbid_ignore_ids"
 
@@ -52,8 +53,9 @@ class UnilmSelfAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.dropout = config.attention_probs_dropout_prob
 
+    @takes_cache
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Cache | None = None
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
         """The attention's output before its projection, `[rows, Q + 1, d]`.
 
@@ -62,12 +64,12 @@ class UnilmSelfAttention(nn.Module):
                 into the cache.
             attention_mask: bool `[rows, 1, Q or 1, W]`, which of the cached keys may be attended to; its last row is
                 the `[MASK]`'s too, which attends to itself besides.
-            past_key_values: the cache; without one, W = Q.
+            cache: the cache; without one, W = Q.
         """
         query, key, value = (self._heads(linear(hidden_states)) for linear in (self.query, self.key, self.value))
         keys, values = key[:, :, :-1], value[:, :, :-1]
-        if past_key_values is not None:
-            keys, values = past_key_values.update(keys, values, self.layer_idx)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
         dropout = self.dropout if self.training else 0.0
         tokens = F.scaled_dot_product_attention(query[:, :, :-1], keys, values, attention_mask, dropout)
         # The [MASK]'s own key lies beside the cached ones: these need not be copied for it.
@@ -103,9 +105,9 @@ class UnilmLayer(nn.Module):
         self.intermediate = BertIntermediate(config)
         self.output = BertOutput(config)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, past_key_values: Cache | None) -> Tensor:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:
         """`[rows, Q + 1, d]` -> the same, but of the last layer only the `[MASK]`'s, `[rows, 1, d]`."""
-        attended = self.attention.self(hidden_states, attention_mask=attention_mask, past_key_values=past_key_values)
+        attended = self.attention.self(hidden_states, attention_mask, cache)
         if self.is_last:
             attended, hidden_states = attended[:, -1:], hidden_states[:, -1:]
         attended = self.attention.output(attended, hidden_states)
@@ -146,16 +148,17 @@ class UnilmModel(UnilmPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings.word_embeddings = value
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """What the last layer makes of a `[MASK]` behind the tokens, `[rows, 1, d]`; see `UnilmForSeq2Seq.forward`."""
         rows, width = input_ids.shape
-        length = 0 if past_key_values is None else past_key_values.get_seq_length()  # may be a tensor in a step
+        length = 0 if cache is None else cache.get_seq_length()  # may be a tensor in a step
         is_empty = isinstance(length, int) and length == 0
         if width > 1 and isinstance(length, int) and not is_empty:
             raise ValueError("UniLM reads its source at once and its target token by token: the cache is not empty.")
@@ -174,7 +177,7 @@ class UnilmModel(UnilmPreTrainedModel):
             input_ids=token_ids, token_type_ids=segment_ids, position_ids=position_ids
         )  # [rows, Q + 1, d]
         for layer in self.encoder.layer:
-            states = layer(states, attention_mask, past_key_values)
+            states = layer(states, attention_mask, cache)
         return states
 
 
@@ -256,12 +259,13 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
         self.cls.predictions.decoder = new_embeddings
         self.cls.predictions.bias = new_embeddings.bias
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         token_type_ids: Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
@@ -274,7 +278,7 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
             attention_mask: `[rows, W]`, 0 where there is padding; or bool `[rows, 1, Q or 1, W]`, which is handed to
                 the attention modules as it is.
             position_ids: int64 `[rows, Q]`; by default they follow from the mask.
-            past_key_values: the cache, to which the tokens' keys and values are appended.
+            cache: the cache, to which the tokens' keys and values are appended.
             token_type_ids: ignored; BERT's tokenizers make them.
 
         Returns: `CausalLMOutputWithPast`; logits are `[rows, 1, V]`, whatever Q is.
@@ -286,16 +290,17 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
         if unknown := sorted(set(asked) - {"cache_position"}):  # which 4.57 gives to all models
             raise ValueError(f"UniLM has no {', '.join(unknown)}.")
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        states = self.bert(input_ids, attention_mask, position_ids, past_key_values)
-        output = CausalLMOutputWithPast(logits=self.cls(states), past_key_values=past_key_values if use_cache else None)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        states = self.bert(input_ids, attention_mask, position_ids, cache)
+        output = CausalLMOutputWithPast(logits=self.cls(states), **{CACHE: cache if use_cache else None})
         return output.to_tuple() if return_dict is False else output
 
+    @takes_cache
     def prepare_inputs_for_generation(
         self,
         input_ids: Tensor,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
@@ -304,10 +309,10 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: without a cache, or with one of fixed length, for which the host makes a causal mask.
         """
-        if past_key_values is None or getattr(past_key_values, "is_compileable", False):
+        if cache is None or getattr(cache, "is_compileable", False):
             raise ValueError("UniLM needs a dynamic cache to generate: leave use_cache and cache_implementation alone.")
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, attention_mask=attention_mask, **kwargs
+            input_ids, attention_mask=attention_mask, **{CACHE: cache}, **kwargs
         )
         if attention_mask is not None and attention_mask.ndim == 2:
             inputs["position_ids"] = _positions(inputs["input_ids"], attention_mask, 0)

@@ -27,12 +27,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model, eager_attention_forward
 
 from fastgen.models.vae.configuration import Gpt2VaeConfig
+from fastgen.optimizer.transformers.versions import CACHE, takes_cache
 
 _FINDS_EAGER = hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface")  # 5.x; 4.57 has the others alone
 _SEEING = (ForcedBOSTokenLogitsProcessor, NoRepeatNGramLogitsProcessor, SequenceBiasLogitsProcessor)
 _IGNORED = -100  # a label that counts for no loss
 # What `generate` could be given of each token. The slot is none of them.
-_PER_TOKEN = ("inputs_embeds", "past_key_values", "position_ids", "token_type_ids")
+_PER_TOKEN = ("inputs_embeds", CACHE, "position_ids", "token_type_ids")
 
 
 class WithoutSlot(LogitsProcessor):
@@ -57,10 +58,11 @@ class LatentMemory(NamedTuple):
 class Gpt2VaeAttention(GPT2Attention):
     """GPT-2's self-attention, with the latent's vector as the key and the value of the slot."""
 
+    @takes_cache
     def forward(
         self,
         hidden_states: Tensor,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         cache_position: Tensor | None = None,
         output_attentions: bool | None = False,
@@ -73,9 +75,9 @@ class Gpt2VaeAttention(GPT2Attention):
             own = latent_memory.vectors.narrow(2, self.layer_idx * self.embed_dim, self.embed_dim)
             key, value = (torch.where(latent_memory.is_slot, own, states) for states in (key, value))
         query, key, value = (x.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for x in (query, key, value))
-        if past_key_values is not None:
+        if cache is not None:
             positions = () if cache_position is None else ({"cache_position": cache_position},)  # 4.57
-            key, value = past_key_values.update(key, value, self.layer_idx, *positions)
+            key, value = cache.update(key, value, self.layer_idx, *positions)
 
         implementation = self.config._attn_implementation
         if _FINDS_EAGER:
@@ -129,11 +131,12 @@ class Gpt2VaeModel(GPT2Model):
             raise ValueError(f"latents has {latents.shape[0]} rows for input_ids of {rows}.")
         return latents
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
         latents: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
@@ -147,18 +150,16 @@ class Gpt2VaeModel(GPT2Model):
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)
         latents = self.check(latents, inputs_embeds.shape[0]).to(inputs_embeds.dtype)
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
+        seen = 0 if cache is None else cache.get_seq_length()
         length = inputs_embeds.shape[1]
         if position_ids is None:
             position_ids = torch.arange(length, device=inputs_embeds.device)[None] + seen
-        if self.config.latent_as_memory and (length > 1 or _may_be_empty(past_key_values, seen)):
+        if self.config.latent_as_memory and (length > 1 or _may_be_empty(cache, seen)):
             # 5.x numbers padding 0 too: nobody sees what is put there.
             kwargs["latent_memory"] = LatentMemory(position_ids[..., None] == 0, self.linear(latents)[:, None])
         if self.config.latent_as_embedding:
             inputs_embeds = inputs_embeds + self.linear_emb(latents)[:, None]
-        return super().forward(
-            inputs_embeds=inputs_embeds, past_key_values=past_key_values, position_ids=position_ids, **kwargs
-        )
+        return super().forward(inputs_embeds=inputs_embeds, position_ids=position_ids, **{CACHE: cache}, **kwargs)
 
 
 def _may_be_empty(cache: Any, seen: int | Tensor) -> bool:
@@ -216,11 +217,12 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
             inputs["labels"] = F.pad(labels[:, 1:], (2, 0), value=_IGNORED)
         return inputs
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
         latents: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -238,7 +240,7 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         outputs = self.transformer(
             input_ids,
             latents=latents,
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
             position_ids=position_ids,
@@ -255,7 +257,7 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         result = CausalLMOutputWithCrossAttentions(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )

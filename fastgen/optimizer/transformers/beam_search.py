@@ -15,7 +15,7 @@ from fastgen.buffers import Buffers
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.decoding.static_search import StaticSearch
 from fastgen.decoding.token_search import TokenSearch
-from fastgen.optimizer.transformers import chunks, host
+from fastgen.optimizer.transformers import chunks, versions
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.cache import stock_cache
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
@@ -52,18 +52,19 @@ class Loop:
     def begin(self) -> dict[str, Any] | None:
         """Read the prompt and choose the first tokens; returns the next step's inputs, None if that was all."""
         request, decoder, model = self.request, self.decoder, self.request.model
-        started = host.started(model, request.input_ids, request.model_kwargs)
+        started = versions.started(model, request.input_ids, request.model_kwargs)
         shared = decoder.shared(started)
         with decoder.reading(shared):
-            outputs = host.prefill(model, request.input_ids[:: request.beams], chunks.configuration(request), shared)
+            tokens = request.input_ids[:: request.beams]
+            outputs = versions.prefill(model, tokens, chunks.configuration(request), shared)
         decoder.plant(shared, outputs.logits)
-        outputs.past_key_values = decoder.cache
+        setattr(outputs, versions.CACHE, decoder.cache)
         search = _search(request, decoder, decoder.tree.buffers) if request.is_search else _token_search(request)
         self._search: BeamSearch | TokenSearch = search
         samples = request.generation_config.do_sample
         self._takes_logits = search.takes_logits and self._all_scores is None and not samples
         # From here on the host's inputs have one row per beam, as it prepares them itself.
-        self._rows = {**started, "past_key_values": decoder.cache}
+        self._rows = {**started, versions.CACHE: decoder.cache}
         logits = _last(outputs, request.input_ids.device).repeat_interleave(request.beams, dim=0)  # [B*M, V]
         return self._choose(outputs, logits)
 
@@ -93,7 +94,7 @@ class Loop:
             self._rows = _kept(self._rows, index, rows)
             request.keep(index)
             decoder.keep(search.evict(leaving))
-        return host.next_inputs(model, search.running(), self._rows)
+        return versions.next_inputs(model, search.running(), self._rows)
 
     def _parents(self, search: BeamSearch | TokenSearch, logits: Tensor) -> Tensor:
         """The row that each beam continues, int64 `[B*M]`; the search has chosen their tokens."""
@@ -125,6 +126,7 @@ class Loop:
         tokens = tokens[:, : self.request.input_ids.shape[1] + generated]
         if not config.return_dict_in_generate:
             return tokens
+        cache = stock_cache(decoder.cache, decoder.tree) if self.request.keeps_all_rows else None
         kind = GenerateBeamEncoderDecoderOutput if decoder.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
         return kind(
             sequences=tokens,
@@ -132,7 +134,7 @@ class Loop:
             scores=self._all_scores,
             logits=self._all_logits,
             beam_indices=indices[:, :generated],
-            past_key_values=stock_cache(decoder.cache, decoder.tree) if self.request.keeps_all_rows else None,
+            **{versions.CACHE: cache},
         )
 
 
@@ -149,7 +151,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
         request = dataclasses.replace(request, logits_processor=Banning(request.logits_processor, draws))
 
     def call(model: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
-        if args or inputs.get("past_key_values") is not decoder.cache:
+        if args or inputs.get(versions.CACHE) is not decoder.cache:
             return model(*args, **inputs)
         if not decoder.is_planted:
             shared = decoder.shared(inputs)
@@ -158,16 +160,16 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
             if is_chunked and decoder.tree.prompt_length < request.input_ids.shape[1]:
                 return outputs  # of which the host uses the cache alone
             decoder.plant(shared, outputs.logits)
-            outputs.past_key_values = decoder.cache
+            setattr(outputs, versions.CACHE, decoder.cache)
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs
         return decoder.run(model, inputs)
 
     # 4.57 reads a prompt in chunks by the model's `forward`, past its hooks.
-    with sessions.calling(request.model, call, by_forward=is_chunked and not host.PREFILLS):
-        result = request.run(stock, past_key_values=decoder.cache)
+    with sessions.calling(request.model, call, by_forward=is_chunked and not versions.PREFILLS):
+        result = request.run(stock, decoder.cache)
     if not isinstance(result, Tensor):
-        result.past_key_values = stock_cache(decoder.cache, decoder.tree)
+        setattr(result, versions.CACHE, stock_cache(decoder.cache, decoder.tree))
     return result
 
 
@@ -186,6 +188,7 @@ def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSea
         early_stopping=config.early_stopping,
         max_length=config.max_length,
         prompt_length=request.input_ids.shape[1],
+        sorts_drawn=versions.SORTS_DRAWN,
     )
     # Enough candidates that M go on although any of M beams may end with any of the end tokens.
     candidates = max(2, 1 + (len(eos) if eos is not None else 0)) * request.beams

@@ -364,7 +364,7 @@ def _gather(source: Tensor, index: Tensor) -> Tensor:
 
 
 def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
-    """What the host would have returned as `past_key_values`: one row per beam, gathered on demand."""
+    """What the host would have returned as its cache: one row per beam, gathered on demand."""
     paths = tree.paths()
     own = DynamicCache()
     own.layers = [_rows(layer, paths) for layer in tree.layers]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fastgen import memory, report
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.requests import Request
 
@@ -25,7 +25,7 @@ def configuration(request: Request) -> Any:
     """The request's generation configuration, in a copy with `prefill_chunk_size` where memory asks for it."""
     config = request.generation_config
     length = request.input_ids.shape[1]
-    if config.prefill_chunk_size is not None or length <= _SHORTEST or not host.PREFILLS:
+    if config.prefill_chunk_size is not None or length <= _SHORTEST or not versions.PREFILLS:
         return config  # 4.57 has it for some searches only, and counts positions differently
     if request.model.config.model_type not in _TESTED or not is_the_hosts_own(request.model):
         return config

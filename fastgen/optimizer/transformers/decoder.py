@@ -20,7 +20,7 @@ from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.static_search import StaticSearch
 from fastgen.decoding.token_search import TokenSearch
 from fastgen.decoding.watched import are_interrupted
-from fastgen.optimizer.transformers import host, modules
+from fastgen.optimizer.transformers import modules, versions
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.session import Session
@@ -28,7 +28,7 @@ from fastgen.optimizer.transformers.slim import Kept
 from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import snapshot
 
-NOT_ROWS = ("past_key_values", "cache_position")  # of the host's inputs, those that have no row per beam
+NOT_ROWS = (versions.CACHE, "cache_position")  # of the host's inputs, those that have no row per beam
 
 
 class TreeDecoder:
@@ -60,7 +60,7 @@ class TreeDecoder:
         self.session, self._arena = Session(self.tree, self.model, kept), arena.of(self.model)
         if request.calls_back or are_interrupted(modules.of_steps(self.model)):
             self.session.products.expect_edits()
-        self.cache = tree_cache(self.session, request.model_kwargs["past_key_values"])
+        self.cache = tree_cache(self.session, request.model_kwargs[versions.CACHE])
         self.encoder_outputs: Any = None
         self.source_mask: Any = None
         self.search: tuple[Hashable, StaticSearch] | None = None  # by what it is for
@@ -84,7 +84,7 @@ class TreeDecoder:
             name: value if name in NOT_ROWS else _unexpanded(value, self.beams, self.tree.batch)
             for name, value in inputs.items()
         }
-        inputs["past_key_values"] = self.cache
+        inputs[versions.CACHE] = self.cache
         return inputs
 
     @contextlib.contextmanager
@@ -184,7 +184,7 @@ class TreeDecoder:
     def _is_finished_here(self) -> bool:
         """Whether the model is given a finished mask of the source in place of the user's, `[B, N]`."""
         is_plain = self.source_mask is not None and self.source_mask.ndim == 2
-        return is_plain and host.TAKES_SOURCE_MASK and not self._takes_plain_mask
+        return is_plain and versions.TAKES_SOURCE_MASK and not self._takes_plain_mask
 
     def _padding(self) -> Tensor:
         """The source's mask as the model takes it; the same object until sentences leave or enter."""

@@ -15,7 +15,7 @@ from fastgen import config
 from fastgen.decoding import foreign_code
 from fastgen.decoding.foreign_code import Finding, HostCode
 from fastgen.decoding.watched import is_of
-from fastgen.optimizer.transformers import host, modules, session
+from fastgen.optimizer.transformers import modules, session, versions
 
 # The host's helpers whose rules our loop follows. With others in their place the host's own loop runs, in the compat
 # tier: there they see what they see without us.
@@ -89,9 +89,9 @@ def _is_mixins(function: Any) -> bool:
 
 def _replaced_attention(model: nn.Module) -> Iterator[Finding]:
     """Functions of attention or of its masks that are not the host's, though their names are known."""
-    seam = session.stock_attributes(AttentionInterface).get(host.ATTENTION_SEAM)
+    seam = session.stock_attributes(AttentionInterface).get(versions.ATTENTION_SEAM)
     if seam is not None and not is_of(seam, "transformers"):
-        yield Finding("", f"looks attention up by a {host.ATTENTION_SEAM} that is not the host's own")
+        yield Finding("", f"looks attention up by a {versions.ATTENTION_SEAM} that is not the host's own")
     names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}
     for name in sorted(name for name in names if isinstance(name, str)):
         function = dict(ALL_ATTENTION_FUNCTIONS).get(name)

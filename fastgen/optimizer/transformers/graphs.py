@@ -8,7 +8,7 @@ from typing import Any
 from fastgen import config
 from fastgen.decoding import replay, replays
 from fastgen.decoding.watched import is_watched
-from fastgen.optimizer.transformers import host, modules, proof
+from fastgen.optimizer.transformers import modules, proof, versions
 from fastgen.optimizer.transformers.requests import Request
 
 
@@ -16,7 +16,7 @@ def replayer_for(request: Request, stock: Callable[..., Any]) -> replay.Replayer
     """What replays this call's steps; None where they run by themselves."""
     model, device = request.model, request.input_ids.device
     rows, steps = request.input_ids.shape[0], request.generation_config.max_length - request.input_ids.shape[1]
-    if not host.COUNTS_IN_TENSORS or not replays.are_wanted(model, device.type, request.batch, rows, steps):
+    if not versions.COUNTS_IN_TENSORS or not replays.are_wanted(model, device.type, request.batch, rows, steps):
         return None
     if config.current().cache_threshold:  # what is left out differs from step to step
         return None

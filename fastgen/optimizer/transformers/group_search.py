@@ -15,7 +15,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
 from fastgen.decoding.diverse_search import DiversePolicy, DiverseSearch
-from fastgen.optimizer.transformers import host
+from fastgen.optimizer.transformers import versions
 
 # Of the host's processors the one that it had before the penalty for what other groups have chosen.
 _BEFORE = logits_process.SequenceBiasLogitsProcessor
@@ -50,8 +50,8 @@ def group_beam_search(
     keeps = config.return_dict_in_generate
     all_scores: Any = () if keeps and config.output_scores else None
     all_logits: Any = () if keeps and config.output_logits else None
-    kwargs = host.started(self, input_ids, model_kwargs)
-    outputs = host.prefill(self, input_ids, config, kwargs)
+    kwargs = versions.started(self, input_ids, model_kwargs)
+    outputs = versions.prefill(self, input_ids, config, kwargs)
     while True:
         kwargs = self._update_model_kwargs_for_generation(
             outputs, kwargs, is_encoder_decoder=self.config.is_encoder_decoder
@@ -64,11 +64,11 @@ def group_beam_search(
             all_logits += (logits,)
         if all_scores is not None:
             all_scores += (scores,)
-        if kwargs.get("past_key_values") is not None:
-            kwargs["past_key_values"] = _reordered(self, kwargs["past_key_values"], parents)
+        if kwargs.get(versions.CACHE) is not None:
+            kwargs[versions.CACHE] = _reordered(self, kwargs[versions.CACHE], parents)
         if search.done or bool(torch.all(stopping_criteria(search.running(), all_scores))):
             break
-        outputs = self(**host.next_inputs(self, search.running(), kwargs), return_dict=True)
+        outputs = self(**versions.next_inputs(self, search.running(), kwargs), return_dict=True)
 
     found = search.result(config.num_return_sequences, getattr(stopping_criteria, "max_length", None))
     tokens = found.tokens.flatten(0, 1)
@@ -81,7 +81,7 @@ def group_beam_search(
         scores=all_scores,
         logits=all_logits,
         beam_indices=found.rows.flatten(0, 1),
-        past_key_values=kwargs.get("past_key_values"),
+        **{versions.CACHE: kwargs.get(versions.CACHE)},
     )
 
 

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from fastgen.optimizer.transformers import streams
-from fastgen.optimizer.transformers.host import FINDS_EAGER
+from fastgen.optimizer.transformers.versions import CACHE_LENGTH, CACHE_PARAMETERS, FINDS_EAGER
 
-_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past", "layer_state")
 # Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
 _FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
 # Its classes have names that many have. `[1, B*M, d]` becomes `[M, B, d]`: beams as if they were positions.
@@ -55,7 +54,7 @@ def _computes_attention_itself(forward: Any) -> bool:
     if code is None:
         return False
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    caches = any(name in parameters for name in _CACHE_NAMES) and "update" in code.co_names
+    caches = any(name in parameters for name in CACHE_PARAMETERS) and "update" in code.co_names
     return caches and "ALL_ATTENTION_FUNCTIONS" not in code.co_names
 
 
@@ -103,7 +102,7 @@ def _is_fsmts(owner: Any, name: str) -> bool:
     if owner.__name__ != name or owner.__module__ != _FSMT or not FINDS_EAGER:
         return False
     numbering = sys.modules[_FSMT].SinusoidalPositionalEmbedding.forward
-    return "past_key_values_length" in inspect.signature(numbering).parameters
+    return CACHE_LENGTH in inspect.signature(numbering).parameters
 
 
 def takes_plain_mask(model: torch.nn.Module) -> bool:
@@ -211,19 +210,21 @@ def _replayable() -> Any:
 
 
 def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
     @functools.wraps(forward)
-    def positions(
-        self: Any, input_ids: Any = None, inputs_embeds: Any = None, past_key_values_length: Any = 0
-    ) -> torch.Tensor:
+    def positions(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         session, number = _replayable(), getattr(self, _WITH_GROWING_TABLES[type(self).__name__], None)
-        if session is None or number is None or input_ids is None or not torch.is_tensor(past_key_values_length):
-            stock: torch.Tensor = forward(self, input_ids, inputs_embeds, past_key_values_length)
+        call = signature.bind(self, *args, **kwargs).arguments
+        input_ids, before = call.get("input_ids"), call.get(CACHE_LENGTH)
+        if session is None or number is None or input_ids is None or not torch.is_tensor(before):
+            stock: torch.Tensor = forward(self, *args, **kwargs)
             return stock
         longest = self.padding_idx + 1 + session.tree.prompt_length + session.tree.max_steps
         if longest > len(self.weights):
             self.make_weights(longest + self.offset, self.embedding_dim, self.padding_idx)
         session.held.append(self.weights)  # another thread may make a longer one
-        ids = number(input_ids, self.padding_idx, past_key_values_length)
+        ids = number(input_ids, self.padding_idx, before)
         return self.weights.index_select(0, ids.flatten()).unflatten(0, ids.shape).detach()
 
     return positions
@@ -231,16 +232,16 @@ def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_grown_weight(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
-    def positions(self: Any, input: torch.Tensor, *, past_key_values_length: Any = 0) -> torch.Tensor:
-        session = _replayable()
-        if session is None or not torch.is_tensor(past_key_values_length):
-            stock: torch.Tensor = forward(self, input, past_key_values_length=past_key_values_length)
+    def positions(self: Any, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        session, before = _replayable(), kwargs.get(CACHE_LENGTH)
+        if session is None or not torch.is_tensor(before):
+            stock: torch.Tensor = forward(self, input, **kwargs)
             return stock
         longest = self.padding_idx + 1 + session.tree.prompt_length + session.tree.max_steps
         if longest > len(self.weight):
             self.make_weight(longest, self.embedding_dim, self.padding_idx)
         session.held.append(self.weight)  # another thread may make a longer one
-        numbers = self.make_positions(input, self.padding_idx) + past_key_values_length
+        numbers = self.make_positions(input, self.padding_idx) + before
         return torch.nn.Embedding.forward(self, numbers)
 
     return positions
@@ -253,7 +254,7 @@ def _told_its_position(forward: Callable[..., Any]) -> Callable[..., Any]:
     def embeddings(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = signature.bind(self, *args, **kwargs)
         if _replayable() is not None and call.arguments.get("position_ids") is None:
-            position = call.arguments["past_key_values_length"]  # a tensor: the tree's
+            position = call.arguments[CACHE_LENGTH]  # a tensor: the tree's
             call.arguments["position_ids"] = position.view(_NUMBERING_UNLESS_TOLD[type(self).__name__])
         embedded: torch.Tensor = forward(*call.args, **call.kwargs)
         return embedded
@@ -262,11 +263,14 @@ def _told_its_position(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_one_position(forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
     @functools.wraps(forward)
-    def positions(self: Any, input_ids_shape: Any, past_key_values_length: Any = 0) -> torch.Tensor:
+    def positions(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if _replayable() is not None:
-            return torch.nn.Embedding.forward(self, past_key_values_length.view(1))
-        stock: torch.Tensor = forward(self, input_ids_shape, past_key_values_length)
+            before: torch.Tensor = signature.bind(self, *args, **kwargs).arguments[CACHE_LENGTH]
+            return torch.nn.Embedding.forward(self, before.view(1))
+        stock: torch.Tensor = forward(self, *args, **kwargs)
         return stock
 
     return positions

@@ -25,6 +25,7 @@ from fastgen.optimizer.transformers import beam_search
 from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
 from fastgen.optimizer.transformers.modules import is_tested
 from fastgen.optimizer.transformers.requests import Request
+from fastgen.optimizer.transformers.versions import CACHE
 
 _SENTENCES, _BEAMS, _STEPS = 2, 3, 6
 # Largest difference of two logits, relative to the largest logit: rounding in another order stays far below.
@@ -148,11 +149,9 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
     config.max_length = min(config.max_length, request.input_ids.shape[1] + steps)
     config.return_dict_in_generate = config.output_scores = config.output_logits = True
     config._fastgen_sequence_scores_only = False
-    kwargs = {
-        name: selected(value, index, rows) for name, value in request.model_kwargs.items() if name != "past_key_values"
-    }
+    kwargs = {name: selected(value, index, rows) for name, value in request.model_kwargs.items() if name != CACHE}
     # The cache is still empty: its layers' kinds are what is copied.
-    kwargs["past_key_values"] = copy.deepcopy(request.model_kwargs["past_key_values"])
+    kwargs[CACHE] = copy.deepcopy(request.model_kwargs[CACHE])
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=config.max_length)])
     return Request(
         request.model,

@@ -27,8 +27,9 @@ from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, resized
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
 from fastgen.optimizer.transformers.requests import Request, unsupported_reason
+from fastgen.optimizer.transformers.versions import CACHE, CACHE_LENGTH
 
-# `model_type` of those whose only absolute positions are `position_ids` or a module told `past_key_values_length`.
+# `model_type` of those whose only absolute positions are `position_ids` or a module told `CACHE_LENGTH`.
 _REFILLED = frozenset(
     """bart blenderbot gemma gemma2 gpt2 gpt_neox llama m2m_100 marian mbart mistral mt5 opt pegasus phi3 qwen3 t5
     umt5""".split()
@@ -437,7 +438,7 @@ class _Joint(TreeDecoder):
         logits = outputs.logits.split([call.rows for call in self.calls])
         for call, part in zip(self.calls, logits, strict=True):
             call.decoder.is_clearing = is_clearing
-            call.proceed(type(outputs)(logits=part, past_key_values=call.decoder.cache))
+            call.proceed(type(outputs)(logits=part, **{CACHE: call.decoder.cache}))
 
     def _inputs(self) -> dict[str, Any]:
         """The calls' inputs, one below the other; what has no rows is the same for all."""
@@ -449,7 +450,7 @@ class _Joint(TreeDecoder):
                 is_mask = name in ("attention_mask", "decoder_attention_mask")
                 value = value if is_mask else torch.cat([call.inputs[name] for call in self.calls])
             inputs[name] = value
-        inputs["past_key_values"] = self.cache
+        inputs[CACHE] = self.cache
         if inputs.get("cache_position") is not None:
             inputs["cache_position"] = torch.full_like(inputs["cache_position"], self.tree.length)
         return inputs
@@ -460,11 +461,8 @@ def _absolute_positions(model: torch.nn.Module) -> dict[tuple[type, str], module
     return {
         (owner, "forward"): _at_each_position
         for owner in {type(module) for module in model.modules()}
-        if _BEFORE in inspect.signature(owner.forward).parameters
+        if CACHE_LENGTH in inspect.signature(owner.forward).parameters
     }
-
-
-_BEFORE = "past_key_values_length"
 
 
 def _at_each_position(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -480,7 +478,7 @@ def _at_each_position(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         total, first, parts = sum(rows for rows, _ in session.spans), 0, []
         for rows, position in session.spans:
             own = {name: _of_rows(value, first, rows, total) for name, value in arguments.items()}
-            own[_BEFORE] = position
+            own[CACHE_LENGTH] = position
             # Not told by the host, the model counts them from the joint clock.
             if isinstance(own.get("position_ids"), Tensor) and not session.knows_positions:
                 own["position_ids"] = torch.full_like(own["position_ids"], position)

@@ -17,12 +17,12 @@ from fastgen import verification
 from fastgen.decoding.foreign_code import Finding
 from fastgen.optimizer.transformers import foreign, streams
 from fastgen.optimizer.transformers.cache import unsupported_cache
-from fastgen.optimizer.transformers.host import FINDS_EAGER
 from fastgen.optimizer.transformers.modules import of_steps_by_name, unfoldable_attention
+from fastgen.optimizer.transformers.versions import CACHE, FINDS_EAGER
 
 _KNOWN_KWARGS = frozenset(
-    """attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs global_attention_mask
-    inputs_embeds labels latents logits_to_keep past_key_values position_ids token_type_ids use_cache
+    f"""attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs global_attention_mask
+    inputs_embeds labels latents logits_to_keep {CACHE} position_ids token_type_ids use_cache
     return_dict""".split()  # of labels, which a batch may hold, the host gives its model nothing
 )
 # Multimodal models with positions in three dimensions put those first, and latents need not be of a text.
@@ -89,11 +89,9 @@ class Request:
     def batch(self) -> int:
         return self.input_ids.shape[0] // self.beams
 
-    def run(self, stock: Callable[..., Any], past_key_values: Any = None) -> Any:
+    def run(self, stock: Callable[..., Any], cache: Any = None) -> Any:
         """The host's own loop, over the request's cache or over another."""
-        kwargs = (
-            self.model_kwargs if past_key_values is None else {**self.model_kwargs, "past_key_values": past_key_values}
-        )
+        kwargs = self.model_kwargs if cache is None else {**self.model_kwargs, CACHE: cache}
         return stock(
             self.model,
             self.input_ids,
@@ -256,13 +254,13 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
     long_rope_from = getattr(model.config, "original_max_position_embeddings", None)
     if long_rope_from is not None and config.max_length > long_rope_from:
         return f"from {long_rope_from} tokens on the model may drop its cache and begin anew"
-    if not kwargs.get("use_cache") or kwargs.get("past_key_values") is None:
+    if not kwargs.get("use_cache") or kwargs.get(CACHE) is None:
         return "no cache of the standard kind is used"
     if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and not _is_absent(kwargs[name])):
         return f"the model takes further inputs ({', '.join(unknown)})"
-    cache = kwargs["past_key_values"]
+    cache = kwargs[CACHE]
     if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
-        return "the user passed past_key_values"
+        return f"the user passed {CACHE}"
     if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
     if not request.is_search and not _repeats(request.beams, [request.input_ids, *_tensors(kwargs)]):

@@ -20,7 +20,7 @@ from fastgen._patching import MISSING, PatchSet
 from fastgen.attention import as_beams, beam_attention, fold_beams
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.decoding.watched import is_of
-from fastgen.optimizer.transformers import host, modules, slim
+from fastgen.optimizer.transformers import modules, slim, versions
 from fastgen.optimizer.transformers.slim import Kept, SlimCaches
 from fastgen.products import Products, multiply, using
 
@@ -389,4 +389,4 @@ def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:
     return lookup
 
 
-_ATTENTION: dict[tuple[type, str], modules.Wrapper] = {(AttentionInterface, host.ATTENTION_SEAM): _wrap_lookup}
+_ATTENTION: dict[tuple[type, str], modules.Wrapper] = {(AttentionInterface, versions.ATTENTION_SEAM): _wrap_lookup}

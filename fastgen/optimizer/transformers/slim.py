@@ -22,7 +22,7 @@ from fastgen.cache.slim import Projections, Slim
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.decoding.watched import is_watched
 from fastgen.optimizer.transformers import modules
-from fastgen.optimizer.transformers.host import FINDS_EAGER
+from fastgen.optimizer.transformers.versions import FINDS_EAGER
 from fastgen.products import Products
 
 # Classes of attention whose keys and values are projections of their input, and no more -> the layers that make them.

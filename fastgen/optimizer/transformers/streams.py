@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fastgen.attention import stream_attention
 from fastgen.decoding.watched import is_of, is_replaced, is_watched
-from fastgen.optimizer.transformers.host import FINDS_EAGER
+from fastgen.optimizer.transformers.versions import CACHE, FINDS_EAGER
 
 Forward = Callable[..., Any]
 
@@ -86,11 +86,11 @@ def _prophetnets_logits(forward: Forward) -> Forward:
         call = signature.bind(self, *args, **kwargs).arguments
         if _folding_session(call.get("decoder_input_ids"), 1) is None:
             return forward(self, *args, **kwargs)
-        names = ("decoder_input_ids", "attention_mask", "encoder_outputs", "past_key_values", "use_cache")
+        names = ("decoder_input_ids", "attention_mask", "encoder_outputs", CACHE, "use_cache")
         outputs = self.prophetnet(**{name: call.get(name) for name in names}, return_dict=True)
         host: Any = sys.modules[_PROPHETNET]
         logits = self.lm_head(outputs.last_hidden_state_ngram)
-        return host.ProphetNetSeq2SeqLMOutput(logits=logits, past_key_values=outputs.past_key_values)
+        return host.ProphetNetSeq2SeqLMOutput(logits=logits, **{CACHE: getattr(outputs, CACHE)})
 
     return step
 
@@ -126,31 +126,25 @@ def _prophetnets_decoder(forward: Forward) -> Forward:
                 encoder_hidden_states=call.get("encoder_hidden_states"),
                 encoder_attn_mask=bias,
                 main_relative_position_buckets=buckets,
-                past_key_values=call.get("past_key_values"),
+                **{CACHE: call.get(CACHE)},
             )[0]
         return host.ProphetNetDecoderModelOutput(
             last_hidden_state=states[:, :1],
             last_hidden_state_ngram=states[:, 1:],
-            past_key_values=call.get("past_key_values"),
+            **{CACHE: call.get(CACHE)},
         )
 
     return decoder
 
 
 def _prophetnets_attention(forward: Forward) -> Forward:
+    signature = inspect.signature(forward)
+
     @functools.wraps(forward)
-    def attend(
-        self: Any,
-        hidden_states: Tensor,
-        past_key_values: Any = None,
-        attention_mask: Any = None,
-        extended_predict_attention_mask: Any = None,
-        main_relative_position_buckets: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+    def attend(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if (session := _folding_session(hidden_states, _STREAMS)) is None:
-            masks = attention_mask, extended_predict_attention_mask, main_relative_position_buckets
-            return forward(self, hidden_states, past_key_values, *masks, **kwargs)
+            return forward(self, hidden_states, *args, **kwargs)
+        call = signature.bind(self, hidden_states, *args, **kwargs).arguments
         batch, beams, heads = session.tree.batch, session.tree.beams, self.num_attn_heads
 
         def per_head(states: Tensor) -> Tensor:
@@ -158,14 +152,15 @@ def _prophetnets_attention(forward: Forward) -> Forward:
 
         query = per_head(self.query_proj(hidden_states))
         key, value = per_head(self.key_proj(hidden_states)), per_head(self.value_proj(hidden_states))
-        cache = past_key_values.self_attention_cache
+        cache = call[CACHE].self_attention_cache
         keys, values = cache.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
         session.folded()
 
         # What a query gives to each distance, by buckets of these.
         relative = self.relative_pos_embeddings(hidden_states).unflatten(-1, (self.num_buckets, heads))
         by_bucket = relative.unflatten(0, (batch, beams)).permute(0, 4, 1, 2, 3)  # [B, H, M, 2, buckets]
-        index = main_relative_position_buckets[:, None, None].expand(batch, heads, beams, -1, -1)
+        buckets = call["main_relative_position_buckets"]
+        index = buckets[:, None, None].expand(batch, heads, beams, -1, -1)
         bias = by_bucket.gather(-1, index) + session.self_bias(None, query.dtype)[:, :, :, None]
         own_bias = relative[:, 1:, _OWN_BUCKET].transpose(1, 2)  # [B*M, H, 1]
         own = key[:, :, 1:], value[:, :, 1:]
@@ -190,12 +185,12 @@ def _prophetnets_source_attention(forward: Forward) -> Forward:
 
 def _unilms_attention(forward: Forward) -> Forward:
     @functools.wraps(forward)
-    def attend(self: Any, hidden_states: Tensor, attention_mask: Any = None, past_key_values: Any = None) -> Tensor:
+    def attend(self: Any, hidden_states: Tensor, attention_mask: Any = None, cache: Any = None) -> Tensor:
         if (session := _folding_session(hidden_states, _STREAMS)) is None:
-            output: Tensor = forward(self, hidden_states, attention_mask, past_key_values)
+            output: Tensor = forward(self, hidden_states, attention_mask, cache)
             return output
         query, key, value = (self._heads(linear(hidden_states)) for linear in (self.query, self.key, self.value))
-        keys, values = past_key_values.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
+        keys, values = cache.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
         session.folded()
         own = key[:, :, 1:], value[:, :, 1:]
         bias = session.self_bias(None, query.dtype)[:, :, :, None]  # [B, 1, M, 1, width]

@@ -1,7 +1,13 @@
-"""Where the host's versions differ at our seams: 5.x, and 4.57 with its older ones."""
+"""Where the host's versions differ at our seams, asked for by what the host has, not by its number.
+
+5.24 calls a cache `cache`, in inputs and outputs alike; those before, `past_key_values`.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +22,35 @@ TAKES_SOURCE_MASK = FINDS_EAGER
 # 4.57 makes numbers of positions here and there.
 COUNTS_IN_TENSORS = FINDS_EAGER
 PREFILLS = hasattr(GenerationMixin, "_prefill")
+# Beam sampling: whether what was drawn is sorted by its scores, as it is from 5.24 on.
+SORTS_DRAWN = "sort" in GenerationMixin._get_top_k_continuations.__code__.co_names
+# The cache among a model's inputs, in its outputs and in those of `generate`.
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+# What some embeddings of positions are told: how many positions the cache holds.
+CACHE_LENGTH = f"{CACHE}_length"
+# Of some layers the parameter has an older name.
+CACHE_PARAMETERS = ("cache", "past_key_values", "past_key_value", "layer_past", "layer_state")
+
+
+def takes_cache(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's method with a parameter `cache`, which the host knows by the name it has for it itself."""
+    if CACHE == "cache":
+        return function
+    signature = inspect.signature(function)
+    parameters = [each.replace(name=CACHE) if each.name == "cache" else each for each in signature.parameters.values()]
+
+    @functools.wraps(function)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        if CACHE in kwargs:
+            kwargs["cache"] = kwargs.pop(CACHE)
+        return function(*args, **kwargs)
+
+    renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return renamed
 
 
 def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
