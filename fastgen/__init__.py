@@ -89,14 +89,18 @@ class _Leaf:
                     adapter.install(self._patches, module)
                 self.patched = module.__spec__
                 self.mismatch = ""
+                if self is self.host.leaf:
+                    report.take_up(self.host.name)
         except (SeamMismatch, ImportError, AttributeError) as error:
             self._leave_alone(error)
 
     def _leave_alone(self, error: Exception) -> None:
         self.mismatch = str(error) or type(error).__name__
-        if not self._warned:
+        if self is self.host.leaf:
+            report.warn_of_version(self.host.name, self.mismatch)
+        elif not self._warned:
             self._warned = True
-            text = f"fastgen leaves {self.host.name} {self.host.version()} alone: {self.mismatch}"
+            text = f"fastgen leaves {self.name} of {self.host.name} {self.host.version()} alone: {self.mismatch}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
@@ -119,7 +123,8 @@ class _Host:
         version = self.version()
         detail = "; ".join(leaf.mismatch for leaf in self.leaves if leaf.mismatch) if _switch.on else ""
         if self.leaf.patched is not None:
-            return HostStatus(self.name, version, "accelerated", detail)
+            state, why = report.state_of(self.name)
+            return HostStatus(self.name, version, state, "; ".join(filter(None, (why, detail))))
         if self.leaf.name not in sys.modules:
             return HostStatus(self.name, version, "not imported")
         if detail:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import sys
 import textwrap
 import threading
+import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,11 +41,18 @@ class Call:
     plan: str | None = None  # what was predicted for it and for others, or why it could not be another
 
 
+class OfThisVersion(str):
+    """A reason for a fallback that lies in the host's version: no call of this kind can be accelerated on it."""
+
+
 @dataclass(frozen=True)
 class HostStatus:
+    """`state`: "accelerated", "partly accelerated" or "NOT accelerated", from what the calls so far did; "ready"
+    before the first; "not imported", "left alone" or "disabled"."""
+
     name: str
     version: str | None
-    state: str  # "accelerated", "not imported", "left alone" or "disabled"
+    state: str
     detail: str = ""
 
 
@@ -143,6 +152,10 @@ _is_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_is_si
 _calls: deque[Call] = deque()
 _counters: Counter[str] = Counter()
 _logged: set[tuple[str, str]] = set()
+_outcomes: Counter[tuple[str, bool]] = Counter()  # of each host's calls, by whether they were accelerated
+_last_reasons: dict[str, str] = {}  # of each host's calls that were not
+_left_alone: dict[str, str] = {}  # why, by host
+_warned: set[str] = set()  # hosts
 _operators: dict[str, str] = {}
 _encoders: Counter[str] = Counter()
 
@@ -163,14 +176,63 @@ def record(call: Call) -> None:
         raise ValueError(f"tier must be one of {', '.join(TIERS)}, not {call.tier!r}.")
     if _is_silent.get():
         return
-    history = config.current().history
+    settings = config.current()
+    history, is_stock = settings.history, call.tier == "stock"
     with _lock:
         _counters[call.tier] += 1
+        if settings.tier != "stock":  # else the user's wish
+            _outcomes[call.host, not is_stock] += 1
+            if is_stock and call.reason:
+                _last_reasons[call.host] = call.reason
         _calls.append(call)
         while len(_calls) > history:
             _calls.popleft()
-    if call.tier == "stock" and call.reason:
+    if is_stock and call.reason:
         log_once(call.reason, call.model)
+    if isinstance(call.reason, OfThisVersion):
+        warn_of_version(call.host, call.reason)
+
+
+def state_of(host: str) -> tuple[str, str]:
+    """A patched host's `HostStatus.state` and `detail`."""
+    with _lock:
+        if host in _left_alone:
+            return "left alone", _left_alone[host]
+        accelerated, stock = _outcomes[host, True], _outcomes[host, False]
+        why = f"the last because {_last_reasons.get(host)}"
+    if not stock:
+        return "accelerated" if accelerated else "ready", ""
+    if accelerated:
+        return "partly accelerated", f"{stock} of {accelerated + stock} calls were left to {host}, {why}"
+    return "NOT accelerated", f"all calls so far ({stock}) were left to {host}, {why}"
+
+
+def leave_alone(host: str, found: str) -> None:
+    """From now on nothing of this host is accelerated: say so, once, and remember why."""
+    with _lock:
+        _left_alone[host] = found
+    warn_of_version(host, found)
+
+
+def take_up(host: str) -> None:
+    """The host is patched, whatever was found before."""
+    with _lock:
+        _left_alone.pop(host, None)
+
+
+def warn_of_version(host: str, found: str) -> None:
+    """Warn that this version of the host is not accelerated, once for each host."""
+    with _lock:
+        if host in _warned:
+            return
+        _warned.add(host)
+    version = getattr(sys.modules.get(host), "__version__", "")
+    tested = getattr(sys.modules.get(f"fastgen.optimizer.{host}"), "TESTED", "")
+    text = (
+        f"fastgen leaves {host} {version} alone: {found}. {host} works as without fastgen, and no faster. The newest "
+        f"version tested is {tested}: use that one, or a newer fastgen, which `python -m fastgen` then checks."
+    )
+    warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def log_once(reason: str, model: str = "") -> None:
@@ -230,3 +292,5 @@ def reset() -> None:
         _calls.clear()
         _counters.clear()
         _logged.clear()
+        _outcomes.clear()
+        _last_reasons.clear()

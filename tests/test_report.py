@@ -141,3 +141,45 @@ def test_asking_for_the_status_loads_no_operators() -> None:
     code = "import fastgen, sys; print(fastgen.status()); assert 'torch' not in sys.modules"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "operators: not used yet" in run.stdout
+
+
+def test_a_hosts_state_is_what_calls_did() -> None:
+    assert report.state_of("transformers") == ("ready", "")
+    report.record(call("compat"))
+    with fastgen.configured(tier="stock"):  # as the user wishes
+        report.record(call("stock", "tier='stock' is configured"))
+    assert report.state_of("transformers") == ("accelerated", "")
+    report.record(call("stock", "of this"))
+    report.record(call("stock", "of that"))
+    assert report.state_of("transformers") == (
+        "partly accelerated",
+        "2 of 3 calls were left to transformers, the last because of that",
+    )
+    assert report.state_of("fairseq") == ("ready", "")
+    report.reset()
+    report.record(call("stock", "of this"))
+    assert report.state_of("transformers") == (
+        "NOT accelerated",
+        "all calls so far (1) were left to transformers, the last because of this",
+    )
+
+
+def test_a_reason_of_the_hosts_version_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="fastgen leaves transformers .*alone: its cache is new") as caught:
+        for _ in range(3):
+            report.record(call("stock", report.OfThisVersion("its cache is new")))
+        report.record(call("stock", "of the call"))
+    assert len(caught) == 1
+
+
+def test_a_host_that_is_given_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_warned", set())
+    report.record(call("fast"))
+    with pytest.warns(RuntimeWarning, match="no parameter cache"):
+        report.leave_alone("transformers", "prepare has no parameter cache")
+    try:
+        assert report.state_of("transformers") == ("left alone", "prepare has no parameter cache")
+    finally:
+        report.take_up("transformers")
+    assert report.state_of("transformers") == ("accelerated", "")

@@ -41,7 +41,7 @@ def host():
 CHECK = """
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 from fairseq import checkpoint_utils
-assert host().state == "accelerated" and not host().detail, fastgen.status()
+assert host().state == "ready" and not host().detail, fastgen.status()
 assert host().version == fairseq.__version__
 patched = raw()
 fastgen.disable()
@@ -54,7 +54,7 @@ assert changed == {
     "fairseq.checkpoint_utils",
 }, changed
 fastgen.enable()
-assert raw().keys() == patched.keys() and host().state == "accelerated"
+assert raw().keys() == patched.keys() and host().state == "ready"
 with fastgen.disabled():
     assert raw() == stock
 fastgen.disable()

@@ -7,6 +7,8 @@ from types import ModuleType
 from fastgen._patching import PatchSet, SeamMismatch, require_signature
 from fastgen.optimizer.fairseq import checkpoints, seams
 
+TESTED = "0.12.3.1"  # the newest version of the host
+
 _GENERATE = ("self", "sample", "prefix_tokens", "constraints", "bos_token")
 # What the host's search asks of its models; the tree stands in for each of them.
 _ENSEMBLE = (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from fastgen import config
+from fastgen import config, report
 from fastgen._patching import PatchSet, SeamMismatch, require_signature
+
+TESTED = "5.24.0"  # the newest version of the host
 
 _SEARCH = (
     "self",
@@ -107,8 +108,8 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
             from fastgen.optimizer.transformers import dispatch
             from fastgen.optimizer.transformers.requests import Request
         except (ImportError, AttributeError) as error:  # names that this version of the host lacks
-            warnings.warn(f"fastgen leaves transformers alone: {error}", RuntimeWarning, stacklevel=3)
             patches.revert()
+            report.leave_alone("transformers", str(error))
             return stock(*args, **model_kwargs)
         if stock.__name__ == "_beam_search":
             return dispatch.run(Request(*args, model_kwargs), stock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from fastgen.cache.slim import Slim, keys_and_values
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.optimizer.transformers.session import Session, traced
 from fastgen.optimizer.transformers.slim import SlimCaches
+from fastgen.report import OfThisVersion
 
 
 def unsupported_cache(cache: Any) -> str | None:
@@ -29,13 +31,26 @@ def unsupported_cache(cache: Any) -> str | None:
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if type(cache) is not DynamicCache:
-        return f"its cache is a {type(cache).__name__}"
+        return _left(type(cache), "its cache is a")
     if getattr(cache, "offloading", False):
         return "its cache is offloaded"
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return f"a layer keeps its state in a {type(layer).__name__}"
+            return _left(type(layer), "a layer keeps its state in a")
     return None
+
+
+# Of the host's own module of caches, those that its versions so far have: not for us, but known.
+_KNOWN = re.compile(
+    "(Static|Quantized|Offloaded|Hybrid|Sink|SlidingWindow|Mtp|DFlash|EncoderDecoder|Chunked|Dynamic"
+    "|Quanto|HQQ|Fp8|Linear|Dummy|BaseQuantized)"
+)
+
+
+def _left(kind: type, what: str) -> str:
+    reason = f"{what} {kind.__name__}"
+    is_new = kind.__module__ == Cache.__module__ and not _KNOWN.match(kind.__name__)
+    return OfThisVersion(reason) if is_new else reason
 
 
 class _Layer(CacheLayerMixin):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import logits_process, stopping_criteria
 
 from fastgen import verification
@@ -19,6 +19,7 @@ from fastgen.optimizer.transformers import foreign, streams
 from fastgen.optimizer.transformers.cache import unsupported_cache
 from fastgen.optimizer.transformers.modules import of_steps_by_name, unfoldable_attention
 from fastgen.optimizer.transformers.versions import CACHE, FINDS_EAGER
+from fastgen.report import OfThisVersion
 
 _KNOWN_KWARGS = frozenset(
     f"""attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs global_attention_mask
@@ -255,11 +256,18 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
     if long_rope_from is not None and config.max_length > long_rope_from:
         return f"from {long_rope_from} tokens on the model may drop its cache and begin anew"
     if not kwargs.get("use_cache") or kwargs.get(CACHE) is None:
+        others = [name for name, value in kwargs.items() if isinstance(value, Cache) and name != "cache_params"]
+        if others:  # but for Mamba's, which has another name before 5.24
+            return OfThisVersion(f"its cache is called {others[0]}, and not {CACHE}")
         return "no cache of the standard kind is used"
     if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and not _is_absent(kwargs[name])):
         return f"the model takes further inputs ({', '.join(unknown)})"
     cache = kwargs[CACHE]
-    if getattr(cache, "_is_user_defined", False) or cache.get_seq_length():
+    if getattr(cache, "_is_user_defined", False):
+        return f"the user passed {CACHE}"
+    if reason := unsupported_cache(cache):
+        return reason
+    if cache.get_seq_length():
         return f"the user passed {CACHE}"
     if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
@@ -272,8 +280,6 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
     outputs = kwargs.get("encoder_outputs")
     if outputs is not None and outputs[0].shape[:1] != request.input_ids.shape[:1]:
         return f"there are {outputs[0].shape[0]} rows of the source for {request.input_ids.shape[0]} of the prompt"
-    if reason := unsupported_cache(cache):
-        return reason
     if reason := foreign.reason_against(request.foreign):
         return reason
     if reason := unsupported_model(model):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor
@@ -23,13 +23,19 @@ TAKES_SOURCE_MASK = FINDS_EAGER
 COUNTS_IN_TENSORS = FINDS_EAGER
 PREFILLS = hasattr(GenerationMixin, "_prefill")
 # Beam sampling: whether what was drawn is sorted by its scores, as it is from 5.24 on.
-SORTS_DRAWN = "sort" in GenerationMixin._get_top_k_continuations.__code__.co_names
+SORTS_DRAWN = "sort" in inspect.unwrap(GenerationMixin._get_top_k_continuations).__code__.co_names
+
+
+def _named(parameters: Container[str], *names: str) -> str:
+    """The first of `names` that is among the parameters; ImportError, which leaves the host alone, if none is."""
+    for name in names:
+        if name in parameters:
+            return name
+    raise ImportError(f"prepare_inputs_for_generation has no parameter {' or '.join(names)}")
+
+
 # The cache among a model's inputs, in its outputs and in those of `generate`.
-CACHE = next(
-    name
-    for name in ("cache", "past_key_values")
-    if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-)
+CACHE = _named(inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters, "cache", "past_key_values")
 # What some embeddings of positions are told: how many positions the cache holds.
 CACHE_LENGTH = f"{CACHE}_length"
 # Of some layers the parameter has an older name.

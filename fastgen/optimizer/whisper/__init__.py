@@ -11,6 +11,8 @@ from typing import Any
 from fastgen import config
 from fastgen._patching import PatchSet, require_signature
 
+TESTED = "20250625"  # the newest version of the host
+
 # What the host's `DecodingTask` and its decoders ask of their inference.
 _METHODS = {
     "logits": ("self", "tokens", "audio_features"),

@@ -95,6 +95,8 @@ def unsupported_reason(model: Any, tokens: Tensor, audio_features: Tensor) -> st
         return "autocast rounds between the layers"
     if audio_features.ndim != 3 or not len(audio_features) or len(tokens) % len(audio_features):
         return f"audio features of shape {tuple(audio_features.shape)} are not one row for each segment"
+    if 1 < len(audio_features) < len(tokens):
+        return "whisper itself cannot decode several segments with several beams or samples each"
     if type(model) is not Whisper or not are_of({"whisper"}, model.decoder.modules()):
         return f"{type(model).__name__} is not whisper's own model"
     if (mode := foreign_code.active_mode()) is not None:

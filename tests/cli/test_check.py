@@ -1,0 +1,81 @@
+"""fastgen-check: a line on each host, and an exit code, from what tiny models do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import fastgen
+from fastgen.cli import check
+from fastgen.decoding.beam_search import BeamSearch
+from fastgen.optimizer.transformers import requests
+
+
+def _line(output: str, host: str = "transformers") -> str:
+    return next(line for line in output.splitlines() if line.startswith(host))
+
+
+def test_installed_hosts_are_accelerated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith(f"fastgen {fastgen.__version__}, Python ") and "operators: " in output
+    assert "accelerated, identical; 6 searches: 2 fast, 4 compat" in _line(output)
+    assert len(output.splitlines()) == 4  # no faults
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "fastgen", "--help"], capture_output=True, text=True, check=True)
+    assert "fastgen-check" in done.stdout
+
+
+def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--faster"]) == 2
+    assert capsys.readouterr().err == "fastgen-check: Unrecognized arguments: --faster; --help lists the flags.\n"
+
+
+def test_disabled(capsys: pytest.CaptureFixture[str]) -> None:
+    with fastgen.disabled():
+        assert check.main([]) == check.FAILED
+    output = capsys.readouterr().out
+    assert "NOT accelerated; 6 searches: 6 stock" in _line(output)
+    assert "  beam search of a decoder: fastgen is disabled (FASTGEN_DISABLE)" in output
+
+
+def test_calls_left_to_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a host whose caches have a name that we do not know."""
+    monkeypatch.setattr(requests, "CACHE", "keys_and_values")
+    with pytest.warns(RuntimeWarning, match=r"fastgen leaves transformers \S+ alone: its cache is called") as caught:
+        from fastgen import report
+
+        monkeypatch.setattr(report, "_warned", set())
+        assert check.main([]) == check.FAILED
+    assert len([one for one in caught if "leaves transformers" in str(one.message)]) == 1
+    output = capsys.readouterr().out
+    assert "NOT accelerated; 6 searches: 6 stock" in _line(output)
+    assert output.count("and not keys_and_values") == 6
+
+
+def test_other_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    choose = BeamSearch.choose_allowed
+
+    def wrong(self: Any, logits: Any, banned: Any, is_stopped: Any) -> Any:
+        return choose(self, -logits, banned, is_stopped)
+
+    monkeypatch.setattr(BeamSearch, "choose_allowed", wrong)
+    monkeypatch.setattr(BeamSearch, "choose", lambda self, scores, *_, **__: choose(self, -scores, None, *_[:1]))
+    assert check.main([]) == check.FAILED
+    assert "  beam search of a decoder: " in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken() -> Any:
+        raise OSError("no such library")
+
+    monkeypatch.setitem(check._SEARCHES, "transformers", broken)
+    assert check.main([]) == check.FAILED
+    output = capsys.readouterr().out
+    assert "NOT accelerated" in _line(output)
+    assert "  import: a model cannot be made (OSError: no such library)" in output
