@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,23 +38,17 @@ hypothesis.settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("drawn")
-    group.addoption("--one-in", type=int, default=1, metavar="N", help="run one in N of each test's cases")
+    group.addoption("--one-in", type=int, default=1, metavar="N", help="run about one in N of the tests, a case each")
     group.addoption("--drawn-by", default="0", metavar="SEED", help="the seed that --one-in draws them by")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --one-in N, leave out all but the drawn cases: of each test function at least one."""
-    if (one_in := config.getoption("--one-in")) == 1:
-        return
-    seed, cases = config.getoption("--drawn-by"), defaultdict(list)
-    for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item.nodeid)
-    drawn = set()
-    for names in cases.values():
-        names.sort(key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
-        drawn |= set(names[: -(-len(names) // one_in)])
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in drawn])
-    items[:] = [item for item in items if item.nodeid in drawn]
+    """With --one-in N, leave out all but the drawn tests."""
+    one_in, seed = config.getoption("--one-in"), config.getoption("--drawn-by")
+    drawn = [item for item in items if not zlib.crc32(f"{seed} {item.nodeid}".encode()) % one_in]
+    if len(drawn) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
+        items[:] = drawn
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from pages import BLOCKS, DOCS, LANGUAGES, PAGES, ROOT, Block
 
 import fastgen
 from fastgen import config, report
-from fastgen.cli import bench, demo, generate, generate_transformers, serve
+from fastgen.cli import bench, check, demo, generate, generate_transformers, serve
 
 # Blocks that stand on a page and need the same run together, in their order, in one namespace.
 RUNS = list(dict.fromkeys((block.page, block.needs) for block in BLOCKS if block.language == "python"))
@@ -267,6 +267,7 @@ def _run_once(command: Any, *key: str) -> None:
 CHECKS = {
     "curl": _curl,
     "fastgen-bench": _bench,
+    "fastgen-check": lambda words, block: _run_once(lambda: check.main(words), "check"),
     "fastgen-demo": _demo,
     "fastgen-generate": _generate,
     "fastgen-generate-transformers": _generate_transformers,
@@ -307,11 +308,12 @@ def test_status_is_shown_as_it_is() -> None:
     names = "ban_repeated_ngrams_ ban_source_ngrams_ topk_log_softmax beam_attention skinny_linear".split()
     call = ("transformers", "BartForConditionalGeneration")
     why = "output_attentions asks for tensors of the host's own layout"
+    left = f"1 of 3 calls were left to transformers, the last because {why}"
     status = report.Status(
         "0.1.0",
         True,
         (
-            report.HostStatus("transformers", "5.23.0", "accelerated"),
+            report.HostStatus("transformers", "5.23.0", "partly accelerated", left),
             report.HostStatus("fairseq", None, "not imported"),
             report.HostStatus("whisper", None, "not imported"),
         ),

@@ -156,6 +156,8 @@ def _texts(node: ast.expr | None) -> list[str]:
         return [node.value]
     if isinstance(node, ast.JoinedStr):
         return ["".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("OfThisVersion", "_told"):
+        return _texts(node.args[-1])
     return []
 
 

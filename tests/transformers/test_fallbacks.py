@@ -12,14 +12,15 @@ import harness
 import pytest
 import torch
 import zoo
-from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, StaticCache
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama import modeling_llama
 
 import fastgen
+from fastgen import report
 from fastgen.cache import tree
-from fastgen.optimizer.transformers import session, versions
+from fastgen.optimizer.transformers import cache, requests, session, versions
 from fastgen.optimizer.transformers.versions import CACHE
 
 SEARCH = dict(num_beams=3, max_new_tokens=7)
@@ -392,6 +393,24 @@ def test_dynamically_quantised_layers() -> None:
     assert_falls_back(model, zoo.inputs_for("bart"), "dynamically quantised")
 
 
+def test_caches_of_a_newer_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another name, or of a kind that no version tested has: the user hears of it once."""
+    model, inputs = zoo.load("bart"), zoo.inputs_for("bart")
+    monkeypatch.setattr(report, "_warned", set())
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="its cache is called") as caught:
+        patch.setattr(requests, "CACHE", "keys_and_values")
+        for _ in range(2):
+            assert_falls_back(model, inputs, f"its cache is called {CACHE}, and not keys_and_values")
+    assert len(caught) == 1
+    monkeypatch.setattr(report, "_warned", set())
+    kind = type("FoldedCache", (DynamicCache,), {"__module__": DynamicCache.__module__})
+    reason = cache.unsupported_cache(kind())
+    assert reason == "its cache is a FoldedCache" and isinstance(reason, report.OfThisVersion)
+    assert not isinstance(cache.unsupported_cache(StaticCache(model.config, 8)), report.OfThisVersion)
+    mine = type("FoldedCache", (DynamicCache,), {"__module__": "mine"})
+    assert not isinstance(cache.unsupported_cache(mine()), report.OfThisVersion)
+
+
 def test_a_host_without_a_name_that_we_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found out at the first call: one warning, and the host's own search."""
     model, inputs = zoo.load("bart"), zoo.inputs_for("bart")
@@ -399,9 +418,11 @@ def test_a_host_without_a_name_that_we_need(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "fastgen.optimizer.transformers.dispatch", None)
     monkeypatch.delattr("fastgen.optimizer.transformers.dispatch")
     try:
-        with pytest.warns(RuntimeWarning, match="leaves transformers alone"):
+        monkeypatch.setattr(report, "_warned", set())
+        with pytest.warns(RuntimeWarning, match="leaves transformers .* alone"):
             assert torch.equal(model.generate(**inputs, **SEARCH), stock)
         assert torch.equal(model.generate(**inputs, **SEARCH), stock)
+        assert fastgen.status().hosts[0].state == "left alone"
     finally:
         monkeypatch.undo()
         fastgen.disable()

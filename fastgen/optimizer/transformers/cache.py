@@ -31,12 +31,12 @@ def unsupported_cache(cache: Any) -> str | None:
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
     if type(cache) is not DynamicCache:
-        return _left(type(cache), "its cache is a")
+        return _told(type(cache), f"its cache is a {type(cache).__name__}")
     if getattr(cache, "offloading", False):
         return "its cache is offloaded"
     for layer in cache.layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return _left(type(layer), "a layer keeps its state in a")
+            return _told(type(layer), f"a layer keeps its state in a {type(layer).__name__}")
     return None
 
 
@@ -47,8 +47,8 @@ _KNOWN = re.compile(
 )
 
 
-def _left(kind: type, what: str) -> str:
-    reason = f"{what} {kind.__name__}"
+def _told(kind: type, reason: str) -> str:
+    """The reason, as one of the host's version if this kind of cache is new there."""
     is_new = kind.__module__ == Cache.__module__ and not _KNOWN.match(kind.__name__)
     return OfThisVersion(reason) if is_new else reason
 
