@@ -39,15 +39,21 @@ hypothesis.settings.load_profile("repeatable")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("drawn")
     group.addoption("--one-in", type=int, default=1, metavar="N", help="run about one in N of the tests, a case each")
-    group.addoption("--drawn-by", default="0", metavar="SEED", help="the seed that --one-in draws them by")
+    group.addoption("--slow-one-in", type=int, default=1, metavar="N", help="of those marked slow, one in N")
+    group.addoption("--drawn-by", default="0", metavar="SEED", help="the seed that draws them")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --one-in N, leave out all but the drawn tests."""
-    one_in, seed = config.getoption("--one-in"), config.getoption("--drawn-by")
-    drawn = [item for item in items if not zlib.crc32(f"{seed} {item.nodeid}".encode()) % one_in]
+    """With --one-in N or --slow-one-in N, leave out all but the drawn tests."""
+
+    def is_drawn(item: pytest.Item) -> bool:
+        slow = config.getoption("--slow-one-in") if item.get_closest_marker("slow") else 1
+        number = zlib.crc32(f"{config.getoption('--drawn-by')} {item.nodeid}".encode())
+        return number % (config.getoption("--one-in") * slow) == 0
+
+    drawn = [item for item in items if is_drawn(item)]
     if len(drawn) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in drawn])
+        config.hook.pytest_deselected(items=[item for item in items if not is_drawn(item)])
         items[:] = drawn
 
 
