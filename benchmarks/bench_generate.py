@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 import fastgen
 from fastgen import report
+from fastgen.optimizer.transformers.versions import CACHE
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ class StockCache:
         self._handle = model.register_forward_hook(self._look)
 
     def _look(self, module: Any, inputs: Any, outputs: Any) -> None:
-        cache = outputs.past_key_values
+        cache = getattr(outputs, CACHE)
         parts = (cache.self_attention_cache, cache.cross_attention_cache) if _is_pair(cache) else (cache,)
         tensors = [x for part in parts for layer in part.layers for x in (layer.keys, layer.values)]
         self.bytes = max(self.bytes, sum(x.numel() * x.element_size() for x in tensors))

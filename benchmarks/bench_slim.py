@@ -35,6 +35,7 @@ from fastgen import attention, gpu_attention
 from fastgen.cache import planner, slim
 from fastgen.cache.slim import Choice, InputCache, Projections
 from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.optimizer.transformers.versions import CACHE
 
 NUMBER = 4  # bytes
 CHOICES = {"kv": Choice(), "e+kv": Choice("kv", "e"), "x+kv": Choice("x", "kv"), "x+e": Choice("x", "e")}
@@ -173,7 +174,8 @@ def check_stock_formula() -> None:
             max_new_tokens=20,
             return_dict_in_generate=True,
         )
-    caches = result.past_key_values.self_attention_cache, result.past_key_values.cross_attention_cache
+    cache = getattr(result, CACHE)
+    caches = cache.self_attention_cache, cache.cross_attention_cache
     held = sum(x.nbytes for cache in caches for layer in cache.layers for x in (layer.keys, layer.values))
     expected = stock_bytes(Model("", 2, 64, 64, 1500, "x", 0, tokens=20), 5)  # the last token is never read
     if held != expected:

@@ -97,7 +97,7 @@ class _Leaf:
     def _leave_alone(self, error: Exception) -> None:
         self.mismatch = str(error) or type(error).__name__
         if self is self.host.leaf:
-            report.warn_of_version(self.host.name, self.mismatch)
+            report.warn_of_version(self.host.name, f"alone: {self.mismatch}")
         elif not self._warned:
             self._warned = True
             text = f"fastgen leaves {self.name} of {self.host.name} {self.host.version()} alone: {self.mismatch}"

@@ -190,7 +190,10 @@ def record(call: Call) -> None:
     if is_stock and call.reason:
         log_once(call.reason, call.model)
     if isinstance(call.reason, OfThisVersion):
-        warn_of_version(call.host, call.reason)
+        try:
+            warn_of_version(call.host, f"to itself in calls like this one: {call.reason}")
+        except RuntimeWarning as warning:  # the user's filter makes errors of warnings: what was decoded is not lost
+            log(str(warning))
 
 
 def state_of(host: str) -> tuple[str, str]:
@@ -199,19 +202,23 @@ def state_of(host: str) -> tuple[str, str]:
         if host in _left_alone:
             return "left alone", _left_alone[host]
         accelerated, stock = _outcomes[host, True], _outcomes[host, False]
-        why = f"the last because {_last_reasons.get(host)}"
+        reason = _last_reasons.get(host)
+        why = f", the last because {reason}" if reason else ""
     if not stock:
         return "accelerated" if accelerated else "ready", ""
     if accelerated:
-        return "partly accelerated", f"{stock} of {accelerated + stock} calls were left to {host}, {why}"
-    return "NOT accelerated", f"all calls so far ({stock}) were left to {host}, {why}"
+        return "partly accelerated", f"{stock} of {accelerated + stock} calls were left to {host}{why}"
+    return "NOT accelerated", f"all calls so far ({stock}) were left to {host}{why}"
 
 
 def leave_alone(host: str, found: str) -> None:
     """From now on nothing of this host is accelerated: say so, once, and remember why."""
     with _lock:
         _left_alone[host] = found
-    warn_of_version(host, found)
+    try:
+        warn_of_version(host, f"alone: {found}")
+    except RuntimeWarning as warning:  # as above: the host is about to decode
+        log(str(warning))
 
 
 def take_up(host: str) -> None:
@@ -221,7 +228,9 @@ def take_up(host: str) -> None:
 
 
 def warn_of_version(host: str, found: str) -> None:
-    """Warn that this version of the host is not accelerated, once for each host."""
+    """Warn that this version of the host, or some of its calls, are not accelerated, once for each host.
+
+    `found`: what is left alone and why, as in "alone: ..."."""
     with _lock:
         if host in _warned:
             return
@@ -229,8 +238,8 @@ def warn_of_version(host: str, found: str) -> None:
     version = getattr(sys.modules.get(host), "__version__", "")
     tested = getattr(sys.modules.get(f"fastgen.optimizer.{host}"), "TESTED", "")
     text = (
-        f"fastgen leaves {host} {version} alone: {found}. {host} works as without fastgen, and no faster. The newest "
-        f"version tested is {tested}: use that one, or a newer fastgen, which `python -m fastgen` then checks."
+        f"fastgen leaves {host} {version} {found}. That works as without fastgen, and no faster. The newest version "
+        f"tested is {tested}: use that one, or a newer fastgen, which `python -m fastgen` then checks."
     )
     warnings.warn(text, RuntimeWarning, stacklevel=3)
 

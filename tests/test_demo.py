@@ -304,6 +304,11 @@ def test_what_ran_is_told(tiers: dict[tuple[str, str | None], int], expected: st
     assert expected in demo.what_ran(result)
 
 
+def test_a_search_that_was_never_reached_is_no_fault_of_the_host() -> None:
+    job = demo.build_job(demo.parse(["--limit", "1"]))
+    assert "never reached its beam search" in demo.what_ran(demo.Result(job, {}, Counter()))
+
+
 def test_a_strict_fallback_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fall_back(job: demo.Job, *, progress: bool) -> demo.Result:
         raise fastgen.FallbackError("the cache is quantised")

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 
@@ -166,11 +167,23 @@ def test_a_hosts_state_is_what_calls_did() -> None:
 
 def test_a_reason_of_the_hosts_version_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_warned", set())
-    with pytest.warns(RuntimeWarning, match="fastgen leaves transformers .*alone: its cache is new") as caught:
+    with pytest.warns(
+        RuntimeWarning, match="fastgen leaves transformers .* in calls like this one: its cache is new"
+    ) as caught:
         for _ in range(3):
             report.record(call("stock", report.OfThisVersion("its cache is new")))
         report.record(call("stock", "of the call"))
     assert len(caught) == 1
+
+
+def test_a_warning_that_the_user_makes_an_error_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(report, "_warned", set())
+    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "fastgen"):
+        warnings.simplefilter("error")
+        report.record(call("stock", report.OfThisVersion("its cache is new")))
+    assert len(report.calls()) == 1 and "its cache is new. That works as without fastgen" in caplog.text
 
 
 def test_a_host_that_is_given_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

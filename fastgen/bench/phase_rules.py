@@ -96,7 +96,7 @@ _FASTGEN = [
     Rule(f"{_OT}cache.py", ".*", CACHE),
     Rule(f"{_OT}decoder.py", "plant|keep|reorder|shared|selected|_unexpanded|_widen_source", CACHE),
     Rule(f"{_OT}decoder.py", "run", _PASS),
-    Rule(f"{_OT}host.py", "prefill", PREFILL),
+    Rule(f"{_OT}versions.py", "prefill", PREFILL),
     Rule(f"{_OT}encoder.py", ".*", ENCODER),
     Rule(f"{_OT}(beam_search|group_search|processors|screening).py", ".*", _LOOP),
     Rule(f"{_OF}decoder.py", "forward_encoder", ENCODER),

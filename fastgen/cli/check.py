@@ -93,7 +93,9 @@ def _tried(search: Search) -> Outcome:
         with fastgen.disabled():
             expected = run()
         before = sum(fastgen.status().counters.values())
-        found = run()
+        with fastgen.configured(history=1):
+            found = run()
+            calls = fastgen.status().calls
     except Exception as error:
         return Outcome(search.name, "stock", f"failed ({type(error).__name__}: {first_line(error)})")
     status = fastgen.status()
@@ -101,7 +103,7 @@ def _tried(search: Search) -> Outcome:
         return Outcome(search.name, "stock", "fastgen is disabled (FASTGEN_DISABLE)")
     if sum(status.counters.values()) == before:
         return Outcome(search.name, "stock", "the call did not reach fastgen")
-    call = status.calls[-1]
+    call = calls[-1]
     fault = call.reason if call.tier == "stock" else None if found == expected else "other tokens than the host's"
     return Outcome(search.name, call.tier, fault)
 
@@ -128,13 +130,13 @@ def _surroundings() -> str:
 
     from fastgen import ops
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cpu")  # where the tiny models are
     how = fastgen.status().operators
     plain = sorted({text for text in how.values() if not text.startswith("native")})
     operators = "native" if ops.is_native(device) else "in plain torch: " + "; ".join(plain)
     return (
         f"fastgen {fastgen.__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; operators: {operators}"
+        f"CPU with {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; operators: {operators}"
     )
 
 

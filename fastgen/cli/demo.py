@@ -340,7 +340,7 @@ def what_ran(result: Result) -> str:
             lines.append(f"  {count} x {what[tier]}" + (f" ({reason})" if reason else ""))
         return "\n".join(lines)
     host = next((h for h in fastgen.status().hosts if h.name == "transformers"), None)
-    if host is not None and host.state != "accelerated":
+    if host is not None and host.state in ("disabled", "left alone", "not imported"):
         why = f" ({host.detail})" if host.detail else ""
         return f"\nNothing was accelerated: transformers is {host.state}{why}."
     if result.job.beams == 1:

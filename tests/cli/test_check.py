@@ -36,6 +36,11 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "fastgen-check: Unrecognized arguments: --faster; --help lists the flags.\n"
 
 
+def test_no_history(capsys: pytest.CaptureFixture[str]) -> None:
+    with fastgen.configured(history=0):
+        assert check.main([]) == 0, capsys.readouterr()
+
+
 def test_disabled(capsys: pytest.CaptureFixture[str]) -> None:
     with fastgen.disabled():
         assert check.main([]) == check.FAILED
@@ -47,7 +52,9 @@ def test_disabled(capsys: pytest.CaptureFixture[str]) -> None:
 def test_calls_left_to_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a host whose caches have a name that we do not know."""
     monkeypatch.setattr(requests, "CACHE", "keys_and_values")
-    with pytest.warns(RuntimeWarning, match=r"fastgen leaves transformers \S+ alone: its cache is called") as caught:
+    with pytest.warns(
+        RuntimeWarning, match=r"fastgen leaves transformers \S+ to itself in calls like this one: its cache is called"
+    ) as caught:
         from fastgen import report
 
         monkeypatch.setattr(report, "_warned", set())

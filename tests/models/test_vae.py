@@ -27,7 +27,7 @@ from fastgen import report
 from fastgen.decoding import replays
 from fastgen.models.vae import Gpt2VaeConfig, Gpt2VaeLMHeadModel
 from fastgen.optimizer.transformers import versions
-from fastgen.optimizer.transformers.versions import CACHE
+from fastgen.optimizer.transformers.versions import CACHE, OLD_CACHE
 
 SIZE = 5  # of a latent
 WAYS = {
@@ -121,11 +121,12 @@ def test_logits(way: str, attention: str) -> None:
 
 
 @ways
-def test_steps_over_a_cache(way: str) -> None:
+@pytest.mark.parametrize("name", sorted({CACHE, OLD_CACHE}))
+def test_steps_over_a_cache(way: str, name: str) -> None:
     model, inputs = load(way), inputs_of(load(way), batch=1, length=6)
     (text, latent), cache, logits = texts_of(inputs)[0], None, []
     for token in model.with_slot(text[None])["input_ids"][0]:
-        outputs = model(token[None, None], latents=latent[None], **{CACHE: cache}, use_cache=True)
+        outputs = model(token[None, None], latents=latent[None], **{name: cache}, use_cache=True)
         cache = getattr(outputs, CACHE)
         logits.append(outputs.logits[0, -1])
     torch.testing.assert_close(torch.stack(logits)[-len(text) :], plain_logits(model, text, latent), rtol=0, atol=2e-5)

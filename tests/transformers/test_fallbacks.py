@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
@@ -96,6 +97,18 @@ def test_a_static_cache(name: str) -> None:
 @both
 def test_no_cache(name: str) -> None:
     assert_falls_back(zoo.load(name), zoo.inputs_for(name), "cache", use_cache=False)
+
+
+def test_a_cache_that_is_not_used() -> None:
+    """It is no sign of a newer host."""
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "fastgen leaves")
+        harness.run_fastgen(
+            model, {**inputs, CACHE: DynamicCache(config=model.config)}, strict=False, use_cache=False, **SEARCH
+        )
+    reason = fastgen.status().calls[-1].reason
+    assert reason == "no cache of the standard kind is used" and not isinstance(reason, report.OfThisVersion)
 
 
 @both

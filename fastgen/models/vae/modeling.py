@@ -27,13 +27,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model, eager_attention_forward
 
 from fastgen.models.vae.configuration import Gpt2VaeConfig
-from fastgen.optimizer.transformers.versions import CACHE, takes_cache
+from fastgen.optimizer.transformers.versions import CACHE, OLD_CACHE, takes_cache
 
 _FINDS_EAGER = hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface")  # 5.x; 4.57 has the others alone
 _SEEING = (ForcedBOSTokenLogitsProcessor, NoRepeatNGramLogitsProcessor, SequenceBiasLogitsProcessor)
 _IGNORED = -100  # a label that counts for no loss
 # What `generate` could be given of each token. The slot is none of them.
-_PER_TOKEN = ("inputs_embeds", CACHE, "position_ids", "token_type_ids")
+_PER_TOKEN = ("inputs_embeds", "cache", OLD_CACHE, "position_ids", "token_type_ids")
 
 
 class WithoutSlot(LogitsProcessor):

@@ -188,7 +188,7 @@ def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSea
         early_stopping=config.early_stopping,
         max_length=config.max_length,
         prompt_length=request.input_ids.shape[1],
-        sorts_drawn=versions.SORTS_DRAWN,
+        sorts_drawn=versions.sorts_drawn(),
     )
     # Enough candidates that M go on although any of M beams may end with any of the end tokens.
     candidates = max(2, 1 + (len(eos) if eos is not None else 0)) * request.beams

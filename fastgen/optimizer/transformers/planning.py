@@ -58,6 +58,7 @@ def fixed_for(request: Request, stock: Callable[..., Any]) -> Caches:
 
 @dataclass(frozen=True)
 class _Judged:
+    choice: Choice
     state: Hashable  # of the model's weights, and what was asked for
     caches: Caches
 
@@ -86,13 +87,13 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
     state = (how, _state_of(model))
     judged = _judged.get(model)
     if judged is None or judged.state != state:
-        if judged is not None and choice not in _OF_VIEWS:
+        if judged is not None and judged.choice not in _OF_VIEWS:
             recordings.drop(model)  # steps recorded with weights inverted before: no call will take them again
         try:
             caches = _judge(request, stock, choice, threshold)
         except Exception as error:  # the call itself may succeed, and if not, will say so
             caches = Caches({}, f"a trial failed ({type(error).__name__}: {error})")
-        judged = _judged[model] = _Judged(state, caches)
+        judged = _judged[model] = _Judged(choice, state, caches)
     caches = judged.caches
     kept = caches.kept if wanted == choice else _those(caches.kept, wanted)
     return Caches(kept, "; ".join(filter(None, (plan, caches.plan))) or None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import logits_process, stopping_criteria
 
 from fastgen import verification
@@ -255,9 +255,12 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
     long_rope_from = getattr(model.config, "original_max_position_embeddings", None)
     if long_rope_from is not None and config.max_length > long_rope_from:
         return f"from {long_rope_from} tokens on the model may drop its cache and begin anew"
-    if not kwargs.get("use_cache") or kwargs.get(CACHE) is None:
-        others = [name for name, value in kwargs.items() if isinstance(value, Cache) and name != "cache_params"]
-        if others:  # but for Mamba's, which has another name before 5.24
+    if not kwargs.get("use_cache"):
+        return "no cache of the standard kind is used"
+    if kwargs.get(CACHE) is None:
+        # Of the host's own kinds, made for this call; Mamba's has another name before 5.24, and encoders have theirs.
+        others = [name for name, value in kwargs.items() if type(value) in (DynamicCache, EncoderDecoderCache)]
+        if others := [name for name in others if "encoder" not in name and name != "cache_params"]:
             return OfThisVersion(f"its cache is called {others[0]}, and not {CACHE}")
         return "no cache of the standard kind is used"
     if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and not _is_absent(kwargs[name])):

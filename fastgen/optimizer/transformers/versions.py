@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor
-from transformers.generation.utils import GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
 # 5.x asks one method for the attention function. 4.57 indexes a mapping, and asks nobody for eager attention.
@@ -22,20 +23,19 @@ TAKES_SOURCE_MASK = FINDS_EAGER
 # 4.57 makes numbers of positions here and there.
 COUNTS_IN_TENSORS = FINDS_EAGER
 PREFILLS = hasattr(GenerationMixin, "_prefill")
-# Beam sampling: whether what was drawn is sorted by its scores, as it is from 5.24 on.
-SORTS_DRAWN = "sort" in inspect.unwrap(GenerationMixin._get_top_k_continuations).__code__.co_names
 
 
-def _named(parameters: Container[str], *names: str) -> str:
-    """The first of `names` that is among the parameters; ImportError, which leaves the host alone, if none is."""
+def _named(fields: Container[str], *names: str) -> str:
+    """The first of `names` that is among the fields; ImportError, which leaves the host alone, if none is."""
     for name in names:
-        if name in parameters:
+        if name in fields:
             return name
-    raise ImportError(f"prepare_inputs_for_generation has no parameter {' or '.join(names)}")
+    raise ImportError(f"the outputs of generate have no {' or '.join(names)}")
 
 
 # The cache among a model's inputs, in its outputs and in those of `generate`.
-CACHE = _named(inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters, "cache", "past_key_values")
+CACHE = _named([field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)], "cache", "past_key_values")
+OLD_CACHE = "past_key_values"
 # What some embeddings of positions are told: how many positions the cache holds.
 CACHE_LENGTH = f"{CACHE}_length"
 # Of some layers the parameter has an older name.
@@ -43,20 +43,27 @@ CACHE_PARAMETERS = ("cache", "past_key_values", "past_key_value", "layer_past", 
 
 
 def takes_cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's method with a parameter `cache`, which the host knows by the name it has for it itself."""
-    if CACHE == "cache":
-        return function
+    """A model's method with a parameter `cache`, which the host knows by the name it has for it itself.
+
+    The other name is taken too, as the host's own models take the older one.
+    """
     signature = inspect.signature(function)
     parameters = [each.replace(name=CACHE) if each.name == "cache" else each for each in signature.parameters.values()]
 
     @functools.wraps(function)
     def renamed(*args: Any, **kwargs: Any) -> Any:
-        if CACHE in kwargs:
-            kwargs["cache"] = kwargs.pop(CACHE)
+        if OLD_CACHE in kwargs:
+            kwargs["cache"] = kwargs.pop(OLD_CACHE)
         return function(*args, **kwargs)
 
     renamed.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return renamed
+
+
+def sorts_drawn() -> bool:
+    """Beam sampling: whether what was drawn is sorted by its scores, as it is from 5.24 on."""
+    code = getattr(inspect.unwrap(GenerationMixin._get_top_k_continuations), "__code__", None)
+    return code is not None and "sort" in code.co_names
 
 
 def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
