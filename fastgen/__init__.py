@@ -89,10 +89,13 @@ class _Leaf:
                     adapter.install(self._patches, module)
                 self.patched = module.__spec__
                 self.mismatch = ""
-                if self is self.host.leaf:
-                    report.take_up(self.host.name)
         except (SeamMismatch, ImportError, AttributeError) as error:
             self._leave_alone(error)
+
+    @property
+    def fault(self) -> str:
+        """Why the module is left alone; empty if it is not."""
+        return self.mismatch or self._patches.fault
 
     def _leave_alone(self, error: Exception) -> None:
         self.mismatch = str(error) or type(error).__name__
@@ -121,8 +124,8 @@ class _Host:
 
     def status(self) -> HostStatus:
         version = self.version()
-        detail = "; ".join(leaf.mismatch for leaf in self.leaves if leaf.mismatch) if _switch.on else ""
-        if self.leaf.patched is not None:
+        detail = "; ".join(leaf.fault for leaf in self.leaves if leaf.fault) if _switch.on else ""
+        if self.leaf.patched is not None and not self.leaf.fault:
             state, why = report.state_of(self.name)
             return HostStatus(self.name, version, state, "; ".join(filter(None, (why, detail))))
         if self.leaf.name not in sys.modules:

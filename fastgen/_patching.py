@@ -30,6 +30,7 @@ class PatchSet:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, raw original, ours
+        self.fault = ""  # why they were given up, if they were
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -54,6 +55,7 @@ class PatchSet:
         """
         foreign = []
         with self._lock:
+            self.fault = ""
             while self._saved:
                 owner, name, original, ours = self._saved.pop()
                 if vars(owner).get(name, MISSING) is not ours:
@@ -63,6 +65,12 @@ class PatchSet:
                 else:
                     setattr(owner, name, original)
         return tuple(foreign)
+
+    def give_up(self, fault: str) -> None:
+        """Undo every replacement for what was found later on, once the host was used."""
+        with self._lock:
+            self.revert()
+            self.fault = fault
 
     def __enter__(self) -> PatchSet:
         self._lock.acquire()

@@ -154,7 +154,6 @@ _counters: Counter[str] = Counter()
 _logged: set[tuple[str, str]] = set()
 _outcomes: Counter[tuple[str, bool]] = Counter()  # of each host's calls, by whether they were accelerated
 _last_reasons: dict[str, str] = {}  # of each host's calls that were not
-_left_alone: dict[str, str] = {}  # why, by host
 _warned: set[str] = set()  # hosts
 _operators: dict[str, str] = {}
 _encoders: Counter[str] = Counter()
@@ -190,17 +189,12 @@ def record(call: Call) -> None:
     if is_stock and call.reason:
         log_once(call.reason, call.model)
     if isinstance(call.reason, OfThisVersion):
-        try:
-            warn_of_version(call.host, f"to itself in calls like this one: {call.reason}")
-        except RuntimeWarning as warning:  # the user's filter makes errors of warnings: what was decoded is not lost
-            log(str(warning))
+        warn_of_version(call.host, f"to itself in calls like this one: {call.reason}", loses_nothing=True)
 
 
 def state_of(host: str) -> tuple[str, str]:
     """A patched host's `HostStatus.state` and `detail`."""
     with _lock:
-        if host in _left_alone:
-            return "left alone", _left_alone[host]
         accelerated, stock = _outcomes[host, True], _outcomes[host, False]
         reason = _last_reasons.get(host)
         why = f", the last because {reason}" if reason else ""
@@ -211,26 +205,13 @@ def state_of(host: str) -> tuple[str, str]:
     return "NOT accelerated", f"all calls so far ({stock}) were left to {host}{why}"
 
 
-def leave_alone(host: str, found: str) -> None:
-    """From now on nothing of this host is accelerated: say so, once, and remember why."""
-    with _lock:
-        _left_alone[host] = found
-    try:
-        warn_of_version(host, f"alone: {found}")
-    except RuntimeWarning as warning:  # as above: the host is about to decode
-        log(str(warning))
-
-
-def take_up(host: str) -> None:
-    """The host is patched, whatever was found before."""
-    with _lock:
-        _left_alone.pop(host, None)
-
-
-def warn_of_version(host: str, found: str) -> None:
+def warn_of_version(host: str, found: str, loses_nothing: bool = False) -> None:
     """Warn that this version of the host, or some of its calls, are not accelerated, once for each host.
 
-    `found`: what is left alone and why, as in "alone: ..."."""
+    Args:
+        found: what is left alone and why, as in "alone: ...".
+        loses_nothing: log the warning where the user's filter makes an error of it: a call is under way.
+    """
     with _lock:
         if host in _warned:
             return
@@ -241,7 +222,12 @@ def warn_of_version(host: str, found: str) -> None:
         f"fastgen leaves {host} {version} {found}. That works as without fastgen, and no faster. The newest version "
         f"tested is {tested}: use that one, or a newer fastgen, which `python -m fastgen` then checks."
     )
-    warnings.warn(text, RuntimeWarning, stacklevel=3)
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+    except RuntimeWarning:
+        if not loses_nothing:
+            raise
+        log(text)
 
 
 def log_once(reason: str, model: str = "") -> None:

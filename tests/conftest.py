@@ -51,9 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         number = zlib.crc32(f"{config.getoption('--drawn-by')} {item.nodeid}".encode())
         return number % (config.getoption("--one-in") * slow) == 0
 
-    drawn = [item for item in items if is_drawn(item)]
-    if len(drawn) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if not is_drawn(item)])
+    drawn, others = [], []
+    for item in items:
+        (drawn if is_drawn(item) else others).append(item)
+    if others:
+        config.hook.pytest_deselected(items=others)
         items[:] = drawn
 
 

@@ -190,3 +190,13 @@ def test_a_wrong_signature_is_named(expected: list[str], message: str) -> None:
 def test_no_signature_is_a_mismatch_too() -> None:
     with pytest.raises(SeamMismatch, match="has no signature to check"):
         require_signature(type, ["name"])
+
+
+def test_given_up_for_what_was_found_later() -> None:
+    before, patches = raw(Host), PatchSet()
+    patches.replace(Host, "method", ours)
+    assert not patches.fault
+    patches.give_up("it has no name")
+    assert patches.fault == "it has no name" and raw(Host) == before
+    patches.revert()  # as before the next try
+    assert not patches.fault

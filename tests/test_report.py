@@ -184,15 +184,3 @@ def test_a_warning_that_the_user_makes_an_error_loses_nothing(
         warnings.simplefilter("error")
         report.record(call("stock", report.OfThisVersion("its cache is new")))
     assert len(report.calls()) == 1 and "its cache is new. That works as without fastgen" in caplog.text
-
-
-def test_a_host_that_is_given_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_warned", set())
-    report.record(call("fast"))
-    with pytest.warns(RuntimeWarning, match="no parameter cache"):
-        report.leave_alone("transformers", "prepare has no parameter cache")
-    try:
-        assert report.state_of("transformers") == ("left alone", "prepare has no parameter cache")
-    finally:
-        report.take_up("transformers")
-    assert report.state_of("transformers") == ("accelerated", "")

@@ -81,7 +81,7 @@ def _random(task: dict[str, Any]) -> Job:
     import torch
 
     architecture, vocabulary, sizes = ARCHITECTURES[task["model"]]
-    model, words = _model(architecture, vocabulary, task["layers"], sizes)
+    model, words = random_model(architecture, vocabulary, task["layers"], sizes)
     batch, source, new = task["batch"], task["source"], task["new"]
     tokens = torch.randint(words.nspecial, len(words), (batch, source))
     given = source if architecture.startswith("transformer_lm") else 0
@@ -92,7 +92,8 @@ def _random(task: dict[str, Any]) -> Job:
     return Job(model, words, options, [inputs], [tokens] if given else [])
 
 
-def _model(architecture: str, vocabulary: int, layers: int, sizes: dict[str, Any]) -> tuple[Any, Any]:
+def random_model(architecture: str, vocabulary: int, layers: int, sizes: dict[str, Any]) -> tuple[Any, Any]:
+    """A model of this architecture and its dictionary, of `vocabulary` words; 0 `layers`: the architecture's own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from fairseq.data import Dictionary

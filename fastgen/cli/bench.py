@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from fastgen.bench import compare
 from fastgen.bench.document import Document
 from fastgen.bench.measure import Settings
 from fastgen.bench.suites import SUITES, Section, needed
 from fastgen.bench.tasks import Task
-from fastgen.cli.exits import exit_code, positive_number, refuse_arguments
+from fastgen.cli.exits import Parser, exit_code, positive_number
 from fastgen.pipeline.errors import InputError
 
 NAME = "fastgen-bench"
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"  {name:16} {(suite.__doc__ or '').splitlines()[0]}" for name, suite in SUITES.items())
     listed += f"\n  {SOAK:16} Random models, options, modes and edits, until an output is not stock's; see --seed"
-    result = _Parser(
+    result = Parser(
         prog=NAME,
         description="Measure stock transformers, stock fairseq, CTranslate2 and fastgen on the same tasks, in turn, "
         "after verifying that outputs agree. Writes a JSON and an HTML report for each suite.",
@@ -94,11 +93,6 @@ def parser() -> argparse.ArgumentParser:
     soak.add_argument("--minutes", type=float, metavar="M", help="for so long")
     result.add_argument("--quiet", action="store_true", help="no progress line")
     return result
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        refuse_arguments(message)
 
 
 def _main(argv: list[str]) -> int:

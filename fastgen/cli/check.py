@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
-import importlib
 import os
 import platform
 import sys
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
 import fastgen
-from fastgen.cli.exits import exit_code, refuse_arguments
+from fastgen.cli.exits import Parser, exit_code
 from fastgen.pipeline.errors import InputError, first_line
 
 NAME = "fastgen-check"
 FAILED, BAD_INPUT = 1, 2
 _WORDS = 60  # of a tiny model's vocabulary
 _SEED = 5
+_POSITIONS = {"max_source_positions": 64, "max_target_positions": 64}  # of fairseq's
 
 
 @dataclass(frozen=True)
@@ -47,13 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(NAME, lambda: _main(argv), input_error=BAD_INPUT)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        refuse_arguments(message)
-
-
 def _main(argv: Sequence[str] | None) -> int:
-    parser = _Parser(
+    parser = Parser(
         prog=NAME,
         description="Decode with a tiny random model of each installed host, by the stock host and by fastgen.",
         epilog=f"Exit code: 0 if all is well, {FAILED} if an installed host is not accelerated or its tokens differ, "
@@ -183,25 +176,16 @@ def _of_transformers() -> Iterator[Search]:
 
 def _of_fairseq() -> Iterator[Search]:
     import torch
-
-    importlib.import_module("fairseq.models.transformer")
-    from fairseq.data import Dictionary
-    from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
     from fairseq.sequence_generator import SequenceGenerator
 
-    words = Dictionary()
-    for number in range(_WORDS):
-        words.add_symbol(str(number))
-    sizes = {"embed_dim": 32, "ffn_embed_dim": 64, "layers": 2, "attention_heads": 4}
-    args = Namespace(
-        arch="transformer", dropout=0.0, max_source_positions=64, max_target_positions=64,
-        **{f"{end}_{name}": size for end in ("encoder", "decoder") for name, size in sizes.items()},
-    )  # fmt: skip
-    ARCH_CONFIG_REGISTRY["transformer"](args)
+    from fastgen.bench.fairseq_models import random_model
+
+    sizes = {"embed_dim": 32, "ffn_embed_dim": 64, "attention_heads": 4}
+    sizes = {f"{end}_{name}": size for end in ("encoder", "decoder") for name, size in sizes.items()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(_SEED)
-        task = Namespace(source_dictionary=words, target_dictionary=words)
-        model = ARCH_MODEL_REGISTRY["transformer"].build_model(args, task).eval()
+        model, words = random_model("transformer", _WORDS, 2, {**sizes, **_POSITIONS})
+        model.eval()
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.35)

@@ -49,6 +49,13 @@ def refuse_arguments(message: str) -> NoReturn:
     raise InputError(f"{message[:1].upper()}{message[1:].rstrip('.')}; --help lists the flags.")
 
 
+class Parser(argparse.ArgumentParser):
+    """Of a command whose bad arguments end as `refuse_arguments` does."""
+
+    def error(self, message: str) -> NoReturn:
+        refuse_arguments(message)
+
+
 def whole_number(text: str) -> int:
     """An argument of argparse that is 0 or more."""
     if not text.isdecimal():

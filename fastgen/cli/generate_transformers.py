@@ -11,9 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from fastgen.cli.exits import exit_code, refuse_arguments, share, whole_number
+from fastgen.cli.exits import Parser, exit_code, share, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, INPUT_ERROR, InputError, first_line
 from fastgen.pipeline.offline import REFILL
 
@@ -90,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's flags, one for every field of GenerationConfig among them."""
     from fastgen.cli.transformers import flags, metrics, records
 
-    result = _Parser(
+    result = Parser(
         prog=NAME,
         description="Generate text for every line of a file with a Hugging Face model, accelerated by fastgen.",
         epilog=f"{EXIT_CODES}. A record that fails becomes an error record in JSONL output: the others are done, the "
@@ -155,11 +154,6 @@ def _add_ray(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shards", action="store_true", help="leave OUTPUT a folder of parts of 4096 records (jsonl, or parquet)"
     )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        refuse_arguments(message)
 
 
 def _size(text: str) -> int | str:

@@ -6,9 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from fastgen.cli.exits import exit_code, positive_number, refuse_arguments, share
+from fastgen.cli.exits import Parser, exit_code, positive_number, share
 from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
 
 NAME = "fastgen-serve"
@@ -39,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     from fastgen.serving.limits import Limits
 
     limits = Limits()
-    result = _Parser(
+    result = Parser(
         prog=NAME,
         description="Answer requests over HTTP with a Hugging Face model: POST /v1/generate; /docs describes it.",
         epilog=f"With {TOKEN} set, requests need that bearer token. {EXIT_CODES}.",
@@ -94,11 +93,6 @@ def parser() -> argparse.ArgumentParser:
         "--timeout", type=positive_number, default=int(limits.seconds), metavar="SECONDS", help="default: %(default)s"
     )
     return result
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        refuse_arguments(message)
 
 
 if __name__ == "__main__":

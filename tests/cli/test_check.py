@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 import fastgen
+from fastgen import report
 from fastgen.cli import check
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.optimizer.transformers import requests
@@ -52,12 +54,9 @@ def test_disabled(capsys: pytest.CaptureFixture[str]) -> None:
 def test_calls_left_to_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a host whose caches have a name that we do not know."""
     monkeypatch.setattr(requests, "CACHE", "keys_and_values")
-    with pytest.warns(
-        RuntimeWarning, match=r"fastgen leaves transformers \S+ to itself in calls like this one: its cache is called"
-    ) as caught:
-        from fastgen import report
-
-        monkeypatch.setattr(report, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
+    told = r"fastgen leaves transformers \S+ to itself in calls like this one: its cache is called"
+    with pytest.warns(RuntimeWarning, match=told) as caught:
         assert check.main([]) == check.FAILED
     assert len([one for one in caught if "leaves transformers" in str(one.message)]) == 1
     output = capsys.readouterr().out
@@ -66,15 +65,18 @@ def test_calls_left_to_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_other_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    choose = BeamSearch.choose_allowed
+    result = BeamSearch.result
 
-    def wrong(self: Any, logits: Any, banned: Any, is_stopped: Any) -> Any:
-        return choose(self, -logits, banned, is_stopped)
+    def worst_first(self: Any) -> Any:
+        found = result(self)
+        return dataclasses.replace(found, tokens=found.tokens.flip(1))
 
-    monkeypatch.setattr(BeamSearch, "choose_allowed", wrong)
-    monkeypatch.setattr(BeamSearch, "choose", lambda self, scores, *_, **__: choose(self, -scores, None, *_[:1]))
+    monkeypatch.setattr(BeamSearch, "result", worst_first)
     assert check.main([]) == check.FAILED
-    assert "  beam search of a decoder: " in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "NOT all well; 6 searches: 2 fast, 4 compat" in _line(output)
+    for model in ("an encoder-decoder", "a decoder"):
+        assert f"  beam search of {model}: other tokens than the host's" in output
 
 
 def test_a_model_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

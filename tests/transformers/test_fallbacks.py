@@ -12,6 +12,7 @@ from typing import Any
 import harness
 import pytest
 import torch
+import transformers
 import zoo
 from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, StaticCache
 from transformers.generation.utils import GenerationMixin
@@ -435,9 +436,11 @@ def test_a_host_without_a_name_that_we_need(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.warns(RuntimeWarning, match="leaves transformers .* alone"):
             assert torch.equal(model.generate(**inputs, **SEARCH), stock)
         assert torch.equal(model.generate(**inputs, **SEARCH), stock)
-        assert fastgen.status().hosts[0].state == "left alone"
+        host = fastgen.status().hosts[0]
+        assert host.state == "left alone" and "fastgen.optimizer.transformers.dispatch" in host.detail
     finally:
         monkeypatch.undo()
         fastgen.disable()
         fastgen.enable()
     harness.compare(model, inputs, **SEARCH)
+    assert fastgen.status().hosts[0] == report.HostStatus("transformers", transformers.__version__, "accelerated")

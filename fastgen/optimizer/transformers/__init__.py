@@ -108,8 +108,8 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
             from fastgen.optimizer.transformers import dispatch
             from fastgen.optimizer.transformers.requests import Request
         except (ImportError, AttributeError) as error:  # names that this version of the host lacks
-            patches.revert()
-            report.leave_alone("transformers", str(error))
+            patches.give_up(str(error))
+            report.warn_of_version("transformers", f"alone: {error}", loses_nothing=True)
             return stock(*args, **model_kwargs)
         if stock.__name__ == "_beam_search":
             return dispatch.run(Request(*args, model_kwargs), stock)

@@ -215,7 +215,7 @@ def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def positions(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         session, number = _replayable(), getattr(self, _WITH_GROWING_TABLES[type(self).__name__], None)
-        call = signature.bind(self, *args, **kwargs).arguments
+        call = {} if session is None else signature.bind(self, *args, **kwargs).arguments
         input_ids, before = call.get("input_ids"), call.get(CACHE_LENGTH)
         if session is None or number is None or input_ids is None or not torch.is_tensor(before):
             stock: torch.Tensor = forward(self, *args, **kwargs)

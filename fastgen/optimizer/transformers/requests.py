@@ -255,22 +255,17 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
     long_rope_from = getattr(model.config, "original_max_position_embeddings", None)
     if long_rope_from is not None and config.max_length > long_rope_from:
         return f"from {long_rope_from} tokens on the model may drop its cache and begin anew"
-    if not kwargs.get("use_cache"):
-        return "no cache of the standard kind is used"
-    if kwargs.get(CACHE) is None:
-        # Of the host's own kinds, made for this call; Mamba's has another name before 5.24, and encoders have theirs.
-        others = [name for name, value in kwargs.items() if type(value) in (DynamicCache, EncoderDecoderCache)]
-        if others := [name for name in others if "encoder" not in name and name != "cache_params"]:
-            return OfThisVersion(f"its cache is called {others[0]}, and not {CACHE}")
+    if not kwargs.get("use_cache") or kwargs.get(CACHE) is None:
+        if (name := _unknown_cache(kwargs)) is not None:
+            return OfThisVersion(f"its cache is called {name}, and not {CACHE}")
         return "no cache of the standard kind is used"
     if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and not _is_absent(kwargs[name])):
         return f"the model takes further inputs ({', '.join(unknown)})"
     cache = kwargs[CACHE]
-    if getattr(cache, "_is_user_defined", False):
-        return f"the user passed {CACHE}"
-    if reason := unsupported_cache(cache):
+    is_users = getattr(cache, "_is_user_defined", False)
+    if not is_users and (reason := unsupported_cache(cache)):
         return reason
-    if cache.get_seq_length():
+    if is_users or cache.get_seq_length():
         return f"the user passed {CACHE}"
     if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
@@ -294,6 +289,15 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
     if source_mask is not None and not bool(source_mask.bool().flatten(1).any(1).all()):
         return "a source is empty, and how that is attended to depends on the host's attention function"
     return None
+
+
+def _unknown_cache(kwargs: dict[str, Any]) -> str | None:
+    """The name that the host gives a cache of its own kinds, made for this call, if it is none that we know."""
+    if not kwargs.get("use_cache"):
+        return None
+    names = (name for name, value in kwargs.items() if type(value) in (DynamicCache, EncoderDecoderCache))
+    # Mamba's has another name before 5.24, and encoders have caches of their own.
+    return next((name for name in names if "encoder" not in name and name != "cache_params"), None)
 
 
 def unsupported_configuration(model: Any, config: Any) -> str | None:
