@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import sys
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -71,7 +70,7 @@ class _Leaf:
         if foreign:
             names = ", ".join(foreign)
             text = f"fastgen leaves {names} as it is: something else has replaced it since."
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            report.warn(text, loses_nothing=False)
 
     def _arrived(self, module: ModuleType) -> None:
         try:
@@ -104,7 +103,7 @@ class _Leaf:
         elif not self._warned:
             self._warned = True
             text = f"fastgen leaves {self.name} of {self.host.name} {self.host.version()} alone: {self.mismatch}"
-            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            report.warn(text, loses_nothing=False)
 
 
 class _Host:

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 
 from fastgen import config
 
@@ -210,7 +211,7 @@ def warn_of_version(host: str, found: str, loses_nothing: bool = False) -> None:
 
     Args:
         found: what is left alone and why, as in "alone: ...".
-        loses_nothing: log the warning where the user's filter makes an error of it: a call is under way.
+        loses_nothing: as for `warn`.
     """
     with _lock:
         if host in _warned:
@@ -222,12 +223,34 @@ def warn_of_version(host: str, found: str, loses_nothing: bool = False) -> None:
         f"fastgen leaves {host} {version} {found}. That works as without fastgen, and no faster. The newest version "
         f"tested is {tested}: use that one, or a newer fastgen, which `python -m fastgen` then checks."
     )
+    warn(text, loses_nothing)
+
+
+def warn(text: str, loses_nothing: bool = True) -> None:
+    """A RuntimeWarning at the line of the user's that led here: no frame of ours, of a host or of torch.
+
+    Args:
+        loses_nothing: log the warning where the user's filter makes an error of it: a call is under way.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _module_of(frame).partition(".")[0] in _NOT_THE_USERS:
+        frame = frame.f_back
+    place = (frame.f_code.co_filename, frame.f_lineno, _module_of(frame))
     try:
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warnings.warn_explicit(text, RuntimeWarning, *place, frame.f_globals.setdefault("__warningregistry__", {}))
     except RuntimeWarning:
         if not loses_nothing:
             raise
         log(text)
+
+
+_NOT_THE_USERS = frozenset(
+    "contextlib fastgen fairseq functools importlib threading torch transformers whisper".split()
+)
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def log_once(reason: str, model: str = "") -> None:

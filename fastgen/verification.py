@@ -11,7 +11,6 @@ import contextvars
 import platform
 import sys
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -194,7 +193,7 @@ class Question:
             f"fastgen's output of {type(self.model).__name__} was not that of {self.host}: {why}. {self.host}'s own is "
             f"returned, and this model is no longer accelerated. Please report it, with these lines:\n{what}"
         )
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        report.warn(text)
 
 
 def counts() -> dict[str, int]:

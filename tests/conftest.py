@@ -41,6 +41,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--one-in", type=int, default=1, metavar="N", help="run about one in N of the tests, a case each")
     group.addoption("--slow-one-in", type=int, default=1, metavar="N", help="of those marked slow, one in N")
     group.addoption("--drawn-by", default="0", metavar="SEED", help="the seed that draws them")
+    group.addoption(
+        "--features", type=Path, metavar="FILE", help="run the tests of features, and note what came of them"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--features"):
+        from features import Recorder
+
+        config.pluginmanager.register(Recorder(config.getoption("--features")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

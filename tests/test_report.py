@@ -176,6 +176,16 @@ def test_a_reason_of_the_hosts_version_is_told_once(monkeypatch: pytest.MonkeyPa
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("module", ["fastgen.decoding.replay", "transformers.generation.utils", "torch.nn"])
+def test_a_warning_is_of_the_users_line(module: str) -> None:
+    there: dict[str, object] = {"__name__": module, "report": report}
+    exec("def run(): report.warn('slower than it could be')", there)
+    with pytest.warns(RuntimeWarning, match="slower") as caught:
+        line = sys._getframe().f_lineno + 1
+        there["run"]()  # type: ignore[operator]
+    assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]
+
+
 def test_a_warning_that_the_user_makes_an_error_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,7 +7,7 @@ namespace FASTGEN_ISA {
 constexpr int64_t kRowsAtOnce = 6;
 constexpr int64_t kVectorsAtOnce = FASTGEN_LANES == 16 ? 4 : 2; // with six rows: as much as the registers hold
 constexpr int64_t kWidth = kVectorsAtOnce * kLanes;
-constexpr int64_t kSummed = 256; // sums of so many, then of these: less is lost to rounding than in one long sum
+constexpr int64_t kSummed = 128; // sums of so many, then of these: less is lost to rounding than in one long sum
 constexpr int64_t kPanelAhead = 64; // steps, 16 KB: see skinny_isa.h
 
 // `Rows` rows with the `kWidth` outputs of a panel that `panel` begins at; [Rows, kWidth].

@@ -26,6 +26,7 @@ DOCS = Path(__file__).resolve().parent.parent
 ROOT = DOCS.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = DOCS / "data" / "models.json"
+VERSIONS = DOCS / "data" / "versions.json"
 _PART = re.compile(r"( *)(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of \3 -->)", re.DOTALL)
 
 
@@ -104,6 +105,43 @@ def _general(why: str) -> str:
     why = re.sub(r"'?\b[A-Z]\w+(Config|ConditionalGeneration)\b'?|\d[\d.e+-]*", "…", why)
     why = re.sub(r"\b\w*Attention(?= computes)|(?<=in a )\w+", "…", why)
     return why.replace("…, …, …, …, …", "…").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
+
+
+# ---------------------------------------------------------------------------------------------- versions
+def _versions(host: str) -> dict[str, Any]:
+    """What came of the tests of features, the newest version first."""
+    found: dict[str, Any] = json.loads(VERSIONS.read_text("utf-8"))[host]
+    return dict(sorted(found.items(), key=lambda one: [int(part) for part in one[0].split(".")], reverse=True))
+
+
+def versions(host: str) -> str:
+    found, notes = _versions(host), dict[str, str]()
+
+    def cell(counts: dict[str, Any] | None) -> str:
+        if counts is None:
+            return "not tried"
+        passed, others = counts.get("passed", 0), counts.get("skipped", 0) + counts.get("failed", 0)
+        if not others:
+            return f"yes ({passed})"
+        mark = notes.setdefault(counts.get("why", "a test failed"), chr(ord("a") + len(notes)))
+        return f"in part ({passed} of {passed + others}) [{mark}]" if passed else f"no [{mark}]"
+
+    features = dict.fromkeys(feature for one in found.values() for feature in one["features"])
+    rows = [(feature, *(cell(one["features"].get(feature)) for one in found.values())) for feature in features]
+    reasons = "\n".join(f"- [{mark}] {why}" for why, mark in notes.items())
+    return f"{table((host, *found), rows)}\n\n{reasons}"
+
+
+def versions_families() -> str:
+    found = _versions("transformers")
+    families = sorted({family for one in found.values() for family in one["families"]})
+    everywhere = [family for family in families if all(family in one["families"] for one in found.values())]
+    rows = [
+        (f"`{family}`", *("yes" if family in one["families"] else "left to the host" for one in found.values()))
+        for family in families
+        if family not in everywhere
+    ]
+    return f"With each of these versions: {_listed(everywhere)}. Others:\n\n{table(('model', *found), rows)}"
 
 
 # ---------------------------------------------------------------------------------------------- commands
@@ -477,6 +515,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-whisper": results_whisper,
     "slim-bytes": slim_bytes,
     "slim-speed": slim_speed,
+    "versions-fairseq": functools.partial(versions, "fairseq"),
+    "versions-families": versions_families,
+    "versions-transformers": functools.partial(versions, "transformers"),
+    "versions-whisper": functools.partial(versions, "whisper"),
 }
 
 

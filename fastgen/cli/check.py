@@ -52,15 +52,18 @@ def _main(argv: Sequence[str] | None) -> int:
         epilog=f"Exit code: 0 if all is well, {FAILED} if an installed host is not accelerated or its tokens differ, "
         f"{BAD_INPUT} if nothing could be tried.",
     )
-    parser.parse_args(argv)
+    parser.add_argument("hosts", nargs="*", metavar="HOST", help=f"{', '.join(_SEARCHES)}; by default all of them")
+    hosts = dict.fromkeys(parser.parse_args(argv).hosts or _SEARCHES)
+    if unknown := [host for host in hosts if host not in _SEARCHES]:
+        raise InputError(f"There is no host {unknown[0]!r}: there are {', '.join(_SEARCHES)}.")
     if find_spec("torch") is None:
         raise InputError("PyTorch is not installed: pip install torch.")
-    found = {host: _check(host) for host in _SEARCHES if find_spec(host) is not None}
+    found = {host: _check(host) for host in hosts if find_spec(host) is not None}
     print(_surroundings())
-    for host in _SEARCHES:
+    for host in hosts:
         print("\n".join(_lines(host, found[host])) if host in found else f"{host}: not installed")
     if not found:
-        raise InputError("None of the hosts is installed: pip install transformers, for one.")
+        raise InputError(f"None of {', '.join(hosts)} is installed: pip install transformers, for one.")
     return FAILED if any(outcome.fault for outcomes in found.values() for outcome in outcomes) else 0
 
 

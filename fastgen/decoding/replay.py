@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fastgen import report
 from fastgen.decoding.tape import Noting, Tape
 
 _capturing = threading.Lock()  # torch's dispatch modes have flags for the whole process
@@ -163,7 +163,7 @@ class Replayer:
             self.close()
             self.remembers = False
             self.failure = f"a captured step differs from the model's own step ({difference})"
-            warnings.warn(f"fastgen replays no steps of this model: {self.failure}", RuntimeWarning, stacklevel=2)
+            report.warn(f"fastgen replays no steps of this model: {self.failure}")
         return result
 
     def _alone(self, step: Callable[[Any], Any], inputs: Any) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import warnings
 from pathlib import Path
 
 import torch
@@ -72,14 +71,14 @@ def _load(library: str, mode: str) -> str:
         if mode == "required":
             raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
         if mode == "build":
-            warnings.warn(f"FASTGEN_NATIVE=build, but {error}.", RuntimeWarning, stacklevel=2)
+            report.warn(f"FASTGEN_NATIVE=build, but {error}.")
         return str(error)
     except (builder.BuildFailed, OSError) as error:  # OSError: no place to write to, or the loader refuses the file
         if mode == "required":
             raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
         text = f"fastgen runs its {library} operators in plain torch, which is slower: {error}. "
         text += "FASTGEN_NATIVE=build tries again, FASTGEN_NATIVE=0 says no more."
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        report.warn(text)
         return str(error).partition(" (log:")[0]
 
 

@@ -38,6 +38,14 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "fastgen-check: Unrecognized arguments: --faster; --help lists the flags.\n"
 
 
+def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["transformers"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["fastgen", "transformers"]
+    assert check.main(["transformers", "marian"]) == 2
+    told = "fastgen-check: There is no host 'marian': there are transformers, fairseq, whisper.\n"
+    assert capsys.readouterr().err == told
+
+
 def test_no_history(capsys: pytest.CaptureFixture[str]) -> None:
     with fastgen.configured(history=0):
         assert check.main([]) == 0, capsys.readouterr()

@@ -313,7 +313,7 @@ def test_status_is_shown_as_it_is() -> None:
         "0.1.0",
         True,
         (
-            report.HostStatus("transformers", "5.23.0", "partly accelerated", left),
+            report.HostStatus("transformers", "5.24.0", "partly accelerated", left),
             report.HostStatus("fairseq", None, "not imported"),
             report.HostStatus("whisper", None, "not imported"),
         ),

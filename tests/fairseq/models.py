@@ -12,6 +12,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from fairseq_weights import weights_of
 from torch import Tensor
 
 import fastgen
@@ -87,7 +88,7 @@ def load(name: str, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed + 1)
         model = kind.build_model(args, task)
-        for parameter in model.parameters():
+        for _, parameter in weights_of(model):
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.35)
             if len(parameter) == len(words):

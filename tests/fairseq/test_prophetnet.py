@@ -20,6 +20,7 @@ from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq_weights import weights_of
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -557,6 +558,6 @@ def test_loss(words: BertDictionary, model: Any, smoothing: float, disabled: boo
     _, count, _ = criterion(model, {**sample, "target_idx": torch.arange(11).expand(4, -1)})
     assert count == sum(int(wanted[:, number:].sum()) for number in range(streams))
     loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [parameter.grad for _, parameter in weights_of(model)]
     model.zero_grad()
     assert all(each is not None for each in gradients)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ import models
 import pytest
 import torch
 from fairseq import search
-from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from fairseq.sequence_generator import SequenceGenerator
+from joined_samples import LENGTHS, PLENTY, SENTENCES, assert_same, each, generator_of, refilled, samples
 
 import fastgen
 from fastgen import report
@@ -23,51 +23,12 @@ from fastgen.optimizer.fairseq import refill
 from fastgen.optimizer.fairseq.joint import Joint
 from fastgen.optimizer.fairseq.suspending import Suspendable
 
-LENGTHS = ((9, 5, 12), (7, 7), (3, 10, 6, 4), (5,), (12, 11, 2), (8, 9), (4, 4, 4))
-SENTENCES = 8
-PLENTY = 10**6  # of tokens
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "long": dict(len_penalty=2.0, min_len=5),
     "n-grams": dict(no_repeat_ngram_size=2, unk_penalty=1.0),
     "temperature": dict(temperature=0.7, normalize_scores=False),
 }
-
-
-def samples(left: bool = True) -> list[dict[str, Any]]:
-    return [models.batch(lengths, left, seed) for seed, lengths in enumerate(LENGTHS)]
-
-
-def generator_of(name: str, **options: Any) -> tuple[list[Any], Any]:
-    kind = SequenceGeneratorWithAlignment if name.startswith("align") else SequenceGenerator
-    loaded = [models.load(name)]
-    models.forget_beams(loaded)
-    return loaded, kind(loaded, models.dictionary(), **{"beam_size": 4, "max_len_a": 0.8, "max_len_b": 5, **options})
-
-
-def each(name: str, given: list[dict[str, Any]], **options: Any) -> list[Any]:
-    """What stock makes of each sample; it bans no n-grams, so there what we make of it alone (see test_options)."""
-    with contextlib.nullcontext() if "no_repeat_ngram_size" in options else fastgen.disabled():
-        loaded, generator = generator_of(name, **options)
-        return [generator.generate(loaded, sample) for sample in given]
-
-
-def refilled(
-    name: str, given: list[dict[str, Any]], sentences: int = SENTENCES, tokens: int = PLENTY, **options: Any
-) -> list[Any]:
-    report.reset()
-    loaded, generator = generator_of(name, **options)
-    results: list[Any] = [None] * len(given)
-    with judge.configured(strict=True, history=64):
-        for number, result in refill.run(lambda s: generator.generate(loaded, s), given, sentences, tokens):
-            assert results[number] is None
-            results[number] = result
-    return results
-
-
-def assert_same(expected: list[Any], results: list[Any]) -> None:
-    for theirs, mine in zip(expected, results, strict=True):
-        judge.assert_same(theirs, mine)
 
 
 @pytest.fixture

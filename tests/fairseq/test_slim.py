@@ -11,7 +11,7 @@ import models
 import pytest
 import torch
 from fairseq.sequence_generator import SequenceGenerator
-from test_refill import assert_same, each, refilled, samples
+from joined_samples import assert_same, each, refilled, samples
 
 import fastgen
 from fastgen import report

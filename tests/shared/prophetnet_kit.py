@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from fairseq.data import indexed_dataset
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq_weights import as_loaded, weights_of
 from torch import Tensor
 
 import fastgen.models.prophetnet
@@ -51,13 +52,13 @@ def build(dictionary: Any, seed: int = 0, **options: Any) -> Any:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = ARCH_MODEL_REGISTRY[args.arch].build_model(args, task)
-        for name, parameter in model.named_parameters():
+        for name, parameter in weights_of(model):
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.2 if "embed" in name else 0.5)
             else:
                 parameter.normal_(float(name.endswith("weight")), 0.1)  # a layer norm's about 1, biases about 0
         model.decoder.embed_tokens.weight[dictionary.eos()] *= ENDS
-    return model.eval()
+    return as_loaded(model).eval()
 
 
 def vocabulary(folder: Path) -> BertDictionary:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 import zoo
+from disguise import disguised
 from transformers import DynamicCache, EncoderDecoderCache, LogitsProcessor, LogitsProcessorList, StaticCache
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -335,6 +336,21 @@ class _OwnAttention(modeling_llama.LlamaAttention):
         causal = mask is None and q.shape[2] > 1
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).reshape(*states.shape[:-1], -1)), None
+
+
+@pytest.mark.skipif(not versions.FINDS_EAGER, reason="before 5.0 flex attention wants a compiler")
+@pytest.mark.parametrize("beams", [1, 3])
+def test_masks_that_are_no_tensors(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flex attention takes a `BlockMask`, which the host hands through."""
+    for where, value in {  # it would be compiled, for minutes
+        "torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+        "torch.compile": disguised(lambda function, **options: function, torch.compile),
+        "transformers.integrations.flex_attention.WrappedFlexAttention._instance": None,
+    }.items():
+        monkeypatch.setattr(where, value)
+    model = copy.deepcopy(zoo.load("llama"))
+    model.set_attn_implementation("flex_attention")
+    assert_falls_back(model, zoo.inputs_for("llama"), "flex_attention", num_beams=beams, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

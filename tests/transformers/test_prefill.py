@@ -13,11 +13,7 @@ from disguise import disguised
 
 import fastgen
 
-DECODERS = [
-    name
-    for name in zoo.ACCELERATED
-    if name in "gpt2 opt gpt_neox llama qwen3 phi3 gemma gemma2 gpt_oss mistral".split()
-]
+DECODERS = [name for name in zoo.DECODERS if name in zoo.ACCELERATED]
 SEARCHES: dict[str, dict[str, Any]] = {
     "beams": dict(num_beams=4, num_return_sequences=2),
     "greedy": dict(),

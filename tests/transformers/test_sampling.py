@@ -65,6 +65,18 @@ def test_one_prompt_for_all_samples(family: str) -> None:
     assert rows[0][0] == batch and {tuple(shape) for shape in rows[1:]} == {(4 * batch, 1)} and len(rows) == 6
 
 
+@pytest.mark.parametrize("search", [dict(), dict(num_beams=3), dict(num_beams=1, do_sample=True, top_k=0)], ids=str)
+@pytest.mark.parametrize("family", sorted({"bart", "gpt2", "llama"}.intersection(zoo.ACCELERATED)))
+def test_each_sentence_has_tokens_of_its_own(family: str, search: dict[str, Any]) -> None:
+    """The host tells which sentence a row is of by the number of beams and, from 5.24 on, that of samples."""
+
+    def allowed(sentence: int, tokens: torch.Tensor) -> list[int]:
+        return list(range(5 + sentence, zoo.VOCAB, 3))
+
+    options = {**search, "num_return_sequences": 3 if len(search) else 1, "prefix_allowed_tokens_fn": allowed}
+    harness.compare(zoo.load(family), inputs_for(family), max_new_tokens=8, **options, **DETAILS)
+
+
 def test_more_tokens_than_the_first_buffers() -> None:
     harness.compare(zoo.load("llama"), inputs_for("llama"), num_beams=1, max_new_tokens=90, min_new_tokens=90)
 

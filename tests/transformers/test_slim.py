@@ -14,8 +14,8 @@ import torch
 import transformers
 import zoo
 from both_hosts import run_together
+from joined_calls import calls_of, refilled, stock_results
 from test_pruning import at_every_step as at_every_step
-from test_refill import calls_of, refilled, stock_results
 from transformers.modeling_utils import AttentionInterface
 
 import fastgen

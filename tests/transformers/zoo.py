@@ -353,6 +353,7 @@ elif CACHE_LENGTH not in inspect.signature(SinusoidalPositionalEmbedding.forward
     FAMILIES["fsmt"] = replace(FAMILIES["fsmt"], expected="fallback")
 ACCELERATED = [name for name, family in FAMILIES.items() if family.expected == "accelerated"]
 FALLBACK = [name for name, family in FAMILIES.items() if family.expected == "fallback"]
+DECODERS = "gpt2 opt gpt_neox llama qwen3 phi3 gemma gemma2 gpt_oss mistral".split()  # whose prompt is the source
 
 
 def _roughen(model: Any) -> None:

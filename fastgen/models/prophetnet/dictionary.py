@@ -18,7 +18,8 @@ class BertDictionary(Dictionary):
         Special tokens that are no words of the file come behind them. A word that is there twice counts once, as when
         the checkpoints were trained. Raises ValueError for a line with no count.
         """
-        made = cls(add_special_symbols=False)
+        made = cls()
+        made.symbols, made.count, made.indices = [], [], {}  # without fairseq's own, which 0.12.2 always puts first
         with open(f, encoding="utf-8", errors="ignore") as lines:
             for number, line in enumerate(lines, 1):
                 word, *count = line.rsplit(maxsplit=1)[:2] or [""]

@@ -166,7 +166,9 @@ def _marking(prepare: Callable[..., Any]) -> Callable[..., Any]:
     def _prepare_cache_for_generation(
         self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
     ) -> Any:
-        cache: Any = model_kwargs.get("past_key_values")  # in these versions
+        from fastgen.optimizer.transformers.versions import CACHE
+
+        cache: Any = model_kwargs.get(CACHE)
         if hasattr(cache, "get_seq_length"):
             cache._is_user_defined = True
         return prepare(self, generation_config, model_kwargs, *args)
