@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import runpy
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,25 @@ def test_only_a_near_tie_is_allowed(gap: float) -> None:
     )
     why = judge.parted_wrongly(theirs, mine, judge.Gaps(1))
     assert (why is None) == (gap == 1e-6), why
+
+
+@pytest.mark.parametrize(("error", "kind"), [(3e-4, judge.ROUNDING), (5e-4, judge.DIFFERENT)])
+def test_scores_may_be_as_wrong_as_stocks(error: float, kind: str) -> None:
+    """Of the same tokens: stock is 2e-4 from what it gives in float64, ours may be twice as far."""
+
+    def run(wrong: float, dtype: torch.dtype = torch.float32) -> Any:
+        scores = torch.tensor([[0.0, 9.0 + wrong, 1.0, -math.inf]], dtype=dtype)
+        sequences = torch.tensor([[5, 1]])
+        return transformers.generation.utils.GenerateDecoderOnlyOutput(sequences=sequences, scores=(scores,))
+
+    def exact(**_: Any) -> Any:
+        return run(0.0, torch.float64)
+
+    def judged(exact: Any = None) -> judge.Verdict:
+        return judge.judged(lambda **_: run(-2e-4), lambda **_: run(error), 1, exact=exact)
+
+    assert judged(exact).kind == kind
+    assert judged().kind == judge.DIFFERENT
 
 
 def test_outputs_that_differ_without_a_choice_are_wrong() -> None:

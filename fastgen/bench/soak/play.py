@@ -77,9 +77,16 @@ def _played(number: int, call: dict[str, Any], mode: Mode, stock: Any, ours: Any
         finally:
             seen.append(report.calls())
 
+    def by_stock_in_float64(**more: Any) -> Any:
+        with fastgen.disabled(), mode.entered():
+            torch.manual_seed(call["seed"])
+            exact = copy.deepcopy(stock).double()
+            return generate(exact, copy.deepcopy(inputs), **{**copy.deepcopy(call["options"]), **more})
+
     beams = call["options"]["num_beams"]
     half = str(ours.dtype).removeprefix("torch.")
-    verdict = judged(by_stock, by_fastgen, beams, half if half in HALF_TOLERANCE else mode.half)
+    half = half if half in HALF_TOLERANCE else mode.half
+    verdict = judged(by_stock, by_fastgen, beams, half, by_stock_in_float64)
     return Played(number, verdict, seen[0], bool(failed))
 
 

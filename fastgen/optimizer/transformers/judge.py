@@ -23,7 +23,7 @@ from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from fastgen.verification import GAP, TOLERANCE, least_gap
 
-SAME, NEAR_TIE, DIFFERENT = "same", "near-tie", "different"
+SAME, NEAR_TIE, ROUNDING, DIFFERENT = "same", "near-tie", "rounding", "different"
 BY_LOGITS = "logits of the same tokens"
 PARTED = 1e-3  # scores of other tokens differ by more
 # Largest difference of two logits of the same tokens, relative to the largest logit.
@@ -39,10 +39,13 @@ class Verdict:
     why: str = ""
 
 
-def judged(stock: Run, ours: Run, beams: int, half: str = "") -> Verdict:
+def judged(stock: Run, ours: Run, beams: int, half: str = "", exact: Run | None = None) -> Verdict:
     """Run both, as often as it takes; each of them must give the same each time.
 
-    `half`: the dtype of products, if that is one of half precision.
+    Args:
+        half: the dtype of products, if that is one of half precision.
+        exact: stock in float64. With it, scores of the same tokens may be further apart than the tolerance where stock
+            is as far from what it gives there: ROUNDING.
     """
     theirs, mine = outcome(stock), outcome(ours)
     errors = [isinstance(result, Exception) for result in (theirs, mine)]
@@ -61,9 +64,13 @@ def judged(stock: Run, ours: Run, beams: int, half: str = "") -> Verdict:
     details = {**DETAILS, **({"num_return_sequences": beams} if beams > 1 else {})}
     with gaps.recorded():
         theirs = stock(**details)
-    if why := parted_wrongly(theirs, ours(**details), gaps):
-        return Verdict(DIFFERENT, f"{found}; {why}")
-    return Verdict(NEAR_TIE, found)
+    mine = ours(**details)
+    why = parted_wrongly(theirs, mine, gaps)
+    if why is None:
+        return Verdict(NEAR_TIE, found)
+    if why == _NO_CHOICE and exact is not None and _rounds_alike(exact(**details), theirs, mine):
+        return Verdict(ROUNDING, found)
+    return Verdict(DIFFERENT, f"{found}; {why}")
 
 
 def outcome(run: Run) -> Any:
@@ -206,7 +213,23 @@ def parted_wrongly(stock: Any, ours: Any, gaps: Gaps) -> str | None:
     wrong = next(
         (f"sentence {sentence}: {why}" for sentence, why in enumerate(found) if why not in ("", NEAR_TIE)), None
     )
-    return wrong or (None if NEAR_TIE in found else "no choice of a token differs")
+    return wrong or (None if NEAR_TIE in found else _NO_CHOICE)
+
+
+_NO_CHOICE = "no choice of a token differs"
+
+
+def _rounds_alike(exact: Any, stock: Any, ours: Any) -> bool:
+    """Whether the scores of these same tokens are at most twice as far from the exact ones as stock's own are."""
+    if not all(torch.equal(exact.sequences, run.sequences) for run in (stock, ours)):
+        return False
+    return _error(ours, exact) <= 2 * _error(stock, exact)
+
+
+def _error(run: Any, exact: Any) -> float:
+    pairs = zip(_listed(exact.scores), _listed(run.scores), strict=True)
+    errors = ((mine.double() - right.double()).abs()[torch.isfinite(right)] for right, mine in pairs)
+    return max((float(each.max()) for each in errors if each.numel()), default=0.0)
 
 
 def _of_sentence(stock: Any, ours: Any, gaps: Gaps, sentence: int, sentences: int) -> str:
