@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import draw
+import features
 import generated
 import pages
 import pytest
@@ -59,6 +60,23 @@ def test_models_are_those_of_the_sweep() -> None:
     import test_sweep
 
     assert {name: one["kind"] for name, one in data["classes"].items()} == test_sweep.CLASSES
+
+
+def test_versions_are_those_that_are_tested() -> None:
+    data = json.loads(generated.VERSIONS.read_text("utf-8"))
+    assert data.keys() == features.FEATURES.keys()
+    for host, found in data.items():
+        adapter = (ROOT / "fastgen" / "optimizer" / host / "__init__.py").read_text("utf-8")
+        tested = re.search(r'^TESTED = "(.*?)"', adapter, re.MULTILINE)
+        assert tested is not None and next(iter(found)) == tested[1], (
+            f"{host}: the newest on the page is not the newest"
+        )
+        for version, one in found.items():
+            counts = one["features"]
+            assert counts.keys() == features.FEATURES[host].keys()
+            assert all(each and "failed" not in each for each in counts.values()), f"{host} {version}"
+    again = re.search(r"for version in (.*?); do", (ROOT / ".ci" / "run").read_text("utf-8"))
+    assert again is not None and set(again[1].split()) < data["transformers"].keys()
 
 
 def test_pictures_are_as_drawn() -> None:
