@@ -8,12 +8,13 @@ import sys
 from typing import Any
 
 import pytest
+import transformers
 
 import fastgen
 from fastgen import report
 from fastgen.cli import check
 from fastgen.decoding.beam_search import BeamSearch
-from fastgen.optimizer.transformers import requests
+from fastgen.optimizer.transformers import TESTED, requests
 
 
 def _line(output: str, host: str = "transformers") -> str:
@@ -70,6 +71,35 @@ def test_calls_left_to_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     output = capsys.readouterr().out
     assert "NOT accelerated; 6 searches: 6 stock" in _line(output)
     assert output.count("and not keys_and_values") == 6
+
+
+_NEWER_HOST = """
+import warnings
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, transformers
+    mixin = transformers.GenerationMixin
+    stock = mixin._sample
+    mixin._sample = lambda self, tokens, *args, **kwargs: stock(self, tokens, *args, **kwargs)  # another name
+    import fastgen
+    from fastgen.cli import check
+    code = check.main(["transformers"])
+told = [str(one.message) for one in caught if "fastgen" in str(one.message)]
+print(code, len(told), told[0])
+print(fastgen.status())
+"""
+
+
+def test_a_host_whose_seams_have_changed() -> None:
+    """One warning, exit code 1, and all is the host's own."""
+    done = subprocess.run([sys.executable, "-c", _NEWER_HOST], capture_output=True, text=True, check=True)
+    assert "NOT accelerated; 6 searches: 6 stock" in _line(done.stdout)
+    assert done.stdout.count("the call did not reach fastgen") == 6
+    told = next(line for line in done.stdout.splitlines() if line.startswith("1 1 "))
+    assert f"fastgen leaves transformers {transformers.__version__} alone: " in told
+    assert f"The newest version tested is {TESTED}: " in told
+    assert "transformers " + transformers.__version__ + ": left alone" in done.stdout
 
 
 def test_other_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
