@@ -166,8 +166,10 @@ def _section(name: str) -> str:
 def _pytest(words: list[str], block: Block) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("-k")
+    parser.add_argument("--features", type=Path)
     parser.add_argument("paths", nargs="*", type=Path)
-    for path in parser.parse_args(words).paths:
+    parsed = parser.parse_args(words)
+    for path in [*parsed.paths, *filter(None, [parsed.features])]:
         assert (ROOT / path).exists(), path
 
 
