@@ -227,13 +227,16 @@ def warn_of_version(host: str, found: str, loses_nothing: bool = False) -> None:
 
 
 def warn(text: str, loses_nothing: bool = True) -> None:
-    """A RuntimeWarning at the line of the user's that led here: no frame of ours, of a host or of torch.
+    """A RuntimeWarning at the line that led here and is neither ours, a host's nor torch's; ours in a thread of ours.
 
     Args:
         loses_nothing: log the warning where the user's filter makes an error of it: a call is under way.
     """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _module_of(frame).partition(".")[0] in _NOT_THE_USERS:
+    caller = frame = sys._getframe(1)
+    while _module_of(frame).partition(".")[0] in _NOT_THE_USERS:
+        if frame.f_back is None:
+            frame = caller
+            break
         frame = frame.f_back
     place = (frame.f_code.co_filename, frame.f_lineno, _module_of(frame))
     try:
@@ -241,7 +244,7 @@ def warn(text: str, loses_nothing: bool = True) -> None:
     except RuntimeWarning:
         if not loses_nothing:
             raise
-        log(text)
+        _logger.warning("%s", text)
 
 
 _NOT_THE_USERS = frozenset(

@@ -190,7 +190,7 @@ def test_a_warning_that_the_user_makes_an_error_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(report, "_warned", set())
-    with warnings.catch_warnings(), caplog.at_level(logging.INFO, "fastgen"):
+    with warnings.catch_warnings(), caplog.at_level(logging.WARNING, "fastgen"):
         warnings.simplefilter("error")
         report.record(call("stock", report.OfThisVersion("its cache is new")))
     assert len(report.calls()) == 1 and "its cache is new. That works as without fastgen" in caplog.text

@@ -111,7 +111,7 @@ def _general(why: str) -> str:
 def _versions(host: str) -> dict[str, Any]:
     """What came of the tests of features, the newest version first."""
     found: dict[str, Any] = json.loads(VERSIONS.read_text("utf-8"))[host]
-    return dict(sorted(found.items(), key=lambda one: [int(part) for part in one[0].split(".")], reverse=True))
+    return found
 
 
 def versions(host: str) -> str:

@@ -18,6 +18,7 @@ from fastgen.pipeline.errors import InputError, first_line
 
 NAME = "fastgen-check"
 FAILED, BAD_INPUT = 1, 2
+_PACKAGES = {"transformers": "transformers", "fairseq": "fairseq-fixed", "whisper": "openai-whisper"}
 _WORDS = 60  # of a tiny model's vocabulary
 _SEED = 5
 _POSITIONS = {"max_source_positions": 64, "max_target_positions": 64}  # of fairseq's
@@ -53,17 +54,21 @@ def _main(argv: Sequence[str] | None) -> int:
         f"{BAD_INPUT} if nothing could be tried.",
     )
     parser.add_argument("hosts", nargs="*", metavar="HOST", help=f"{', '.join(_SEARCHES)}; by default all of them")
-    hosts = dict.fromkeys(parser.parse_args(argv).hosts or _SEARCHES)
+    named = parser.parse_args(argv).hosts
+    hosts = dict.fromkeys(named or _SEARCHES)
     if unknown := [host for host in hosts if host not in _SEARCHES]:
         raise InputError(f"There is no host {unknown[0]!r}: there are {', '.join(_SEARCHES)}.")
     if find_spec("torch") is None:
         raise InputError("PyTorch is not installed: pip install torch.")
-    found = {host: _check(host) for host in hosts if find_spec(host) is not None}
+    missing = [host for host in hosts if find_spec(host) is None]
+    if missing and named:
+        raise InputError(f"{missing[0]} is not installed: pip install {_PACKAGES[missing[0]]}.")
+    if len(missing) == len(hosts):
+        raise InputError("None of the hosts is installed: pip install transformers, for one.")
+    found = {host: _check(host) for host in hosts if host not in missing}
     print(_surroundings())
     for host in hosts:
         print("\n".join(_lines(host, found[host])) if host in found else f"{host}: not installed")
-    if not found:
-        raise InputError(f"None of {', '.join(hosts)} is installed: pip install transformers, for one.")
     return FAILED if any(outcome.fault for outcomes in found.values() for outcome in outcomes) else 0
 
 

@@ -162,6 +162,39 @@ def test_scores_may_be_as_wrong_as_stocks(error: float, kind: str) -> None:
     assert judged().kind == judge.DIFFERENT
 
 
+def _run(scores: list[float], tokens: tuple[int, ...] = (5, 1), beams: int = 0, **more: Any) -> Any:
+    rows = tuple(torch.tensor([[score, 1.0]]) for score in scores)
+    kind = "GenerateBeamDecoderOnlyOutput" if beams else "GenerateDecoderOnlyOutput"
+    more |= {"beam_indices": torch.tensor([[beams - 1]])} if beams else {}
+    return getattr(transformers.generation.utils, kind)(sequences=torch.tensor([tokens]), scores=rows, **more)
+
+
+@pytest.mark.parametrize(
+    "stock, ours, exact",
+    [
+        pytest.param(_run([2.0]), _run([2.0], (5, 2)), _run([2.1]), id="tokens"),
+        pytest.param(_run([2.0]), _run([2.0, 2.0]), _run([2.1]), id="steps"),
+        pytest.param(_run([2.0], beams=1), _run([2.0], beams=2), _run([2.1], beams=1), id="beams"),
+        pytest.param(
+            _run([2.0], beams=1, sequences_scores=torch.tensor([1.0])),
+            _run([2.0], beams=1, sequences_scores=torch.tensor([50.0])),
+            _run([2.1], beams=1, sequences_scores=torch.tensor([1.0])),
+            id="scores of sequences",
+        ),
+        pytest.param(_run([2.0]), _run([2.3]), ValueError("no float64"), id="an error"),
+        pytest.param(_run([2.0]), torch.tensor([[5, 1]]), _run([2.1]), id="a tensor"),
+    ],
+)
+def test_nothing_else_is_rounding(stock: Any, ours: Any, exact: Any) -> None:
+    def raised_or_returned(**_: Any) -> Any:
+        if isinstance(exact, Exception):
+            raise exact
+        return exact
+
+    verdict = judge.judged(lambda **_: stock, lambda **_: ours, 1, exact=raised_or_returned)
+    assert verdict.kind == judge.DIFFERENT, verdict
+
+
 def test_outputs_that_differ_without_a_choice_are_wrong() -> None:
     scores = (torch.tensor([[0.0, 1.0, 1.0]]),)
     output = transformers.generation.utils.GenerateDecoderOnlyOutput(sequences=torch.tensor([[5, 1]]), scores=scores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import subprocess
 import sys
 from typing import Any
@@ -45,6 +46,12 @@ def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["transformers", "marian"]) == 2
     told = "fastgen-check: There is no host 'marian': there are transformers, fairseq, whisper.\n"
     assert capsys.readouterr().err == told
+
+
+def test_a_host_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check, "find_spec", lambda name: None if name == "whisper" else importlib.util.find_spec(name))
+    assert check.main(["whisper"]) == 2
+    assert capsys.readouterr().err == "fastgen-check: whisper is not installed: pip install openai-whisper.\n"
 
 
 def test_no_history(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """What works with which version of a host, from the tests that show it: the data of docs/versions.md.
 
-    pytest --features docs/data/versions.json
+    pytest --features=docs/data/versions.json
     python docs/tools/generated.py
 
 runs the tests named here, with the hosts that are installed, and notes what came of them under the hosts' versions.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 # Host -> feature -> the functions whose cases show it.
 FEATURES: dict[str, dict[str, str]] = {
@@ -105,7 +106,11 @@ class Recorder:
         data = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
         for host in {found[0] for found in map(feature_of, self.outcomes) if found}:
             _add(data.setdefault(host, {}).setdefault(version_of(host), {"features": {}}), host, self.outcomes)
-        self.file.write_text(json.dumps(data, indent=1) + "\n", "utf-8")
+        newest_first = {
+            host: dict(sorted(found.items(), key=lambda one: Version(one[0]), reverse=True))
+            for host, found in data.items()
+        }
+        self.file.write_text(json.dumps(newest_first, indent=1) + "\n", "utf-8")
 
 
 def _add(summary: dict[str, Any], host: str, outcomes: dict[str, tuple[str, str]]) -> None:

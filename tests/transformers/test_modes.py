@@ -4,7 +4,7 @@ The product of families, searches, sentences, lengths and modes is large, so a s
 FASTGEN_TEST_MODES (a seed, 0 by default); FASTGEN_TEST_MODES=all runs the whole product.
 
 What is claimed: in float32 and float64 the same tokens, but for choices where stock itself has a near-tie of 1e-5, and
-scores within 1e-4, but where stock's own are half as far from those in float64 or further; under autocast the logits
+scores within 1e-4, or at most twice as far from stock's in float64 as stock's own; under autocast the logits
 of the same tokens, within the precision's tolerance (see `judge`).
 Where acceleration is claimed the call is strict; elsewhere it may fall back, with a reason.
 """

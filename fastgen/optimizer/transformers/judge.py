@@ -1,7 +1,8 @@
 """Whether fastgen's output is stock's: exactly, or but for a choice that rounding decides in stock itself.
 
 In float32 and float64 all tokens must be the same. Where they part, stock is asked again and its own choice is looked
-at: two candidates within 1e-5 are a near-tie. Nothing else is allowed.
+at: two candidates within 1e-5 are a near-tie. Scores of the same tokens must be within the tolerance or, if stock can
+be asked in float64 too, at most twice as far from its scores there as stock's own.
 
 In half precision sums in another order differ visibly, and so do tokens soon after. There another thing is claimed: if
 the search is given stock's scores at every step, all tokens are stock's, and the logits of these same tokens are
@@ -29,6 +30,7 @@ PARTED = 1e-3  # scores of other tokens differ by more
 # Largest difference of two logits of the same tokens, relative to the largest logit.
 HALF_TOLERANCE = {"bfloat16": 0.1, "float16": 0.02}
 DETAILS = {"return_dict_in_generate": True, "output_scores": True}
+_SCORES = ("sequences_scores", "scores", "logits")
 Run = Callable[..., Any]  # of more options: the call's output
 _recording = threading.Lock()  # one at a time replaces the host's functions
 
@@ -44,8 +46,7 @@ def judged(stock: Run, ours: Run, beams: int, half: str = "", exact: Run | None 
 
     Args:
         half: the dtype of products, if that is one of half precision.
-        exact: stock in float64. With it, scores of the same tokens may be further apart than the tolerance where stock
-            is as far from what it gives there: ROUNDING.
+        exact: stock in float64, if scores may be judged by that: ROUNDING.
     """
     theirs, mine = outcome(stock), outcome(ours)
     errors = [isinstance(result, Exception) for result in (theirs, mine)]
@@ -59,18 +60,16 @@ def judged(stock: Run, ours: Run, beams: int, half: str = "", exact: Run | None 
     found = difference(theirs, mine)
     if found is None:
         return Verdict(SAME)
+    if exact is not None and found.partition(":")[0] in _SCORES and _rounds_alike(outcome(exact), theirs, mine):
+        return Verdict(ROUNDING, found)
     gaps = Gaps(beams)
     # All hypotheses: one that is as good as the last one returned is a tie with it.
     details = {**DETAILS, **({"num_return_sequences": beams} if beams > 1 else {})}
     with gaps.recorded():
         theirs = stock(**details)
-    mine = ours(**details)
-    why = parted_wrongly(theirs, mine, gaps)
-    if why is None:
-        return Verdict(NEAR_TIE, found)
-    if why == _NO_CHOICE and exact is not None and _rounds_alike(exact(**details), theirs, mine):
-        return Verdict(ROUNDING, found)
-    return Verdict(DIFFERENT, f"{found}; {why}")
+    if why := parted_wrongly(theirs, ours(**details), gaps):
+        return Verdict(DIFFERENT, f"{found}; {why}")
+    return Verdict(NEAR_TIE, found)
 
 
 def outcome(run: Run) -> Any:
@@ -104,8 +103,24 @@ def difference(stock: Any, ours: Any) -> str | None:
         return None
     if _absent(stock, ours, "beam_indices") or not _equal(stock.get("beam_indices"), ours.get("beam_indices")):
         return "beam_indices differ"
-    names = ("sequences_scores", "scores", "logits")
-    return next((f"{name}: {found}" for name in names if (found := _of_scores(stock, ours, name))), None)
+    return next((f"{name}: {found}" for name in _SCORES if (found := _of_scores(stock, ours, name))), None)
+
+
+def _rounds_alike(exact: Any, stock: Any, ours: Any) -> bool:
+    """Whether our scores, of the same tokens, are at most twice as far from stock's in float64 as stock's are."""
+    if isinstance(exact, Exception) or not torch.equal(sequences_of(exact), sequences_of(stock)):
+        return False
+    errors = [[_error(exact, run, name) for name in _SCORES] for run in (ours, stock)]
+    return all(mine <= 2 * theirs < torch.inf for mine, theirs in zip(*errors, strict=True))
+
+
+def _error(exact: Any, run: Any, name: str) -> float:
+    """The largest, inf if they cannot be compared."""
+    right, scores = _listed(exact.get(name)), _listed(run.get(name))
+    if len(right) != len(scores) or any(a.shape != b.shape for a, b in zip(right, scores, strict=True)):
+        return torch.inf
+    errors = [(a - b.double()).abs()[torch.isfinite(a)] for a, b in zip(right, scores, strict=True)]
+    return max((float(each.max()) for each in errors if each.numel()), default=0.0)
 
 
 def _where(theirs: Tensor, mine: Tensor) -> str:
@@ -213,23 +228,7 @@ def parted_wrongly(stock: Any, ours: Any, gaps: Gaps) -> str | None:
     wrong = next(
         (f"sentence {sentence}: {why}" for sentence, why in enumerate(found) if why not in ("", NEAR_TIE)), None
     )
-    return wrong or (None if NEAR_TIE in found else _NO_CHOICE)
-
-
-_NO_CHOICE = "no choice of a token differs"
-
-
-def _rounds_alike(exact: Any, stock: Any, ours: Any) -> bool:
-    """Whether the scores of these same tokens are at most twice as far from the exact ones as stock's own are."""
-    if not all(torch.equal(exact.sequences, run.sequences) for run in (stock, ours)):
-        return False
-    return _error(ours, exact) <= 2 * _error(stock, exact)
-
-
-def _error(run: Any, exact: Any) -> float:
-    pairs = zip(_listed(exact.scores), _listed(run.scores), strict=True)
-    errors = ((mine.double() - right.double()).abs()[torch.isfinite(right)] for right, mine in pairs)
-    return max((float(each.max()) for each in errors if each.numel()), default=0.0)
+    return wrong or (None if NEAR_TIE in found else "no choice of a token differs")
 
 
 def _of_sentence(stock: Any, ours: Any, gaps: Gaps, sentence: int, sentences: int) -> str:
