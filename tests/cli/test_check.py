@@ -87,8 +87,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import torch, transformers
     mixin = transformers.GenerationMixin
-    stock = mixin._sample
-    mixin._sample = lambda self, tokens, *args, **kwargs: stock(self, tokens, *args, **kwargs)  # another name
+    CHANGE
     import fastgen
     from fastgen.cli import check
     code = check.main(["transformers"])
@@ -98,9 +97,15 @@ print(fastgen.status())
 """
 
 
-def test_a_host_whose_seams_have_changed() -> None:
-    """One warning, exit code 1, and all is the host's own."""
-    done = subprocess.run([sys.executable, "-c", _NEWER_HOST], capture_output=True, text=True, check=True)
+_PARAMETER = "stock = mixin._sample; mixin._sample = lambda self, ids, *more, **named: stock(self, ids, *more, **named)"
+_PROCESSOR = "del transformers.generation.logits_process.SuppressTokensLogitsProcessor"
+
+
+@pytest.mark.parametrize("change", [_PARAMETER, _PROCESSOR], ids=["parameter", "processor"])
+def test_a_host_that_has_changed(change: str) -> None:
+    """A parameter has another name, or a class is missing: one warning, exit code 1, and all is the host's own."""
+    script = _NEWER_HOST.replace("CHANGE", change)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "NOT accelerated; 6 searches: 6 stock" in _line(done.stdout)
     assert done.stdout.count("the call did not reach fastgen") == 6
     told = next(line for line in done.stdout.splitlines() if line.startswith("1 1 "))
