@@ -18,7 +18,6 @@ from fastgen.pipeline.errors import InputError, first_line
 
 NAME = "fastgen-check"
 FAILED, BAD_INPUT = 1, 2
-_PACKAGES = {"transformers": "transformers", "fairseq": "fairseq-fixed", "whisper": "openai-whisper"}
 _WORDS = 60  # of a tiny model's vocabulary
 _SEED = 5
 _POSITIONS = {"max_source_positions": 64, "max_target_positions": 64}  # of fairseq's
@@ -62,7 +61,7 @@ def _main(argv: Sequence[str] | None) -> int:
         raise InputError("PyTorch is not installed: pip install torch.")
     missing = [host for host in hosts if find_spec(host) is None]
     if missing and named:
-        raise InputError(f"{missing[0]} is not installed: pip install {_PACKAGES[missing[0]]}.")
+        raise InputError(f"{missing[0]} is not installed: pip install 'fastgen[{missing[0]}]'.")
     if len(missing) == len(hosts):
         raise InputError("None of the hosts is installed: pip install transformers, for one.")
     found = {host: _check(host) for host in hosts if host not in missing}

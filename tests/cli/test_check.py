@@ -51,7 +51,7 @@ def test_one_host(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_host_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(check, "find_spec", lambda name: None if name == "whisper" else importlib.util.find_spec(name))
     assert check.main(["whisper"]) == 2
-    assert capsys.readouterr().err == "fastgen-check: whisper is not installed: pip install openai-whisper.\n"
+    assert capsys.readouterr().err == "fastgen-check: whisper is not installed: pip install 'fastgen[whisper]'.\n"
 
 
 def test_no_history(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,12 @@ def request(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def in_float64(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Inputs for the model in float64."""
+    is_float = {name: isinstance(value, torch.Tensor) and value.is_floating_point() for name, value in inputs.items()}
+    return {name: value.double() if is_float[name] else value for name, value in inputs.items()}
+
+
 # These may be given as functions without arguments that build them anew for each run.
 FACTORIES = ("logits_processor", "stopping_criteria", "encoder_outputs")
 

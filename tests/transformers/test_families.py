@@ -66,8 +66,7 @@ def test_weights_are_no_chaos(family: str) -> None:
     inputs = _inputs(family)
     options = dict(num_beams=4, max_new_tokens=16, **DETAILS)
     single = harness.run_stock(model, inputs, **options)
-    inputs = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
-    double = harness.run_stock(copy.deepcopy(model).double(), inputs, **options)
+    double = harness.run_stock(copy.deepcopy(model).double(), harness.in_float64(inputs), **options)
     assert torch.equal(single.sequences, double.sequences)
     error = max(float((a - b).abs().max()) for a, b in zip(single.logits, double.logits, strict=True))
     assert error < harness.TOLERANCE

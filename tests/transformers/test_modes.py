@@ -112,20 +112,19 @@ def check(case: Case) -> list[judge.Verdict]:
     return [_check_call(around, model, inputs, options, family.expected) for around in surroundings]
 
 
-def is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
 def _check_call(mode: Mode, model: Any, inputs: dict[str, Any], options: dict[str, Any], family: str) -> judge.Verdict:
     expected = mode.expected if family == ACCELERATED else family
     generate = mode.wrapped(zoo.generate)
     failed: list[bool] = []
 
-    def stock(**more: Any) -> Any:
-        failed.append(True)
+    def by_host(model: Any, inputs: dict[str, Any], **more: Any) -> Any:
         with fastgen.disabled(), mode.entered():
             torch.manual_seed(harness.SEED)
-            output = generate(model, copy.deepcopy(inputs), **{**options, **more})
+            return generate(model, copy.deepcopy(inputs), **{**options, **more})
+
+    def stock(**more: Any) -> Any:
+        failed.append(True)
+        output = by_host(model, inputs, **more)
         failed.pop()
         return output
 
@@ -134,11 +133,8 @@ def _check_call(mode: Mode, model: Any, inputs: dict[str, Any], options: dict[st
             torch.manual_seed(harness.SEED)
             return generate(model, copy.deepcopy(inputs), **{**options, **more})
 
-    def exact(**more: Any) -> Any:
-        with fastgen.disabled(), mode.entered():
-            torch.manual_seed(harness.SEED)
-            double = {name: value.double() if is_float(value) else value for name, value in inputs.items()}
-            return generate(copy.deepcopy(model).double(), double, **{**options, **more})
+    def exact() -> Any:
+        return by_host(copy.deepcopy(model).double(), harness.in_float64(inputs))
 
     report.reset()
     verdict = judge.judged(stock, ours, options["num_beams"], mode.half, exact)

@@ -60,11 +60,14 @@ def _played(number: int, call: dict[str, Any], mode: Mode, stock: Any, ours: Any
     seen: list[tuple[report.Call, ...]] = []
     failed: list[bool] = []
 
-    def by_stock(**more: Any) -> Any:
-        failed.append(True)
+    def by_host(model: Any, **more: Any) -> Any:
         with fastgen.disabled(), mode.entered():
             torch.manual_seed(call["seed"])
-            result = generate(stock, copy.deepcopy(inputs), **{**copy.deepcopy(call["options"]), **more})
+            return generate(model, copy.deepcopy(inputs), **{**copy.deepcopy(call["options"]), **more})
+
+    def by_stock(**more: Any) -> Any:
+        failed.append(True)
+        result = by_host(stock, **more)
         failed.pop()
         return result
 
@@ -77,16 +80,10 @@ def _played(number: int, call: dict[str, Any], mode: Mode, stock: Any, ours: Any
         finally:
             seen.append(report.calls())
 
-    def by_stock_in_float64(**more: Any) -> Any:
-        with fastgen.disabled(), mode.entered():
-            torch.manual_seed(call["seed"])
-            exact = copy.deepcopy(stock).double()
-            return generate(exact, copy.deepcopy(inputs), **{**copy.deepcopy(call["options"]), **more})
-
     beams = call["options"]["num_beams"]
     half = str(ours.dtype).removeprefix("torch.")
     half = half if half in HALF_TOLERANCE else mode.half
-    verdict = judged(by_stock, by_fastgen, beams, half, by_stock_in_float64)
+    verdict = judged(by_stock, by_fastgen, beams, half, lambda: by_host(copy.deepcopy(stock).double()))
     return Played(number, verdict, seen[0], bool(failed))
 
 

@@ -41,7 +41,7 @@ class Verdict:
     why: str = ""
 
 
-def judged(stock: Run, ours: Run, beams: int, half: str = "", exact: Run | None = None) -> Verdict:
+def judged(stock: Run, ours: Run, beams: int, half: str = "", exact: Callable[[], Any] | None = None) -> Verdict:
     """Run both, as often as it takes; each of them must give the same each time.
 
     Args:
