@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from fastgen import config, report
+from fastgen import config, installing, report
 from fastgen._import_hook import cancel, when_imported
 from fastgen._patching import PatchSet, SeamMismatch
 from fastgen.config import Config
@@ -282,5 +282,7 @@ def release() -> None:
             module.release()
 
 
+if (_another := installing.another()) is not None:
+    report.warn(_another)
 if not config.flag("FASTGEN_DISABLE"):
     enable()

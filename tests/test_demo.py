@@ -372,10 +372,7 @@ def test_a_model_without_inputs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("value", ["0", "-1", "many"])
 def test_numbers_must_be_positive(capsys: pytest.CaptureFixture[str], value: str) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        demo.main([f"--beams={value}"])
-    assert stopped.value.code == 2
-    assert f"'{value}' is not a whole number above 0" in capsys.readouterr().err
+    assert f"'{value}' is not a whole number above 0" in _refusal(capsys, f"--beams={value}")
 
 
 def test_settings_are_put_back(capsys: pytest.CaptureFixture[str], texts: str) -> None:

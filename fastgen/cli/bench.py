@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastgen import installing
 from fastgen.bench import compare
 from fastgen.bench.document import Document
 from fastgen.bench.measure import Settings
 from fastgen.bench.suites import SUITES, Section, needed
 from fastgen.bench.tasks import Task
 from fastgen.cli.exits import Parser, exit_code, positive_number
-from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.errors import DIFFERENT, UNUSABLE, InputError
 
 NAME = "fastgen-bench"
 FOLDERS = {
@@ -27,7 +28,6 @@ FOLDERS = {
     "smollm": "SmolLM2-135M as transformers saves it; with --shared",
 }
 SOAK = "soak"
-DIFFERENT, UNUSABLE = 1, 2  # as fastgen-demo's
 _ROUNDS, _QUICK_ROUNDS = 5, 3
 
 
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
         description="Measure stock transformers, stock fairseq, CTranslate2 and fastgen on the same tasks, in turn, "
         "after verifying that outputs agree. Writes a JSON and an HTML report for each suite.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"suites:\n{listed}\n\nExit status: 0 if every output that must be stock's is; 1 if one is not, if a "
+        epilog=f"suites:\n{listed}\n\nExit code: 0 if every output that must be stock's is; 1 if one is not, if a "
         "side of fastgen could not do\nits task, or if --compare finds a regression; 2 if the input is unusable.",
         allow_abbrev=False,
     )
@@ -218,7 +218,7 @@ def _check_names(args: argparse.Namespace, suites: list[str]) -> None:
     if any(not args.task or task.name in args.task for section in sections for task in section.tasks):
         for module in ("sacrebleu", "sentencepiece"):
             if importlib.util.find_spec(module) is None:
-                raise InputError(f"{module} is needed for the metrics: pip install 'fastgen[bench]'.")
+                raise InputError(f"{module} is needed for the metrics: {installing.command('bench')}.")
     given = {name: "" for name in FOLDERS if getattr(args, name) is not None}
     for task in tasks:
         if task.name in args.task and (missing := needed(task, given)):

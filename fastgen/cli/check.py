@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from typing import Any
 
 import fastgen
+from fastgen import installing
 from fastgen.cli.exits import Parser, exit_code
-from fastgen.pipeline.errors import InputError, first_line
+from fastgen.pipeline.errors import DIFFERENT, UNUSABLE, InputError, first_line
 
 NAME = "fastgen-check"
-FAILED, BAD_INPUT = 1, 2
 _WORDS = 60  # of a tiny model's vocabulary
 _SEED = 5
 _POSITIONS = {"max_source_positions": 64, "max_target_positions": 64}  # of fairseq's
@@ -42,15 +42,15 @@ class Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code: 0 if each installed host is accelerated and exact, else 1."""
-    return exit_code(NAME, lambda: _main(argv), input_error=BAD_INPUT)
+    return exit_code(NAME, lambda: _main(argv), input_error=UNUSABLE)
 
 
 def _main(argv: Sequence[str] | None) -> int:
     parser = Parser(
         prog=NAME,
         description="Decode with a tiny random model of each installed host, by the stock host and by fastgen.",
-        epilog=f"Exit code: 0 if all is well, {FAILED} if an installed host is not accelerated or its tokens differ, "
-        f"{BAD_INPUT} if nothing could be tried.",
+        epilog=f"Exit code: 0 if all is well, {DIFFERENT} if an installed host is not accelerated or its tokens "
+        f"differ, {UNUSABLE} if nothing could be tried.",
     )
     parser.add_argument("hosts", nargs="*", metavar="HOST", help=f"{', '.join(_SEARCHES)}; by default all of them")
     named = parser.parse_args(argv).hosts
@@ -61,14 +61,14 @@ def _main(argv: Sequence[str] | None) -> int:
         raise InputError("PyTorch is not installed: pip install torch.")
     missing = [host for host in hosts if find_spec(host) is None]
     if missing and named:
-        raise InputError(f"{missing[0]} is not installed: pip install 'fastgen[{missing[0]}]'.")
+        raise InputError(f"{missing[0]} is not installed: {installing.command(missing[0])}.")
     if len(missing) == len(hosts):
         raise InputError("None of the hosts is installed: pip install transformers, for one.")
     found = {host: _check(host) for host in hosts if host not in missing}
     print(_surroundings())
     for host in hosts:
         print("\n".join(_lines(host, found[host])) if host in found else f"{host}: not installed")
-    return FAILED if any(outcome.fault for outcomes in found.values() for outcome in outcomes) else 0
+    return DIFFERENT if any(outcome.fault for outcomes in found.values() for outcome in outcomes) else 0
 
 
 def _check(host: str) -> list[Outcome]:

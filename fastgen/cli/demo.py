@@ -20,19 +20,18 @@ from typing import Any
 
 import fastgen
 from fastgen.cli import demo_task
-from fastgen.cli.exits import positive_number
+from fastgen.cli.exits import Parser, exit_code, positive_number
 from fastgen.cli.peak_memory import PeakMemory
 from fastgen.cli.transformers.hypotheses import without_tail
+from fastgen.cli.transformers.tokenizing import why_unfit
+from fastgen.pipeline.errors import DIFFERENT, DONE, UNUSABLE, InputError, why_unloadable
 
+NAME = "fastgen-demo"
 SHIPPED_MODEL = Path(__file__).parent / "demo_model"
 SHIPPED_INPUTS = 320
 SEED = 7  # the training script tests with another seed
 SIDES = ("stock", "fastgen")
 WARM_UP_TOKENS = 8
-
-
-class Refused(Exception):
-    """Input that the demo cannot use; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +166,12 @@ def read_inputs(path: Path, limit: int | None) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise Refused(f"Cannot read the input file {path}: {error.strerror or error}.") from None
+        raise InputError(f"Cannot read the input file {path}: {error.strerror or error}.") from None
     except UnicodeDecodeError:
-        raise Refused(f"The input file {path} is not UTF-8 text.") from None
+        raise InputError(f"The input file {path} is not UTF-8 text.") from None
     texts = [line for line in lines if line.strip()][:limit]
     if not texts:
-        raise Refused(f"The input file {path} holds no text: write one input a line.")
+        raise InputError(f"The input file {path} holds no text: write one input a line.")
     return texts
 
 
@@ -200,20 +199,21 @@ def load(name: str, device: str, *, local: bool) -> tuple[Any, Any]:
         SafetensorError,
         pickle.UnpicklingError,
     ) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise Refused(f"Cannot load the model {name!r}: {lines[0].rstrip('.')}.") from None
+        raise InputError(f"Cannot load the model {name!r}: {why_unloadable(error)}.") from None
+    if why := why_unfit(tokenizer, config):
+        raise InputError(f"Cannot use the model {name!r}: it {why}.")
     if not config.is_encoder_decoder:
         tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token is None:
-            raise Refused(f"The tokenizer of {name!r} has neither a padding nor an end token.")
+            raise InputError(f"The tokenizer of {name!r} has neither a padding nor an end token.")
         tokenizer.pad_token = tokenizer.eos_token
     return model, tokenizer
 
 
 def build_job(args: argparse.Namespace) -> Job:
     if args.model and not args.input:
-        raise Refused("--model needs --input FILE, a text file with one input a line.")
+        raise InputError("--model needs --input FILE, a text file with one input a line.")
     answers = None
     if args.input:
         sources = read_inputs(args.input, args.limit)
@@ -368,10 +368,10 @@ def verdict(result: Result) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        prog="fastgen-demo",
+    result = Parser(
+        prog=NAME,
         description="Decode with stock transformers and with fastgen, and compare outputs, time and memory.",
-        epilog="Exit status: 0 if all outputs are identical, 1 if some differ, 2 if the input is unusable.",
+        epilog="Exit code: 0 if all outputs are identical, 1 if some differ, 2 if the input is unusable.",
     )
     result.add_argument("--model", metavar="NAME_OR_PATH", help="your seq2seq or causal model (default: a shipped one)")
     result.add_argument("--input", type=Path, metavar="FILE", help="your inputs, one a line")
@@ -436,24 +436,17 @@ def run(args: argparse.Namespace) -> int:
     with _settings(args.threads):
         job = build_job(args)
         print(header(job), flush=True)
-        try:
-            result = compare(job, progress=not args.quiet)
-        except fastgen.FallbackError as error:
-            raise Refused(f"FASTGEN_STRICT is set, and fastgen cannot accelerate this: {error}.") from None
+        result = compare(job, progress=not args.quiet)
         print(samples(result, args.samples))
         print(table(result))
         print(what_ran(result))
         print(verdict(result))
-        return 0 if result.identical == len(job.sources) else 1
+        return DONE if result.identical == len(job.sources) else DIFFERENT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse(argv)
-    try:
-        return run(args)
-    except Refused as error:
-        print(f"fastgen-demo: {error}", file=sys.stderr)
-        return 2
+    """The command; returns its exit code: 0 if all outputs are identical, 1 if some differ, 2 for bad input."""
+    return exit_code(NAME, lambda: run(parse(argv)), input_error=UNUSABLE)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 
+from fastgen import installing
 from fastgen.cli.exits import exit_code, refuse_arguments, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
 from fastgen.pipeline.offline import REFILL
@@ -29,7 +30,8 @@ def _main(arguments: list[str]) -> int:
     try:
         import fairseq  # noqa: F401
     except ImportError as error:
-        raise InputError(f"fairseq is needed: pip install 'fastgen[fairseq]' ({first_line(error)}).") from error
+        how = installing.command("fairseq")
+        raise InputError(f"fairseq is needed: {how} ({first_line(error)}).") from error
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
     from fastgen.cli.fairseq.run import run
@@ -39,8 +41,8 @@ def _main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """fairseq's arguments, from its own parser, and fastgen's: `workers`, `resume`, and in `auto` the dest of the
-    flags that say so.
+    """fairseq's arguments, from its own parser, and fastgen's: `workers`, `resume`, `overwrite`, `refill`, and in
+    `auto` the dest of the flags that say so.
     """
     from fairseq import options
 
@@ -60,18 +62,20 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
     own = argparse.Namespace(
         workers=args.fastgen_workers,
         resume=args.fastgen_resume,
+        overwrite=args.fastgen_overwrite,
         refill=args.fastgen_refill,
         auto=[name for name in ("batch_size", "max_tokens") if getattr(args, name) == AUTO],
     )
-    del args.fastgen_workers, args.fastgen_resume, args.fastgen_refill
+    del args.fastgen_workers, args.fastgen_resume, args.fastgen_overwrite, args.fastgen_refill
     if len(own.auto) == 2:
         raise InputError("Only one of --batch-size and --max-tokens can be auto.")
     for name in own.auto:
         setattr(args, name, None)
         setattr(args, f"{name}_valid", None)
         args.required_batch_size_multiple = 1  # there are no batches of fairseq that would be rounded
-    if own.resume and not args.results_path:
-        raise InputError("--resume needs --results-path, the folder of the run to go on with.")
+    for flag, given in (("--resume", own.resume), ("--overwrite", own.overwrite)):
+        if given and not args.results_path:
+            raise InputError(f"{flag} needs --results-path, the folder of the run that it is about.")
     return args, own
 
 
@@ -91,6 +95,12 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         dest="fastgen_resume",
         action="store_true",
         help="go on with the killed or interrupted run that wrote to --results-path",
+    )
+    group.add_argument(
+        "--overwrite",
+        dest="fastgen_overwrite",
+        action="store_true",
+        help="replace the results that are in --results-path",
     )
     group.add_argument(
         "--refill",

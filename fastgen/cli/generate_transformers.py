@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fastgen import installing
 from fastgen.cli.exits import Parser, exit_code, share, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, INPUT_ERROR, InputError, first_line
 from fastgen.pipeline.offline import REFILL
@@ -31,8 +32,8 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         import transformers  # noqa: F401
     except ImportError as error:
-        message = f"transformers is needed: pip install 'fastgen[transformers]' ({first_line(error)})."
-        raise InputError(message) from error
+        how = installing.command("transformers")
+        raise InputError(f"transformers is needed: {how} ({first_line(error)}).") from error
     args = parser().parse_args(argv)
     if args.ray is not None:
         return _on_ray(args)
@@ -52,7 +53,7 @@ def _on_ray(args: argparse.Namespace) -> int:
         import pyarrow  # noqa: F401
         import ray  # noqa: F401
     except ImportError as error:
-        raise InputError(f"--ray needs Ray: pip install 'fastgen[ray]' ({first_line(error)}).") from error
+        raise InputError(f"--ray needs Ray: {installing.command('ray')} ({first_line(error)}).") from error
     from fastgen.distributed.run import run
 
     return run(args)
@@ -70,7 +71,7 @@ def _refuse_rays(args: argparse.Namespace) -> None:
         args.output_format or records.format_of(args.output),
     )
     if records.PARQUET in forms:
-        raise InputError("Parquet is read and written with --ray alone: pip install 'fastgen[ray]'.")
+        raise InputError(f"Parquet is read and written with --ray alone: {installing.command('ray')}.")
     for path in (args.input, args.output):
         if "://" in path:
             raise InputError(f"{path} is no file of this machine: --ray reads and writes there.")
@@ -79,6 +80,8 @@ def _refuse_rays(args: argparse.Namespace) -> None:
 def _check_files(source: Path, output: Path) -> None:
     """Both are opened more than once: the input is counted first, the output is read at the end."""
     for path in (source, output):
+        if str(path) == "-":
+            raise InputError(f"{path} stands for a pipe: this command needs the names of files.")
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is no regular file: this command needs files, not folders, pipes or devices.")
     if output.absolute().parent in _DEVICES:  # a journal would be put beside it
@@ -87,13 +90,13 @@ def _check_files(source: Path, output: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags, one for every field of GenerationConfig among them."""
-    from fastgen.cli.transformers import flags, metrics, records
+    from fastgen.cli.transformers import failures, flags, metrics, records
 
     result = Parser(
         prog=NAME,
         description="Generate text for every line of a file with a Hugging Face model, accelerated by fastgen.",
         epilog=f"{EXIT_CODES}. A record that fails becomes an error record in JSONL output: the others are done, the "
-        f"failures are counted, and the exit code is {INPUT_ERROR}. With text output the run stops there.",
+        f"failures are counted, and the exit code is {INPUT_ERROR}. Text output has no place for it: see --on-error.",
         allow_abbrev=False,
     )
     result.add_argument("model", metavar="MODEL", help="name or folder of the model")
@@ -128,7 +131,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"processes that tokenise and detokenise; 0: none (default: {WORKERS}; with --ray, of each actor: 0)",
     )
+    result.add_argument(
+        "--on-error",
+        choices=(failures.STOP, failures.BLANK, failures.SKIP),
+        help="a line that is blank or can't be used ends the run, has a blank output (in JSONL its error), or none "
+        "(default: text output stops at lines that can't be used; blank otherwise)",
+    )
     result.add_argument("--resume", action="store_true", help="go on with the killed run that wrote OUTPUT")
+    result.add_argument("--overwrite", action="store_true", help="replace an OUTPUT that is there")
     result.add_argument("--quiet", action="store_true", help="no progress line")
     _add_ray(result)
     flags.add_flags(result)
@@ -137,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_ray(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "many machines", "On Ray (pip install 'fastgen[ray]'): INPUT may be a folder or a URI, and .parquet."
+        "many machines", "On Ray, from the extra `ray`: INPUT may be a folder or a URI, and .parquet."
     )
     group.add_argument(
         "--ray",

@@ -1,4 +1,4 @@
-"""Generation for corpora on many machines, on Ray: `pip install 'fastgen[ray]'`."""
+"""Generation for corpora on many machines, on Ray, from the extra `ray`."""
 
 from fastgen.distributed.dataset import generate
 

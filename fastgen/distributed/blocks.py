@@ -7,10 +7,11 @@ of a corpus: their texts are the same, samples included, and scores differ as be
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet
@@ -38,6 +39,7 @@ class Block:
     first: int  # index of its first record in the corpus
     before: int  # records of the files before
     file: str | None  # the name to show, where there are several files
+    stamp: str  # changes with the bytes of its records
 
     @property
     def begins(self) -> int:
@@ -101,14 +103,26 @@ def sources(path: str, form: str | None) -> list[Source]:
     return found
 
 
-def cut(source: Source, window: int) -> list[tuple[int, int, int]]:
-    """The blocks of a file, each of `window` records but the last: offset, size and number of records."""
+class Cut(NamedTuple):
+    """A block of a file."""
+
+    offset: int
+    size: int
+    records: int
+    stamp: str
+
+
+def cut(source: Source, window: int) -> list[Cut]:
+    """The blocks of a file, each of `window` records but the last."""
     system, inside = opened(source.path)
     try:
         if source.form == PARQUET:
             with system.open_input_file(inside) as file:
                 rows = pyarrow.parquet.ParquetFile(file).metadata.num_rows
-            return [(row, min(window, rows - row), min(window, rows - row)) for row in range(0, rows, window)]
+            sizes = [(row, min(window, rows - row)) for row in range(0, rows, window)]
+            # Its rows could be told only by reading all of them: by the file.
+            stamp = "-".join(map(str, source.stamp))
+            return [Cut(row, size, size, stamp) for row, size in sizes]
         # No decompression: places are bytes of the file.
         with system.open_input_stream(inside, compression=None) as stream:
             return _cut_lines(stream, window)
@@ -116,31 +130,51 @@ def cut(source: Source, window: int) -> list[tuple[int, int, int]]:
         raise InputError(f"Cannot read {source.name}: {first_line(error)}.") from error
 
 
-def _cut_lines(stream: Any, window: int) -> list[tuple[int, int, int]]:
+def _cut_lines(stream: Any, window: int) -> list[Cut]:
     starts, lines, position, last = [0], 0, 0, b"\n"
+    crcs = [0]  # of each block, without the line end at the end of the file
     while chunk := stream.read(_CHUNK):
         ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
-        starts += (ends[-(lines + 1) % window :: window] + position + 1).tolist()
+        places = (ends[-(lines + 1) % window :: window] + 1).tolist()
+        for begin, end in zip([0, *places], [*places, len(chunk)], strict=True):
+            if begin:
+                crcs.append(0)
+            crcs[-1] = zlib.crc32(memoryview(chunk)[begin:end], crcs[-1])
+        starts += [place + position for place in places]
         lines, position, last = lines + len(ends), position + len(chunk), chunk[-1:]
-    lines += last != b"\n"
+    if last != b"\n":
+        lines += 1
+        crcs[-1] = zlib.crc32(b"\n", crcs[-1])  # the same lines, whether the last one is ended or not
     starts = [start for start in starts if start < position]  # none of an empty file, or behind the last line
     return [
-        (start, end - start, min(window, lines - number * window))
+        Cut(start, end - start, min(window, lines - number * window), f"{crcs[number]:08x}")
         for number, (start, end) in enumerate(zip(starts, [*starts[1:], position], strict=False))
     ]
 
 
-def numbered(files: list[Source], cuts: list[list[tuple[int, int, int]]]) -> list[Block]:
+def numbered(files: list[Source], cuts: list[list[Cut]]) -> list[Block]:
     """All blocks of the corpus, given those of each file."""
     found: list[Block] = []
     total = 0
     for source, parts in zip(files, cuts, strict=True):
         before, file = total, PurePosixPath(source.path).name if len(files) > 1 else None
-        for offset, size, count in parts:
+        for one in parts:
             found.append(
-                Block(len(found), source.path, source.name, source.form, offset, size, count, total, before, file)
+                Block(
+                    len(found),
+                    source.path,
+                    source.name,
+                    source.form,
+                    one.offset,
+                    one.size,
+                    one.records,
+                    total,
+                    before,
+                    file,
+                    one.stamp,
+                )
             )
-            total += count
+            total += one.records
     return found
 
 
@@ -193,7 +227,7 @@ def _rows(block: Block, file: Any, text_field: str) -> Iterator[Record]:
     for index, (text, name) in enumerate(rows, block.first):
         record = Record(index, block.name, name=name, before=block.before, file=block.file)
         if isinstance(text, str):
-            fill_text(record, text, text_field)
+            fill_text(record, text)
         else:
             record.refuse(f"no text in the column {text_field!r}")
         yield record

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     import ray.data
 
 # Arguments of the command that are about its files, or said to `generate` in another way.
-_NOT_OPTIONS = set("model input output input_format output_format resume quiet references metrics ray shards".split())
+_NOT_OPTIONS = set(
+    """model input output input_format output_format on_error resume overwrite quiet references metrics ray
+    shards""".split()
+)
 
 
 def generate(

@@ -10,6 +10,7 @@ import torch
 
 import fastgen
 from fastgen.cli.transformers import prepare, records, tokenizing
+from fastgen.cli.transformers.failures import outputs_of
 from fastgen.distributed.parts import Outputs
 from fastgen.distributed.worker import Job
 from fastgen.pipeline.errors import InputError
@@ -32,13 +33,13 @@ class Engine:
     def outputs(
         self, found: Iterable[records.Record], progress: Any = lambda records, tokens: None
     ) -> Iterator[tuple[records.Record, Outputs]]:
-        """Each record with its hypotheses, none for one that failed; in any order."""
+        """Each record with its hypotheses, empty ones for one that can't be used; in any order."""
         generator, source = self._generator, self._generator.source
         generator.progress, source.records = progress, iter(found)
         ready: list[Any] = []  # batches whose texts are being made
         for window in source:
             for batch in source.cut(window):
-                if batch.records[0].error is not None:
+                if not batch.records[0].usable:
                     progress(len(batch.records), 0)
                     ready.append((batch.records, [], self._pool.submit(tokenizing.Decode([]))))
                     continue
@@ -48,7 +49,7 @@ class Engine:
         for done, scores, texts in ready:
             pairs = iter(zip(texts.result(), scores, strict=True))
             for record in done:
-                yield record, [] if record.error else [next(pairs) for _ in range(generator.per_record)]
+                yield record, outputs_of(record, pairs, generator.per_record)
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)

@@ -22,6 +22,7 @@ import pyarrow.parquet
 from pyarrow import fs
 
 from fastgen.cli.transformers import records
+from fastgen.cli.transformers.failures import Policy
 from fastgen.distributed import blocks
 from fastgen.pipeline.errors import InputError, first_line
 from fastgen.pipeline.resume import differences
@@ -50,6 +51,7 @@ class Mark:
     failed: int
     tokens: int
     errors: list[str]  # the first few
+    block: list[Any]  # the place of the first record, how many there are, and the stamp of what was read
 
 
 class Parts:
@@ -59,15 +61,26 @@ class Parts:
         self.path, self.form = path if "://" in path else os.path.abspath(path), form
         self._fs, self._folder = blocks.opened(path)
 
-    def begin(self, settings: dict[str, Any], *, resume: bool) -> dict[int, Mark]:
-        """The blocks that need not be done again; InputError if the folder is another run's."""
+    def begin(
+        self, settings: dict[str, Any], corpus: list[blocks.Block], *, resume: bool, overwrite: bool
+    ) -> dict[int, Mark]:
+        """The blocks that need not be done again.
+
+        Raises:
+            InputError: the folder is another run's, or it is not said what is to become of an earlier run's parts.
+        """
         settings = json.loads(json.dumps(settings, default=str))
         try:
             known = self._read(SETTINGS)
             if known is None and [name for name in self._names("") if not name.startswith("_")]:
-                raise InputError(f"{self.path} is not empty: choose another folder.")
+                raise InputError(f"{self.path} is not empty, and no run wrote it: choose another folder.")
+            if known is not None and overwrite:
+                self.remove()
+                known = None
             if known is not None and not resume:
-                raise InputError(f"{self.path} has an earlier run's parts: go on with --resume, or remove the folder.")
+                raise InputError(
+                    f"{self.path} has an earlier run's parts: --resume goes on with them, --overwrite replaces them."
+                )
             if known is None:
                 self._fs.create_dir(f"{self._folder}/{_MARKS}", recursive=True)
                 self._write(SETTINGS, json.dumps(settings).encode())
@@ -81,8 +94,9 @@ class Parts:
             for name in self._names(""):
                 if name.startswith("_writing."):  # of writers that died
                     self._fs.delete_file(f"{self._folder}/{name}")
-            numbers = [int(name.split(".")[0]) for name in self._names(_MARKS) if name[:1].isdigit()]
-            return {number: mark for number in numbers if (mark := self.mark(number)) is not None}
+            marked = {name.split(".")[0] for name in self._names(_MARKS)}
+            mine = [block for block in corpus if f"{block.number:06}" in marked]
+            return {block.number: mark for block in mine if (mark := self.mark(block)) is not None}
         except OSError as error:
             raise InputError(f"Cannot use {self.path}: {first_line(error)}.") from error
 
@@ -90,25 +104,30 @@ class Parts:
         """Whether a run has begun here."""
         return self._read(SETTINGS) is not None
 
-    def mark(self, number: int) -> Mark | None:
-        """That of a block's part; None if there is none yet, or the part isn't what it says."""
+    def mark(self, block: blocks.Block) -> Mark | None:
+        """The mark of a block's part; None if there is none yet, or the part or the input is not what it says."""
         try:
-            mark = Mark(**json.loads(self._read(f"{_MARKS}/{number:06}.json") or b""))
+            mark = Mark(**json.loads(self._read(f"{_MARKS}/{block.number:06}.json") or b""))
         except (ValueError, TypeError):
             return None
-        part = self._read(self.name(number))
+        if mark.block != _identity(block):
+            return None
+        part = self._read(self.name(block.number))
         return mark if part is not None and (len(part), zlib.crc32(part)) == (mark.size, mark.crc) else None
 
     def name(self, number: int) -> str:
         return f"part-{number:06}.{'txt' if self.form == records.TEXT else self.form}"
 
-    def write(self, number: int, done: list[records.Record], outputs: list[Outputs], tokens: int) -> Mark:
+    def write(
+        self, block: blocks.Block, done: list[tuple[records.Record, Outputs]], tokens: int, policy: Policy
+    ) -> Mark:
         """The part of a block, and its mark."""
-        data = _rendered(done, outputs, self.form)
-        errors = [record.error for record in done if record.error is not None]
-        mark = Mark(len(data), zlib.crc32(data), len(done), len(errors), tokens, errors[:10])
-        self._write(self.name(number), data)
-        self._write(f"{_MARKS}/{number:06}.json", json.dumps(asdict(mark)).encode())
+        data = _rendered([pair for pair in done if not policy.leaves_out(pair[0])], self.form)
+        errors = [record.error for record, _ in done if record.error is not None]
+        crc = zlib.crc32(data)
+        mark = Mark(len(data), crc, len(done), len(errors), tokens, errors[:10], _identity(block))
+        self._write(self.name(block.number), data)
+        self._write(f"{_MARKS}/{block.number:06}.json", json.dumps(asdict(mark)).encode())
         return mark
 
     def read(self, number: int) -> bytes:
@@ -140,17 +159,20 @@ class Parts:
         self._fs.move(writing, f"{self._folder}/{name}")
 
 
-def _rendered(done: list[records.Record], outputs: list[Outputs], form: str) -> bytes:
+def _identity(block: blocks.Block) -> list[Any]:
+    return [block.first, block.count, block.stamp]
+
+
+def _rendered(done: list[tuple[records.Record, Outputs]], form: str) -> bytes:
     if form == records.PARQUET:
         buffer = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(_rows(done, outputs)), SCHEMA), buffer)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(_rows(done)), SCHEMA), buffer)
         return buffer.getvalue()
-    lines = (records.render(record, found, form) for record, found in zip(done, outputs, strict=True))
-    return "".join(lines).encode()
+    return "".join(records.render(record, found, form) for record, found in done).encode()
 
 
-def _rows(done: list[records.Record], outputs: list[Outputs]) -> Iterator[dict[str, Any]]:
-    for record, found in zip(done, outputs, strict=True):
+def _rows(done: list[tuple[records.Record, Outputs]]) -> Iterator[dict[str, Any]]:
+    for record, found in done:
         yield {
             "file": record.file,
             "line": record.line,

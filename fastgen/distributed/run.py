@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import ray
 
 from fastgen.cli.transformers import records
 from fastgen.cli.transformers.batches import WINDOW
+from fastgen.cli.transformers.failures import STOP, policy_of, scan
 from fastgen.cli.transformers.run import files_of_model, references_of, say, settings_of, summary
 from fastgen.distributed import blocks
 from fastgen.distributed.actors import Told, results
@@ -24,6 +27,7 @@ from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
 
 _SHOWN_ERRORS = 10
+_CORPUS = "corpus"  # of the journal's facts
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{args.input} is empty: it should hold one record a line.")
         total = sum(block.count for block in corpus)
         references, wanted = references_of(args, total)
-        stamps = {f"content of {file.path}": list(file.stamp) for file in files}
-        settings = settings_of(args) | stamps | contents(*files_of_model(args))
+        settings = settings_of(args) | contents(*files_of_model(args))
         if args.shards:
             parts = Parts(args.output, form)
             marks = _generate(args, form, corpus, parts, settings)
@@ -54,20 +57,42 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{output} is a folder: --shards leaves the parts in it.")
         if any(output.exists() and Path(file.path).exists() and output.samefile(file.path) for file in files):
             raise InputError(f"{output} is the input: choose another file for the output.")
-        parts = Parts(f"{output}.parts", form)
+        folder = Path(f"{output}.parts")
+        if folder.is_symlink():
+            raise InputError(f"{folder} is a symbolic link, and a run would write where it leads: remove it.")
+        parts = Parts(str(folder), form)
         # With parts of a run that was killed, the file is an older one's, or what that run had put together.
-        resume = args.resume and not parts.exist()
-        with Journal(output, settings).locked(resume=resume) as journal:
+        goes_on = args.resume and parts.exist()
+        with Journal(output, settings).locked(
+            resume=args.resume and not goes_on, overwrite=args.overwrite or goes_on
+        ) as journal:
             if journal.complete:
+                _check_complete(output, journal.facts, corpus)
                 say(f"{output} is complete: nothing to resume.")
             elif journal.resuming:
                 raise InputError(f"Cannot resume {output}: it was begun without --ray; go on without it.")
             else:
                 marks = _generate(args, form, corpus, parts, settings)
-                journal.facts = {"failed": sum(mark.failed for mark in marks.values())}
+                failed = sum(mark.failed for mark in marks.values())
+                journal.facts = {"failed": failed, _CORPUS: _stamp(corpus)}
                 _merge(parts, corpus, journal)
             parts.remove()
             return summary(args, form, total, journal.facts.get("failed", 0), references, wanted)
+
+
+def _check_complete(output: Path, facts: dict[str, Any], corpus: list[Block]) -> None:
+    if _CORPUS not in facts:
+        raise InputError(f"{output} is complete, and was written without --ray: nothing to resume.")
+    if facts[_CORPUS] != _stamp(corpus):
+        raise InputError(
+            f"Cannot resume {output}: it is complete, and the input has changed since; --overwrite starts again."
+        )
+
+
+def _stamp(corpus: list[Block]) -> str:
+    """Changes with what is in the corpus."""
+    stamps = [[block.name, block.count, block.stamp] for block in corpus]
+    return f"{zlib.crc32(json.dumps(stamps).encode()):08x}"
 
 
 def _exit(failed: int, total: int) -> int:
@@ -76,7 +101,7 @@ def _exit(failed: int, total: int) -> int:
     return INPUT_ERROR if failed else DONE
 
 
-def _cut(files: list[blocks.Source]) -> list[list[tuple[int, int, int]]]:
+def _cut(files: list[blocks.Source]) -> list[list[blocks.Cut]]:
     """The blocks of each file; of several, the cluster looks for them."""
     if len(files) == 1:
         return [blocks.cut(files[0], WINDOW)]
@@ -91,11 +116,14 @@ def _generate(
     args: argparse.Namespace, form: str, corpus: list[Block], parts: Parts, settings: dict[str, Any]
 ) -> dict[int, Mark]:
     """All parts: by the numbers of their blocks what each one holds."""
-    marks = parts.begin(settings, resume=args.resume)
+    marks = parts.begin(settings, corpus, resume=args.resume, overwrite=args.overwrite)
     todo = [block for block in corpus if block.number not in marks]
     if not todo:
         say(f"all {len(corpus)} blocks are done: nothing to resume.")
         return marks
+    policy = policy_of(args.on_error, form)
+    for block in todo if STOP in policy else ():  # before any model is loaded; what is too long the actors find out
+        scan(blocks.read(block, args.text_field), policy)
     nodes = nodes_of(ray.nodes())
     how = placement(args.actors, args.cpus_per_actor, args.gpus_per_actor, nodes)
     if not any(node.cpus >= how.cpus and node.gpus >= how.gpus for node in nodes):

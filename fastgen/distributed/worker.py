@@ -14,6 +14,7 @@ import ray
 
 import fastgen
 from fastgen.cli.transformers import records
+from fastgen.cli.transformers.failures import policy_of
 from fastgen.distributed import blocks
 from fastgen.distributed.actors import PROGRESS
 from fastgen.distributed.parts import SCHEMA, Mark, Parts, listed
@@ -69,7 +70,7 @@ class BlockWorker:
             if self._parts is None:
                 self._parts = Parts(self._folder, self._job.form)
             # It may be there: a worker that died had written it, and could not say so.
-            done = Done(block, self._parts.mark(block.number) or self._done(block, self._parts), warnings)
+            done = Done(block, self._parts.mark(block) or self._done(block, self._parts), warnings)
         except Exception as error:
             problem = str(error) if isinstance(error, InputError) else f"{block}: {first_line(error)}"
             done = Done(block, None, warnings, problem, traceback.format_exc())
@@ -94,9 +95,8 @@ class BlockWorker:
         in_order = [found[index] for index in sorted(found)]
         if len(in_order) != block.count:
             raise InputError(f"{block.name} was changed while the run read it: start again.")
-        return parts.write(
-            block.number, [record for record, _ in in_order], [outputs for _, outputs in in_order], self._told[2]
-        )
+        policy = policy_of(self._job.args.on_error, self._job.form)
+        return parts.write(block, in_order, self._told[2], policy)
 
 
 class RowWorker:
@@ -117,7 +117,7 @@ class RowWorker:
         for index, text in enumerate(texts):
             record = records.Record(first + index, "dataset", before=first)
             if isinstance(text, str):
-                records.fill_text(record, text, self._field)
+                records.fill_text(record, text)
             else:
                 record.refuse(f"no text in the column {self._field!r}")
             rows.append(record)

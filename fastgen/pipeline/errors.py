@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
 DONE = 0
 INPUT_ERROR = 1
+DIFFERENT, UNUSABLE = 1, 2  # of the commands that compare, fastgen-bench, fastgen-check and fastgen-demo: the input is
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 EXIT_CODES = (
     f"exit codes: {DONE} done; {INPUT_ERROR} input error (a file, a line, a flag, a full disk: one sentence on "
     f"standard error says which; what was finished is kept); {INTERRUPTED} interrupted (Ctrl-C, SIGTERM)"
 )
+
+
+_GLOBAL = re.compile(r"GLOBAL (\S+)")  # what torch's errors call a function or class
 
 
 class InputError(Exception):
@@ -24,10 +29,28 @@ class WorkerError(RuntimeError):
     """A task failed in a worker, or its worker died every time; the message ends in the worker's traceback."""
 
 
+def counted(number: int, what: str) -> str:
+    """The number with the noun, "1 record" or "2 records"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what `error` says, without its full stop."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(". ") if lines else type(error).__name__
+
+
+def why_unloadable(error: BaseException) -> str:
+    """Why a checkpoint can't be loaded: the first line of `error`, but for what torch refuses as no mere weights.
+
+    torch says there at length how to switch its check off, after which the checkpoint could run any code.
+    """
+    text = str(error)
+    if "Weights only load failed" not in text:
+        return first_line(error)
+    found = _GLOBAL.search(text)
+    what = f"it names {found[1]}, which" if found else "it holds more than weights, which"
+    return f"{what} could run any code here; ask for the weights alone, as safetensors or a state dict"
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from fastgen.files import open_own
 from fastgen.pipeline.errors import InputError, writing
 
 if sys.platform != "win32":
@@ -18,7 +19,10 @@ if sys.platform != "win32":
 
 @contextlib.contextmanager
 def locked(path: Path, what: Path) -> Iterator[BinaryIO]:
-    """`path`, for reading and appending, created if need be; InputError if another process writes `what` with it.
+    """`path`, for reading and appending, created if need be.
+
+    Raises:
+        InputError: another process writes `what` with it, or `path` is a link or another user's (see `open_own`).
 
     A file that is still empty at the end is removed. Until then, nothing else in this process may open and close
     `path`: that would unlock it.
@@ -37,7 +41,7 @@ def locked(path: Path, what: Path) -> Iterator[BinaryIO]:
 
 def _open(path: Path, what: Path) -> BinaryIO:
     while True:
-        file = open(path, "a+b")  # noqa: SIM115
+        file = os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)), "a+b")
         if sys.platform == "win32":
             return file
         try:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
+from fastgen.files import open_own
 from fastgen.pipeline.errors import InputError, writing
 from fastgen.pipeline.lock import locked
 
@@ -48,12 +49,34 @@ class Journal:
         return self._kept.journal_bytes > 0
 
     @contextlib.contextmanager
-    def locked(self, *, resume: bool = False) -> Iterator[Journal]:
-        """Keep other runs out. With `resume` see what an earlier one left, or InputError; nothing is changed yet."""
+    def locked(self, *, resume: bool = False, overwrite: bool = False) -> Iterator[Journal]:
+        """Keep other runs out; nothing is changed yet.
+
+        Args:
+            resume: see what an earlier run left, to go on with it.
+            overwrite: results that are there may be replaced.
+
+        Raises:
+            InputError: there are results, and neither is said; or they can't be gone on with.
+        """
+        if resume and overwrite:
+            raise InputError("--resume goes on with an earlier run, --overwrite replaces it: give one of them.")
         with locked(self.path, self.results) as self._notes:
+            there = self.results.exists() and self.results.stat().st_size > 0
             if resume and self.results.exists():
                 self._inspect()
+            elif there and not overwrite:
+                raise self._in_the_way()
             yield self
+
+    def _in_the_way(self) -> InputError:
+        if os.fstat(self._notes.fileno()).st_size:
+            return InputError(
+                f"{self.results} holds what an earlier run wrote: --resume goes on with it, --overwrite replaces it."
+            )
+        return InputError(
+            f"{self.results} exists, and there is no journal of a run that wrote it: --overwrite replaces it."
+        )
 
     @contextlib.contextmanager
     def earlier(self) -> Iterator[Iterator[dict[str, Any]]]:
@@ -104,16 +127,18 @@ class Journal:
         done = {"done": size, "crc": crc, "facts": self.facts}
         new = self.path.with_name(self.path.name + ".new")
         with writing(self.path):
-            new.write_bytes(_line({"settings": self._settings}) + _line(done))
+            new.unlink(missing_ok=True)  # of a run that was killed here
+            with os.fdopen(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(_line({"settings": self._settings}) + _line(done))
             new.replace(self.path)  # at once: a kill leaves the one or the other
 
     def _inspect(self) -> None:
         lines = self._lines()
         _, header = next(lines, (0, None))
         if header is None and not os.fstat(self._notes.fileno()).st_size:
-            raise InputError(f"Cannot resume: there is no {self.path}; start without --resume.")
+            raise InputError(f"Cannot resume: there is no {self.path}; --overwrite starts again.")
         if header is None or not isinstance(header.get("settings"), dict):
-            raise InputError(f"Cannot resume: {self.path} is not a journal; start without --resume.")
+            raise InputError(f"Cannot resume: {self.path} is not a journal; --overwrite starts again.")
         if different := differences(header["settings"], self._settings):
             raise InputError(f"Cannot resume {self.results}: it was begun with another {different}.")
         size, kept = self.results.stat().st_size, _Kept()
@@ -130,7 +155,7 @@ class Journal:
                 break
         if (self.complete and kept.bytes != size) or _crc(self.results, kept.bytes) != kept.crc:
             raise InputError(
-                f"Cannot resume: {self.results} was changed since the run wrote it; start without --resume."
+                f"Cannot resume: {self.results} was changed since the run wrote it; --overwrite starts again."
             )
         self._kept = kept
 
@@ -149,7 +174,7 @@ class Journal:
             yield end, record
 
     def _damaged(self) -> InputError:
-        return InputError(f"Cannot resume: the journal {self.path} is damaged; start without --resume.")
+        return InputError(f"Cannot resume: the journal {self.path} is damaged; --overwrite starts again.")
 
 
 class _Counted(io.FileIO):

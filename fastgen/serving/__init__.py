@@ -1,1 +1,1 @@
-"""A service for requests over HTTP, on Ray Serve: `fastgen-serve`, from `pip install 'fastgen[ray]'`."""
+"""A service for requests over HTTP, on Ray Serve: `fastgen-serve`, from the extra `ray`."""

@@ -22,7 +22,7 @@ from transformers_kit import FLAGS, MODEL, run, stock
 
 import fastgen
 from fastgen.cli import generate_transformers
-from fastgen.cli.transformers import batches, generation, records
+from fastgen.cli.transformers import batches, generation, prepare, records
 from fastgen.cli.transformers import flags as flags_of_generation
 from fastgen.pipeline import batching, resume
 from fastgen.pipeline.resume import journal_path
@@ -120,35 +120,122 @@ def bad_lines(tmp_path: Path, texts: list[str]) -> Path:
     return path
 
 
-def test_bad_lines_become_error_records(bad_lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out.jsonl"
-    assert run(MODEL, bad_lines, out, *FLAGS) == 1
-    lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
-    assert [("outputs" in line, "error" in line) for line in lines] == [
-        (True, False), (False, True), (True, False), (False, True), (False, True), (True, False),
-    ]  # fmt: skip
-    assert f"{bad_lines}, line 2: not UTF-8 (byte 0xff at position 4)." == lines[1]["error"]
-    assert f"{bad_lines}, line 4: the line is empty." == lines[3]["error"]
-    assert f"{bad_lines}, line 5: " in lines[4]["error"] and "tokens" in lines[4]["error"]
-    messages = capsys.readouterr().err
-    assert all(lines[i]["error"] in messages for i in (1, 3, 4))
-    assert "3 of 6 records failed" in messages
-
-
-def test_with_text_output_a_bad_line_ends_the_run_and_keeps_what_is_done(
-    bad_lines: Path, texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("policy", ["default", "blank", "skip"])
+def test_bad_lines_become_error_records(
+    bad_lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str
 ) -> None:
+    out = tmp_path / "out.jsonl"
+    flags = [] if policy == "default" else ["--on-error", policy]
+    assert run(MODEL, bad_lines, out, *FLAGS, *flags) == 1
+    lines = {(line := json.loads(text))["line"]: line for text in out.read_text("utf-8").splitlines()}
+    messages = capsys.readouterr().err
+    assert f"{bad_lines}, line 2: not UTF-8 (byte 0xff at position 4)." in messages
+    assert f"{bad_lines}, line 5: 601 tokens" in messages and "2 of 6 records failed" in messages
+    if policy == "skip":
+        assert [*lines] == [1, 3, 6] and all("outputs" in line for line in lines.values())
+        return
+    assert {number: "error" in line for number, line in lines.items()} == {
+        1: False, 2: True, 3: False, 4: False, 5: True, 6: False,
+    }  # fmt: skip
+    assert lines[4]["outputs"] == [{"text": ""}]  # a blank line is no error
+    assert all(lines[number]["error"] in messages for number in (2, 5))
+
+
+def test_with_text_output_the_first_bad_line_is_named_before_the_model_is_loaded(
+    bad_lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    lines = bad_lines.read_bytes().split(b"\n")
+    for found in (
+        b"line 2: not UTF-8 (byte 0xff at position 4).",
+        b"line 5: 601 tokens, and the model has room for 160",
+    ):
+        assert run(MODEL, bad_lines, tmp_path / "out.txt", *FLAGS) == 1
+        assert f"{bad_lines}, {found.decode()}" in capsys.readouterr().err
+        assert not (tmp_path / "out.txt").exists()
+        bad_lines.write_bytes(b"\n".join([lines[0], lines[2], *lines[2:]]))
+    bad_lines.write_bytes(lines[0] + b"\n\n")
+    assert run(MODEL, bad_lines, tmp_path / "out.txt", *FLAGS, "--on-error", "stop") == 1
+    assert f"{bad_lines}, line 2: the line is blank." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["blank", "skip"])
+def test_text_output_with_bad_lines(bad_lines: Path, texts: list[str], tmp_path: Path, policy: str) -> None:
     out = tmp_path / "out.txt"
-    assert run(MODEL, bad_lines, out, *FLAGS) == 1
-    assert out.read_text("utf-8").splitlines() == stock(texts)[0][:1]
-    assert f"{bad_lines}, line 2: not UTF-8" in capsys.readouterr().err
+    assert run(MODEL, bad_lines, out, *FLAGS, "--on-error", policy) == 1
+    found = {index: stock(texts[:6])[0][index] for index in (0, 2, 5)}
+    wanted = [found.get(index, "") for index in range(6)] if policy == "blank" else [*found.values()]
+    assert out.read_text("utf-8").splitlines() == wanted
+
+
+def test_blank_lines_are_ordinary(texts: list[str], tmp_path: Path) -> None:
+    """By default the output has a blank line there, so that the lines of both files go together."""
+    source, out = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_text(f"\n{texts[0]}\n  \n{texts[1]}\n\n", "utf-8")
+    assert run(MODEL, source, out, *FLAGS, "--num-return-sequences", "2") == 0
+    found = stock(texts[:2], num_return_sequences=2)[0]
+    assert out.read_text("utf-8").split("\n") == ["", "", *found[:2], "", "", *found[2:], "", "", ""]
+
+
+def test_a_line_that_ended_a_run_is_mended_and_the_run_goes_on(
+    texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that only generating shows, here: for want of memory."""
+    source, out = tmp_path / "in.txt", tmp_path / "out.txt"
+    lines = [*texts[:9], "7 " * 60, *texts[10:14]]
+    source.write_text("\n".join(lines), "utf-8")
+    generate = generation.Generator._generate
+
+    def too_long(self: Any, found: Any) -> Any:
+        if any(len(record.tokens) > 60 for record in found):
+            raise MemoryError
+        return generate(self, found)
+
+    monkeypatch.setattr(generation.Generator, "_generate", too_long)
+    assert run(MODEL, source, out, *FLAGS) == 1
+    assert "line 10: out of memory, even alone in its batch." in capsys.readouterr().err
+    lines[9] = texts[9]
+    source.write_text("\n".join(lines) + "\n", "utf-8")
+    assert run(MODEL, source, out, *FLAGS, "--resume") == 0
+    assert out.read_text("utf-8").splitlines() == stock(texts[:14])[0]
+
+
+@pytest.mark.parametrize("change", ["another", "shorter", "longer line"])
+def test_a_run_whose_finished_lines_have_changed_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    out, lines = tmp_path / "out.txt", source.read_text("utf-8").splitlines()
+    run_of, calls = generation.Generator._run, iter(range(100))
+
+    def interrupted(self: Any, found: Any) -> Any:
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return run_of(self, found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation.Generator, "_run", interrupted)
+        assert run(MODEL, source, out, *FLAGS) == 130
+    written = out.read_bytes(), journal_path(out).read_bytes()
+    done = max(int(index) for note in written[1].splitlines()[1:] for index, _ in [*json.loads(note)["held"], (-1, "")])
+    assert done > 0
+    lines[:] = {
+        "another": ["1 2", *lines[1:]],
+        "shorter": lines[:done],
+        "longer line": [*lines[:done], lines[done] + " 1"],
+    }[change]
+    source.write_text("\n".join(lines), "utf-8")
+    assert run(MODEL, source, out, *FLAGS, "--resume") == 1
+    assert f"Cannot resume {out}: what it has done of the input has changed ({source}); --overwrite starts again." in (
+        capsys.readouterr().err
+    )
+    assert (out.read_bytes(), journal_path(out).read_bytes()) == written
 
 
 def test_truncate_cuts_long_lines(bad_lines: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     assert run(MODEL, bad_lines, out, *FLAGS, "--truncate") == 1
     lines = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
-    assert ["error" in line for line in lines] == [False, True, False, True, False, False]
+    assert ["error" in line for line in lines] == [False, True, False, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +245,6 @@ def test_truncate_cuts_long_lines(bad_lines: Path, tmp_path: Path) -> None:
         ("[1]", "not an object"),
         ('{"txt": "12"}', "'text'"),
         ('{"text": 12}', "'text'"),
-        ('{"text": " "}', "empty"),
         ('{"text": "\\ud800"}', "surrogate"),
         ('{"text": "1", "id": "\\udfff"}', "surrogate"),
         ("[" * 100_000, "cannot be read"),
@@ -173,6 +259,14 @@ def test_bad_json_lines(tmp_path: Path, line: str, why: str) -> None:
     assert good.error is None and good.text == "12"
     assert bad.error is not None and bad.error.startswith(f"{path}, line 2: ") and why in bad.error
     json.loads(records.render(bad, [], records.JSONL), parse_constant=pytest.fail)
+
+
+def test_a_record_that_fails_keeps_its_id(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"id": "a7", "txt": "12"}\n{"id": 8, "text": "\\ud800"}\n{"id": 9, "text": " "}\n')
+    found = [json.loads(records.render(record, [("", None)], records.JSONL)) for record in records.read(path, "jsonl")]
+    assert [record["id"] for record in found] == ["a7", 8, 9]
+    assert ["error" in record for record in found] == [True, True, False]
 
 
 @pytest.mark.parametrize(("form", "line"), [(records.TEXT, "12 3"), (records.JSONL, '{"text": "12 3"}')])
@@ -411,13 +505,13 @@ def test_a_file_that_only_looks_complete_is_not(
 def test_a_complete_run_with_failed_records_is_still_one(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source.write_text("\n" + source.read_text("utf-8"), "utf-8")
+    source.write_bytes(b"\xff\n" + source.read_bytes())
     for flags in ([], ["--resume"]):
         assert run(MODEL, source, tmp_path / "out.jsonl", *FLAGS, *flags) == 1
         assert "1 of 24 records failed" in capsys.readouterr().err
 
 
-def test_resume_with_another_input_or_model_is_refused(
+def test_resume_with_another_model_is_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out = tmp_path / "model", tmp_path / "out.txt"
@@ -425,12 +519,12 @@ def test_resume_with_another_input_or_model_is_refused(
     with monkeypatch.context() as patch:
         patch.setattr(generation.Generator, "_run", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(model, source, out, *FLAGS) == 130
-    for path in (source, model / "model.safetensors"):
-        stat = path.stat()
-        path.write_bytes(path.read_bytes())  # of the same length
-        assert run(model, source, out, *FLAGS, "--resume") == 1
-        assert f"another content of {path}." in capsys.readouterr().err
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    path = model / "model.safetensors"
+    stat = path.stat()
+    path.write_bytes(path.read_bytes())  # of the same length
+    assert run(model, source, out, *FLAGS, "--resume") == 1
+    assert f"another content of {path}." in capsys.readouterr().err
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert run(model, source, out, *FLAGS, "--resume") == 0
 
 

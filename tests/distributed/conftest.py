@@ -17,7 +17,7 @@ NODES = 2
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[Any]:
     """A node for the driver, which has no CPUs for actors, and those for actors."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'fastgen[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt -e '.[ray]'")
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})

@@ -20,9 +20,9 @@ BATCHES = ["eins\n", "zwei\nzwölf\n", "drei\n"]
 
 
 @contextlib.contextmanager
-def begun(results: Path, *, resume: bool) -> Iterator[tuple[Journal, list[int]]]:
+def begun(results: Path, *, resume: bool, overwrite: bool = False) -> Iterator[tuple[Journal, list[int]]]:
     """A run with its results opened, and the numbers of the batches that an earlier one noted."""
-    with Journal(results, SETTINGS).locked(resume=resume) as journal:
+    with Journal(results, SETTINGS).locked(resume=resume, overwrite=overwrite) as journal:
         with journal.earlier() as records:
             numbers = [record["number"] for record in records]
         with journal.opened():
@@ -30,9 +30,9 @@ def begun(results: Path, *, resume: bool) -> Iterator[tuple[Journal, list[int]]]
 
 
 @contextlib.contextmanager
-def interrupted(results: Path, *, resume: bool) -> Iterator[tuple[Journal, list[int]]]:
+def interrupted(results: Path, *, resume: bool, overwrite: bool = False) -> Iterator[tuple[Journal, list[int]]]:
     """A run that ends before its end."""
-    with contextlib.suppress(KeyboardInterrupt), begun(results, resume=resume) as run:
+    with contextlib.suppress(KeyboardInterrupt), begun(results, resume=resume, overwrite=overwrite) as run:
         yield run
         raise KeyboardInterrupt
 
@@ -100,8 +100,34 @@ def test_lines_that_the_results_file_lost_are_done_again(results: Path) -> None:
     assert results.read_text("utf-8") == "".join(BATCHES[:2])
 
 
-def test_without_resume_it_begins_anew(results: Path) -> None:
-    with interrupted(results, resume=False) as (_, numbers):
+def test_what_is_there_is_neither_overwritten_nor_gone_on_with_unless_it_is_said(results: Path) -> None:
+    before = results.read_bytes(), journal_path(results).read_bytes()
+    with (
+        pytest.raises(InputError, match="--resume goes on with it, --overwrite replaces it"),
+        begun(results, resume=False),
+    ):
+        pass
+    with pytest.raises(InputError, match="give one of them"), begun(results, resume=True, overwrite=True):
+        pass
+    assert (results.read_bytes(), journal_path(results).read_bytes()) == before
+    journal_path(results).unlink()
+    with (
+        pytest.raises(InputError, match="no journal of a run that wrote it: --overwrite"),
+        begun(results, resume=False),
+    ):
+        pass
+    assert results.read_bytes() == before[0] and not journal_path(results).exists()
+
+
+def test_an_empty_file_may_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "out.txt").touch()
+    with begun(tmp_path / "out.txt", resume=False) as (journal, _):
+        write(journal)
+    assert (tmp_path / "out.txt").read_text("utf-8") == "".join(BATCHES)
+
+
+def test_with_overwrite_it_begins_anew(results: Path) -> None:
+    with interrupted(results, resume=False, overwrite=True) as (_, numbers):
         assert numbers == []
     assert journal_path(results).read_bytes().count(b"\n") == 1
     assert results.read_bytes() == b""
@@ -109,7 +135,7 @@ def test_without_resume_it_begins_anew(results: Path) -> None:
 
 def test_a_run_that_is_refused_before_it_opens_the_results_changes_nothing(results: Path) -> None:
     before = results.read_bytes(), journal_path(results).read_bytes()
-    with contextlib.suppress(KeyboardInterrupt), Journal(results, SETTINGS).locked():
+    with contextlib.suppress(KeyboardInterrupt), Journal(results, SETTINGS).locked(overwrite=True):
         raise KeyboardInterrupt
     assert (results.read_bytes(), journal_path(results).read_bytes()) == before
 
@@ -200,8 +226,13 @@ def test_a_finished_run_whose_results_were_changed_is_refused(finished: Path) ->
             inspect(finished)
 
 
-def test_a_finished_run_begins_anew_without_resume_or_without_results(finished: Path) -> None:
-    with begun(finished, resume=False) as (journal, numbers):
+def test_a_finished_run_begins_anew_with_overwrite_or_without_results(finished: Path) -> None:
+    with (
+        pytest.raises(InputError, match="--resume goes on with it, --overwrite replaces it"),
+        begun(finished, resume=False),
+    ):
+        pass
+    with begun(finished, resume=False, overwrite=True) as (journal, numbers):
         assert numbers == []
         write(journal)
     finished.unlink()
@@ -217,7 +248,7 @@ from pathlib import Path
 from fastgen.pipeline import InputError
 from fastgen.pipeline.resume import Journal
 try:
-    with Journal(Path(sys.argv[1]), {}).locked() as journal, journal.opened():
+    with Journal(Path(sys.argv[1]), {}).locked(overwrite=True) as journal, journal.opened():
         print("written")
 except InputError as error:
     print(error)
@@ -238,3 +269,40 @@ def test_a_second_run_into_the_same_results_is_refused(results: Path) -> None:
         assert results.read_bytes() == text and notes.stat().st_size == size
     assert _other_run(results) == "written\n"
     assert results.read_bytes() == b""
+
+
+# Who else writes to the folder.
+
+
+@pytest.mark.parametrize("name", ["out.txt.journal", "out.txt.journal.new"])
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "dangling link", "pipe"])
+def test_a_journal_is_no_other_file(tmp_path: Path, name: str, kind: str) -> None:
+    """Its name can be foreseen: whoever may write to the folder could have it lead to a file of the user's."""
+    mine, place = tmp_path / "mine.txt", tmp_path / name
+    if kind == "dangling link":
+        place.symlink_to(mine)
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        mine.write_text("precious")
+        place.symlink_to(mine) if kind == "symbolic link" else place.hardlink_to(mine)
+    if name.endswith(".new"):  # what a killed run may leave is replaced
+        with begun(tmp_path / "out.txt", resume=False) as (journal, _):
+            write(journal)
+        assert not place.exists() and not place.is_symlink()
+    else:
+        with pytest.raises(InputError, match=f"Cannot write .*{name}: it "), begun(tmp_path / "out.txt", resume=False):
+            pass
+        assert not (tmp_path / "out.txt").exists()
+    assert mine.read_text() == "precious" if kind in ("symbolic link", "hard link") else not mine.exists()
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can make files of another user")
+def test_a_journal_of_another_user_is_refused(results: Path) -> None:
+    os.chown(journal_path(results), 12345, 12345)
+    with pytest.raises(InputError, match="it belongs to another user"), begun(results, resume=True):
+        pass
+
+
+def test_nobody_else_reads_a_journal(results: Path, finished: Path) -> None:
+    assert {path.stat().st_mode & 0o777 for path in (journal_path(results), journal_path(finished))} == {0o600}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'fastgen[ray]'")
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install -c constraints.txt -e '.[ray]'")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import fastgen
+from fastgen import installing
 from fastgen.bench import fairseq_models
 from fastgen.bench.runners import Missing, place
 
@@ -26,7 +27,7 @@ class Runner:
                 import fairseq
                 from fairseq.sequence_generator import SequenceGenerator
         except ImportError:
-            raise Missing("fairseq is not installed: pip install 'fastgen[fairseq]'") from None
+            raise Missing(f"fairseq is not installed: {installing.command('fairseq')}") from None
         import torch
 
         self._versions = {"torch": torch.__version__, "fairseq": fairseq.__version__}

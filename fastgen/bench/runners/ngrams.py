@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastgen import installing
 from fastgen.bench.runners import Missing
 
 _VOCABULARY, _WORDS = 50264, 500  # few words, so that n-grams do repeat
@@ -37,7 +38,7 @@ class Runner:
         try:
             from fairseq.ngram_repeat_block import NGramRepeatBlock
         except ImportError:
-            raise Missing("fairseq is not installed: pip install 'fastgen[fairseq]'") from None
+            raise Missing(f"fairseq is not installed: {installing.command('fairseq')}") from None
         block = NGramRepeatBlock(self._n, use_extension=self._on_gpu)
         step = self._tokens.shape[1] - 1
         return lambda: block(self._tokens, self._scores, batch, beams, step)

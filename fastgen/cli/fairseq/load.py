@@ -21,7 +21,7 @@ from fairseq.models import FairseqEncoderDecoderModel
 
 from fastgen.cli.fairseq import lines, options
 from fastgen.optimizer.fairseq import checkpoints
-from fastgen.pipeline.errors import InputError, first_line
+from fastgen.pipeline.errors import InputError, first_line, why_unloadable
 
 
 @dataclass
@@ -144,7 +144,7 @@ def _loading(what: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"Cannot load {what}: {first_line(error)} ({type(error).__name__}).") from error
+        raise InputError(f"Cannot load {what}: {why_unloadable(error)} ({type(error).__name__}).") from error
 
 
 def _load_models(paths: list[str], **options: Any) -> tuple[list[Any], Any]:

@@ -55,7 +55,7 @@ def run(cfg: Any, own: argparse.Namespace) -> int:
     results = Path(cfg.common_eval.results_path) / f"generate-{cfg.dataset.gen_subset}.txt"
     with writing(results.parent):
         results.parent.mkdir(parents=True, exist_ok=True)
-    with Journal(results, _settings(cfg, own)).locked(resume=own.resume) as journal:
+    with Journal(results, _settings(cfg, own)).locked(resume=own.resume, overwrite=own.overwrite) as journal:
         if journal.complete:
             _warn(f"{results} is complete: nothing to resume.")
         else:

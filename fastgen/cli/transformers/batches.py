@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from fastgen.cli.transformers import tokenizing
+from fastgen.cli.transformers import failures, tokenizing
 from fastgen.cli.transformers.records import Record
 from fastgen.pipeline.batching import AutoBatch
 from fastgen.pipeline.errors import InputError
@@ -21,7 +21,7 @@ _ENCODED = 64  # records that a worker tokenises at once
 
 @dataclass
 class Batch:
-    """Records that are generated in one go; those with an error only pass through."""
+    """Records that are generated in one go; those that can't be used only pass through."""
 
     records: list[Record]
     number: int  # the least index: seeds the sampling
@@ -38,7 +38,7 @@ class Source:
     fixed: int  # the size of a batch without `auto`
     auto: AutoBatch | None
     by_tokens: bool  # sizes are padded tokens, not records
-    stop_at_error: bool
+    policy: failures.Policy
     refill: bool = False
     finished: set[int] = field(default_factory=set)  # records that an earlier run did
     first: int = 0  # a multiple of WINDOW
@@ -51,25 +51,27 @@ class Source:
 
     def cut(self, window: list[Record]) -> Iterator[Batch]:
         """Batches of records of like length, without those that an earlier run did."""
-        broken = next((record for record in window if record.error is not None), None)
-        if broken is not None and self.stop_at_error:
-            window = window[: window.index(broken)]
-        failed = [record for record in window if record.error is not None and record.index not in self.finished]
-        if failed:
-            yield Batch(failed, failed[0].index, len(failed))
-        yield from self._batches([record for record in window if record.error is None])
-        if broken is not None and self.stop_at_error:
-            raise InputError(str(broken.error))
+        end, problem = next(
+            ((place, why) for place, record in enumerate(window) if (why := self.policy.problem(record)) is not None),
+            (len(window), None),
+        )
+        window = window[:end]
+        unusable = [record for record in window if not record.usable and record.index not in self.finished]
+        if unusable:
+            yield Batch(unusable, unusable[0].index, len(unusable))
+        yield from self._batches([record for record in window if record.usable])
+        if problem is not None:
+            raise InputError(problem)
 
     def _encode(self, window: list[Record]) -> None:
-        usable = [record for record in window if record.error is None]
+        usable = [record for record in window if record.usable]
         parts = [usable[start : start + _ENCODED] for start in range(0, len(usable), _ENCODED)]
         encoded = [self.pool.submit(tokenizing.Encode([record.text for record in part])) for part in parts]
         for part, tokens in zip(parts, encoded, strict=True):
             for record, ids in zip(part, tokens.result(), strict=True):
                 record.tokens = list(ids)
                 if self.limit is not None and len(ids) > self.limit:
-                    record.refuse(f"{len(ids)} tokens, and the model has room for {self.limit}; --truncate cuts it")
+                    failures.refuse_too_long(record, len(ids), self.limit)
                 elif not ids:
                     record.refuse("the text has no tokens")
 

@@ -102,8 +102,8 @@ class Generator:
             if len(records) > 1 or not is_out_of_memory(error):
                 raise
             records[0].refuse("out of memory, even alone in its batch")
-            if self.source.stop_at_error:
-                raise InputError(str(records[0].error)) from error
+            if (problem := self.source.policy.problem(records[0])) is not None:
+                raise InputError(problem) from error
             found = [Hypotheses([], [])]
             self._done(found)
             return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
 from fastgen.cli.transformers.flags import flag_of, token_ids
-from fastgen.pipeline.errors import InputError, first_line
+from fastgen.pipeline.errors import InputError, first_line, why_unloadable
 
 # What transformers raises for names, folders and files that it can't use.
 _UNLOADABLE = (
@@ -36,7 +37,21 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
+def check_path(name: str, what: str) -> None:
+    """InputError if `name` can only be a path, and nothing is there: transformers would call it a name that is bad.
+
+    Args:
+        what: the argument that it is.
+    """
+    path = Path(name).expanduser()
+    first = Path(name).parts[:1]
+    is_path = name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1 or "\\" in name
+    if not path.exists() and (is_path or ("/" in name and Path(*first).is_dir())):
+        raise InputError(f"{what} {name}: the path does not exist; give a folder, or the name of a model on the hub.")
+
+
 def load_config(name: str) -> Any:
+    check_path(name, "MODEL")
     import fastgen.models.unilm
     import fastgen.models.vae  # noqa: F401  # both make themselves known to transformers' Auto classes
 
@@ -57,7 +72,7 @@ def load_model(name: str, config: Any, dtype: str, device: torch.device) -> Any:
         )
         return model.to(device).eval()
     except (*_UNLOADABLE, SafetensorError) as error:
-        raise InputError(f"Cannot load the model {name!r}: {first_line(error)}.") from error
+        raise InputError(f"Cannot load the model {name!r}: {why_unloadable(error)}.") from error
 
 
 def source_limit(config: Any, tokenizer: Any, new_tokens: int) -> int | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from fastgen.pipeline.errors import InputError
+from fastgen import installing
+from fastgen.pipeline.errors import InputError, counted
 
 METRICS = ("bleu", "chrf", "rouge")
 _PACKAGES = {"bleu": "sacrebleu", "chrf": "sacrebleu", "rouge": "rouge_score"}
@@ -21,7 +22,7 @@ def check(metrics: list[str]) -> None:
             importlib.import_module(_PACKAGES[metric])
         except ImportError:
             name = _PACKAGES[metric].replace("_", "-")
-            raise InputError(f"The metric {metric} needs {name}: pip install 'fastgen[metrics]'.") from None
+            raise InputError(f"The metric {metric} needs {name}: {installing.command('metrics')}.") from None
 
 
 def read_references(path: Path, expected: int) -> list[str]:
@@ -36,7 +37,7 @@ def read_references(path: Path, expected: int) -> list[str]:
     if lines[-1] == "":
         lines.pop()
     if len(lines) != expected:
-        raise InputError(f"{path} has {len(lines)} references for {expected} inputs.")
+        raise InputError(f"{path} has {counted(len(lines), 'reference')} for {counted(expected, 'input')}.")
     return [line.rstrip("\r") for line in lines]
 
 

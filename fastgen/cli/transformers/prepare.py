@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from fastgen.cli.transformers import batches, flags, records, tokenizing
+from fastgen.cli.transformers import batches, failures, flags, records, tokenizing
 from fastgen.cli.transformers.generation import Generator
 from fastgen.cli.transformers.load import find_device, generation_config, load_config, load_model, source_limit
 from fastgen.pipeline.batching import AutoBatch
@@ -29,6 +29,11 @@ class Prepared(NamedTuple):
     language: int | None  # the token of the output's
     limit: int | None  # tokens of an input
 
+    def count_tokens(self, texts: list[str]) -> list[int]:
+        """How many tokens each of these texts has as an input of the model."""
+        encoded = tokenizing.handler(self.tokenizer, self.spec)(tokenizing.Encode(texts))
+        return [len(tokens) for tokens in encoded]
+
 
 def prepared(args: argparse.Namespace) -> Prepared:
     """As the command's arguments say; InputError for what can't be used."""
@@ -38,6 +43,7 @@ def prepared(args: argparse.Namespace) -> Prepared:
     languages = (args.source_lang, args.target_lang)
     spec = tokenizing.TokenizerSpec(args.tokenizer or args.model, args.task_prefix, *languages, None)
     tokenizer = tokenizing.load_tokenizer(spec)
+    tokenizing.check_fits(tokenizer, config, spec.name)
     language = None if args.target_lang is None else tokenizing.target_language(tokenizer, args.target_lang)[0]
     limit = source_limit(config, tokenizer, int(given.get("max_new_tokens") or 0))
     if args.truncate:
@@ -80,7 +86,7 @@ def generator_of(
             0 if auto else size,
             auto,
             by_tokens,
-            stop_at_error=form == records.TEXT,
+            failures.policy_of(args.on_error, form),
             finished=finished(first),
             first=first,
         ),

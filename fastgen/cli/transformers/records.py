@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import codecs
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastgen.pipeline.errors import InputError
 
 TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
+
+
+class Prefix(NamedTuple):
+    """A file up to the end of one of its lines, without the line end."""
+
+    bytes: int
+    crc: int
 
 
 @dataclass
@@ -25,11 +33,18 @@ class Record:
     before: int = 0  # records of the files before this one
     file: str | None = None  # to be named in JSONL output, where the input is several
     error: str | None = None
+    blank: bool = False  # nothing to generate from, and no error: an ordinary line of a text
     tokens: list[int] = field(default_factory=list)
+    ends: Prefix | None = None
 
     @property
     def line(self) -> int:
         return self.index - self.before + 1
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is something to generate from."""
+        return self.error is None and not self.blank
 
     def refuse(self, why: str) -> None:
         """Mark as failed, with a sentence that names file and line."""
@@ -59,8 +74,32 @@ def count_lines(path: Path) -> int:
 
 def read(path: Path, form: str, *, text_field: str = "text") -> Iterator[Record]:
     """The records; a line that can't be used has its `error` set, a sentence with file and line."""
+    prefix = Prefix(0, 0)
+    size = crc = 0
+
+    def lines(file: Iterable[bytes]) -> Iterator[bytes]:
+        nonlocal prefix, size, crc
+        for line in file:
+            text = line.rstrip(b"\r\n")
+            prefix = Prefix(size + len(text), zlib.crc32(text, crc))
+            size, crc = size + len(line), zlib.crc32(line[len(text) :], prefix.crc)
+            yield line
+
     with open(path, "rb") as file:
-        yield from parsed(file, str(path), form, text_field=text_field)
+        for record in parsed(lines(file), str(path), form, text_field=text_field):
+            record.ends = prefix
+            yield record
+
+
+def begins_with(path: Path, prefix: Prefix, *, whole: bool = False) -> bool:
+    """Whether the file's first lines are those of `prefix`; `whole`: whether it has no others."""
+    size, crc = prefix.bytes, 0
+    with open(path, "rb") as file:
+        while size > 0 and (block := file.read(min(size, 1 << 20))):
+            crc, size = zlib.crc32(block, crc), size - len(block)
+        rest = file.read(1 << 10)
+    ended = not rest.strip(b"\r\n") if whole else not prefix.bytes or rest[:1] in (b"", b"\r", b"\n")
+    return size == 0 and crc == prefix.crc and ended
 
 
 def parsed(
@@ -89,7 +128,7 @@ def parsed(
 
 def _fill(record: Record, line: str, form: str, text_field: str) -> None:
     if not line.strip():
-        record.refuse("the line is empty")
+        record.blank = True
         return
     if form == TEXT:
         record.text = line
@@ -102,22 +141,24 @@ def _fill(record: Record, line: str, form: str, text_field: str) -> None:
     except (ValueError, RecursionError) as error:  # numbers too long, brackets too deep
         record.refuse(f"JSON that cannot be read ({error})")
         return
-    if not isinstance(fields, dict) or not isinstance(fields.get(text_field), str):
+    if not isinstance(fields, dict):
         record.refuse(f"not an object with the text in its field {text_field!r}")
         return
     record.name = fields.get("id")
-    fill_text(record, fields[text_field], text_field)
+    if isinstance(fields.get(text_field), str):
+        fill_text(record, fields[text_field])
+    else:
+        record.refuse(f"not an object with the text in its field {text_field!r}")
     if why := _unwritable(record.name):  # of a failed record as well: its name is written too
         record.name = None
         record.refuse(why)
 
 
-def fill_text(record: Record, text: str, text_field: str) -> None:
-    """Its text, from this field; refused if there is nothing in it to generate from."""
+def fill_text(record: Record, text: str) -> None:
+    """The text of a record; refused if it could not be written again."""
     record.text = text
-    if not text.strip():
-        record.refuse(f"the field {text_field!r} is empty")
-    elif why := _unwritable(text):
+    record.blank = not text.strip()
+    if why := _unwritable(text):
         record.refuse(why)
 
 
@@ -133,7 +174,7 @@ def _unwritable(value: Any) -> str:
 
 
 def render(record: Record, outputs: list[tuple[str, float | None]], form: str) -> str:
-    """The lines of one record, with a line end; of a failed one only in JSONL."""
+    """The lines of one record, with a line end; of a failed one the error in JSONL, and in text what `outputs` say."""
     if form == TEXT:
         # A line is a record: line ends inside of a text would shift all that follow.
         return "".join(" ".join(text.splitlines()) + "\n" for text, _ in outputs)

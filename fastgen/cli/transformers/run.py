@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fastgen.cli.transformers import batches, metrics, records, tokenizing
+from fastgen.cli.transformers import batches, failures, metrics, records, tokenizing
 from fastgen.cli.transformers.writer import Writer
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, writing
 from fastgen.pipeline.progress import Progress
@@ -17,7 +19,10 @@ from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.workers import WorkerPool
 
 # Arguments that don't change what a run writes: a run may be resumed with others.
-_FREE = set("workers resume quiet references metrics output ray actors cpus_per_actor gpus_per_actor".split())
+_FREE = set(
+    """workers resume overwrite on_error quiet references metrics output ray actors cpus_per_actor
+    gpus_per_actor""".split()
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,13 +32,28 @@ def run(args: argparse.Namespace) -> int:
     references, wanted = references_of(args, total)  # what can be refused is refused before anything slow
     if args.output.exists() and args.output.samefile(args.input):
         raise InputError(f"{args.output} is the input: choose another file for the output.")
-    settings = settings_of(args) | contents(args.input, *files_of_model(args))
-    with Journal(args.output, settings).locked(resume=args.resume) as journal:
+    settings = settings_of(args) | contents(*files_of_model(args))
+    policy = failures.policy_of(args.on_error, form)
+    with Journal(args.output, settings).locked(resume=args.resume, overwrite=args.overwrite) as journal:
         if journal.complete:
+            if "input" not in journal.facts:
+                raise InputError(f"{args.output} is complete, and was written with --ray: nothing to resume.")
+            _check_input(args, journal.facts["input"], whole=True)
             say(f"{args.output} is complete: nothing to resume.")
         else:
-            _generate(args, form, total, journal)
+            writer = Writer(form, policy, journal)
+            _check_input(args, writer.read)
+            _generate(args, form, total, writer, journal)
         return summary(args, form, total, journal.facts.get("failed", 0), references, wanted)
+
+
+def _check_input(args: argparse.Namespace, read: Sequence[int], *, whole: bool = False) -> None:
+    """InputError if the lines that an earlier run has done are others now; those behind them may have been mended."""
+    if not records.begins_with(args.input, records.Prefix(*read), whole=whole):
+        what = (
+            "it is complete, and the input has changed since" if whole else "what it has done of the input has changed"
+        )
+        raise InputError(f"Cannot resume {args.output}: {what} ({args.input}); --overwrite starts again.")
 
 
 def references_of(args: argparse.Namespace, total: int) -> tuple[list[str], list[str]]:
@@ -42,6 +62,8 @@ def references_of(args: argparse.Namespace, total: int) -> tuple[list[str], list
     if args.references is None:
         return [], wanted
     metrics.check(wanted)
+    if args.on_error == failures.SKIP:
+        raise InputError("--on-error skip leaves lines out, and --references compares all of them: give one of them.")
     return metrics.read_references(args.references, total), wanted
 
 
@@ -60,28 +82,40 @@ def files_of_model(args: argparse.Namespace) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _generate(args: argparse.Namespace, form: str, total: int, journal: Journal) -> None:
+def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer, journal: Journal) -> None:
     from fastgen.cli.transformers import prepare  # brings torch, which a driver of Ray does without
 
+    def read() -> Iterator[records.Record]:
+        form = args.input_format or records.format_of(args.input)
+        return records.read(args.input, form, text_field=args.text_field)
+
     known = prepare.prepared(args)
+    policy = failures.policy_of(args.on_error, form)
+    limit = None if args.truncate else known.limit
+    failures.scan(islice(read(), writer.next, None), policy, limit, known.count_tokens)
     with WorkerPool(args.workers, tokenizing.build, known.spec) as pool:  # starts while the model is loaded
-        writer = Writer(form, journal)
         generator = prepare.generator_of(
             args,
             known,
             pool,
-            records.read(args.input, args.input_format or records.format_of(args.input), text_field=args.text_field),
+            read(),
             form=form,
             warn=say,
             finished=writer.finished,
             first=writer.next // batches.WINDOW * batches.WINDOW,
         )
 
+        if generator.per_record > 1 and form == records.TEXT:
+            say(
+                f"each input has {generator.per_record} lines in {args.output}, in the order of the inputs, best first."
+            )
+        if journal.resuming:
+            say("texts will be those of a run that never stopped; scores may differ in their last digits.")
         progress = Progress(total, done=writer.done, enabled=not args.quiet)
         generator.progress = progress.update
 
         def generate(batch: batches.Batch) -> Any:
-            if batch.records[0].error is not None:
+            if not batch.records[0].usable:
                 progress.update(len(batch.records), 0)
                 return _nothing(), (batch.records, [], generator.per_record)
             found = generator(batch)

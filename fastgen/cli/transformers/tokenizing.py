@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from fastgen.pipeline.errors import InputError, first_line
+from fastgen.pipeline.errors import InputError, counted, first_line
 
 
 class TokenizerSpec(NamedTuple):
@@ -36,7 +36,11 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec.name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+    except TypeError as error:  # of a file that is not there
+        raise InputError(
+            f"{spec.name} has no tokenizer that can be loaded ({first_line(error)}): --tokenizer names another."
+        ) from error
+    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
         raise InputError(f"Cannot load the tokenizer {spec.name!r}: {first_line(error)}.") from error
     if spec.source_lang is not None:
         if not hasattr(tokenizer, "src_lang"):
@@ -46,6 +50,25 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
         except (KeyError, ValueError) as error:
             raise InputError(f"The tokenizer doesn't know the language {spec.source_lang!r} ({error}).") from None
     return tokenizer
+
+
+def check_fits(tokenizer: Any, config: Any, name: str) -> None:
+    """InputError if the tokenizer, which is called `name`, can't be the model's."""
+    if why := why_unfit(tokenizer, config):
+        raise InputError(f"{name} {why}: --tokenizer names the tokenizer that the model was trained with.")
+
+
+def why_unfit(tokenizer: Any, config: Any) -> str | None:
+    """Why a tokenizer can't be the model's, by their numbers of tokens; None if it may be."""
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # transformers makes up an empty one
+        return "has no tokenizer"
+    parts = (getattr(config, "encoder", None), config.get_text_config(), config)
+    sizes = [size for part in parts for kind in ("vocab_size", "src_vocab_size") if (size := getattr(part, kind, None))]
+    # A model often has some more, since their number is rounded up; and tokens that are added to a tokenizer may be
+    # used by nobody.
+    if sizes and not (sizes[0] / 2 <= len(tokenizer) and tokenizer.vocab_size <= sizes[0]):
+        return f"has a tokenizer of {counted(len(tokenizer), 'token')}, and the model has {sizes[0]}"
+    return None
 
 
 def target_language(tokenizer: Any, language: str) -> tuple[int | None, str]:
@@ -67,7 +90,11 @@ def build(spec: TokenizerSpec) -> Callable[[Encode | Decode], Any]:
     """The handler of a worker."""
     # Each worker is one stage of a pipeline that has its processes already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = load_tokenizer(spec)
+    return handler(load_tokenizer(spec), spec)
+
+
+def handler(tokenizer: Any, spec: TokenizerSpec) -> Callable[[Encode | Decode], Any]:
+    """What encodes and decodes as `spec` says, with the tokenizer that it names."""
     prefix = spec.task_prefix
     if spec.target_lang is not None:
         prefix = target_language(tokenizer, spec.target_lang)[1] + prefix
