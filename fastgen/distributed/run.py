@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
             elif journal.resuming:
                 raise InputError(f"Cannot resume {output}: it was begun without --ray; go on without it.")
             else:
+                with writing(folder):
+                    folder.mkdir(mode=0o700, exist_ok=True)
                 marks = _generate(args, form, corpus, parts, settings)
                 failed = sum(mark.failed for mark in marks.values())
                 journal.facts = {"failed": failed, _CORPUS: _stamp(corpus)}

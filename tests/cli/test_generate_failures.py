@@ -318,6 +318,40 @@ def test_resume_of_a_complete_run_does_nothing(
     assert "nothing to resume" in capsys.readouterr().err
 
 
+def test_results_are_not_overwritten_unless_it_is_said(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, results = [*job, "--results-path", str(tmp_path), "--workers", "0"], tmp_path / "generate-test.txt"
+    assert generate.main(flags) == 0
+    before = results.read_bytes(), journal_path(results).read_bytes()
+    for more in ([], ["--beam", "1"]):
+        assert generate.main([*flags, *more]) == 1
+        assert "--resume goes on with it, --overwrite replaces it." in capsys.readouterr().err
+    assert generate.main([*flags, "--resume", "--overwrite"]) == 1
+    assert (results.read_bytes(), journal_path(results).read_bytes()) == before
+    assert generate.main([*flags, "--beam", "1", "--overwrite"]) == 0
+    assert results.read_bytes() != before[0]
+    journal_path(results).unlink()
+    assert generate.main(flags) == 1
+    assert "no journal of a run that wrote it: --overwrite replaces it." in capsys.readouterr().err
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("exit 3",)
+
+
+def test_a_checkpoint_that_names_code_is_refused(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"model": Malicious()}, tmp_path / "bad.pt")
+    assert generate.main([*job, "--path", str(tmp_path / "bad.pt")]) == 1
+    said = _sentences(capsys)[-1]
+    assert (
+        f"it names {os.system.__module__}.system, which could run any code here" in said and "weights_only" not in said
+    )
+
+
 def test_resume_with_other_flags_is_refused(
     job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,13 +16,14 @@ import kill_kit
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers_kit import FLAGS, MODEL, run, stock
 
 import fastgen
-from fastgen.cli import generate_transformers
-from fastgen.cli.transformers import batches, generation, prepare, records
+from fastgen.cli import demo, generate_transformers
+from fastgen.cli.transformers import batches, generation, load, prepare, records, tokenizing
 from fastgen.cli.transformers import flags as flags_of_generation
 from fastgen.pipeline import batching, resume
 from fastgen.pipeline.resume import journal_path
@@ -596,3 +597,144 @@ def test_a_causal_model_goes_on_from_its_prompts(tmp_path: Path, texts: list[str
                 prompt, attention_mask=torch.ones_like(prompt), num_beams=3, max_new_tokens=24, pad_token_id=1
             )[0, prompt.shape[1] :]
         assert output["text"] == tokenizer.decode(row, skip_special_tokens=True)
+
+
+# What misleads.
+
+
+@pytest.fixture
+def without_tokenizer(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("tokenizer*"))
+    return folder
+
+
+def test_a_model_without_a_tokenizer_is_refused(
+    without_tokenizer: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers makes up an empty tokenizer, and every output would be empty."""
+    out = tmp_path / "out.txt"
+    assert run(without_tokenizer, source, out, *FLAGS) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"fastgen-generate-transformers: {without_tokenizer} has no tokenizer")
+    assert "--tokenizer names" in said and said.count("\n") == 1 and not out.exists()
+    assert run(without_tokenizer, source, out, *FLAGS, "--tokenizer", MODEL) == 0
+    assert demo.main(["--model", str(without_tokenizer), "--input", str(source)]) == 2
+    assert "tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("size", "refused"), [(90, True), (117, False), (200, False), (300, True)])
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, size: int, refused: bool) -> None:
+    """The shipped one has 117 tokens; models round their number up, and few have twice as many."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    assert len(tokenizer) == 117
+    config = transformers.BartConfig(vocab_size=size)
+    why = tokenizing.why_unfit(tokenizer, config)
+    assert why == (f"has a tokenizer of 117 tokens, and the model has {size}" if refused else None)
+
+
+@pytest.mark.parametrize("name", ["./none", "~/none/at/all", "/none", "a/b/c", "tests/none"])
+def test_a_mistyped_path_is_called_one(
+    name: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").mkdir()
+    assert run(name, source, "out.txt", *FLAGS) == 1
+    assert capsys.readouterr().err == (
+        f"fastgen-generate-transformers: MODEL {name}: the path does not exist; give a folder, or the name of a model "
+        "on the hub.\n"
+    )
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("exit 3",)
+
+
+def test_a_checkpoint_that_names_code_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save({"weight": Malicious()}, model / "pytorch_model.bin")
+    assert run(model, source, tmp_path / "out.txt", *FLAGS) == 1
+    assert demo.main(["--model", str(model), "--input", str(source)]) == 2
+    for line in capsys.readouterr().err.splitlines():
+        assert (
+            f"it names {os.system.__module__}.system, which could run any code here; ask for the weights alone" in line
+        )
+        assert "weights_only" not in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--temperature", "0.5", "--top-k", "3"],
+            "--temperature, --top-k: without effect, since the search is without",
+        ),
+        (
+            ["--num-beams", "1", "--length-penalty", "2.0"],
+            "--length-penalty: without effect, since the search is without",
+        ),
+        (["--temperature", "0.5", "--do-sample"], ""),
+        (["--length-penalty", "2.0"], ""),
+    ],
+)
+def test_flags_without_effect_are_named(
+    flags: list[str], said: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS, *flags) == 0
+    heard = capsys.readouterr().err
+    assert said in heard if said else "without effect" not in heard
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--num-return-sequences", "9"], "`num_return_sequences` (9)"),
+        (["--min-new-tokens", "9", "--max-new-tokens", "5"], "--min-new-tokens 9 is more than --max-new-tokens 5."),
+        (["--resume", "--overwrite"], "give one of them"),
+        (["--references", "{source}", "--on-error", "skip"], "give one of them"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_found_before_the_model_is_loaded(
+    flags: list[str],
+    said: str,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prepare, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS, *[flag.format(source=source) for flag in flags]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["input", "output"])
+def test_a_dash_is_no_file(place: str, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ("-", "out.txt") if place == "input" else (source, "-")
+    assert run(MODEL, *files, *FLAGS) == 1
+    assert capsys.readouterr().err.endswith("- stands for a pipe: this command needs the names of files.\n")
+
+
+def test_several_lines_for_an_input_are_announced(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, told in (("out.txt", True), ("out.jsonl", False)):
+        assert run(MODEL, source, tmp_path / name, *FLAGS, "--num-return-sequences", "2") == 0
+        assert ("each input has 2 lines in " in capsys.readouterr().err) is told
+
+
+def test_the_hub_keeps_its_retries_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(load, "_PATIENCE_SECONDS", 0.05)
+    with load.asking_the_hub([MODEL], said.append):
+        time.sleep(0.2)
+    assert said == []
+    before = hub_logging.get_verbosity()
+    with load.asking_the_hub([MODEL, "some/model"], said.append):
+        assert hub_logging.get_verbosity() > before or hub_logging.get_verbosity() == hub_logging.ERROR
+        time.sleep(0.2)
+    assert said == ["the model hub does not answer yet: trying for half a minute."]
+    assert hub_logging.get_verbosity() == before

@@ -23,7 +23,7 @@ from fastgen.distributed.placement import Placement
 from fastgen.pipeline.errors import WorkerError
 
 pytestmark = pytest.mark.slow
-BLOCKS = [Block(n, "/in.txt", "in.txt", "text", 10 * n, 10, 3, 3 * n, 0, None) for n in range(8)]
+BLOCKS = [Block(n, "/in.txt", "in.txt", "text", 10 * n, 10, 3, 3 * n, 0, None, "") for n in range(8)]
 
 ERROR = ray.exceptions.RayActorError()
 

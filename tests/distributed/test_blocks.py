@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pyarrow.parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.cli.transformers import records
+from fastgen.cli.transformers import failures, records
 from fastgen.distributed import blocks
 from fastgen.distributed.parts import Parts
 from fastgen.distributed.placement import Node, Placement, placement
@@ -83,25 +85,54 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path: Path, name: str, what: str)
         _read(tmp_path / name, 4)
 
 
-def test_a_part_counts_when_it_is_whole_and_marked(tmp_path: Path) -> None:
+BLOCK = blocks.Block(3, "/in.txt", "in.txt", records.TEXT, 40, 2, 1, 12, 0, None, "1f")
+
+
+def test_a_part_counts_when_it_is_whole_and_marked_and_its_input_is_the_same(tmp_path: Path) -> None:
     parts = Parts(str(tmp_path / "out"), records.JSONL)
-    assert parts.begin({"beams": 4}, resume=False) == {}
+    begin = functools.partial(parts.begin, corpus=[BLOCK], overwrite=False)
+    assert begin({"beams": 4}, resume=False) == {}
     record = records.Record(0, "in.txt", text="a")
-    mark = parts.write(3, [record], [[("b", -1.0)]], 5)
-    assert parts.begin({"beams": 4}, resume=True) == {3: mark} and (mark.count, mark.failed, mark.tokens) == (1, 0, 5)
+    mark = parts.write(BLOCK, [(record, [("b", -1.0)])], 5, failures.policy_of(None, records.JSONL))
+    assert begin({"beams": 4}, resume=True) == {3: mark} and (mark.count, mark.failed, mark.tokens) == (1, 0, 5)
+    for other in (dataclasses.replace(BLOCK, stamp="2f"), dataclasses.replace(BLOCK, first=13)):
+        assert begin({"beams": 4}, corpus=[other], resume=True) == {}
     part = tmp_path / "out" / parts.name(3)
     part.write_bytes(part.read_bytes()[:-1])
-    assert parts.begin({"beams": 4}, resume=True) == {}
+    assert begin({"beams": 4}, resume=True) == {}
     with pytest.raises(InputError, match="begun with another beams"):
-        parts.begin({"beams": 5}, resume=True)
-    with pytest.raises(InputError, match="earlier run's parts"):
-        parts.begin({"beams": 4}, resume=False)
+        begin({"beams": 5}, resume=True)
+    with pytest.raises(InputError, match="earlier run's parts: --resume goes on with them, --overwrite replaces them"):
+        begin({"beams": 4}, resume=False)
+    assert part.exists()
+    assert begin({"beams": 5}, resume=False, overwrite=True) == {} and not part.exists()
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_with_other_files_is_refused(tmp_path: Path, overwrite: bool) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(InputError, match="is not empty"):
-        Parts(str(tmp_path), records.JSONL).begin({}, resume=False)
+    with pytest.raises(InputError, match="is not empty, and no run wrote it"):
+        Parts(str(tmp_path), records.JSONL).begin({}, [], resume=False, overwrite=overwrite)
+    assert (tmp_path / "mine.txt").exists()
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1 << 22])
+def test_a_block_has_another_stamp_when_its_lines_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(blocks, "_CHUNK", chunk)
+    path = tmp_path / "in.txt"
+
+    def stamps(text: str) -> list[str]:
+        path.write_text(text)
+        (file,) = blocks.sources(str(path), None)
+        return [one.stamp for one in blocks.cut(file, 2)]
+
+    before = stamps("a\nb\nc\nd\ne\n")
+    assert len(before) == 3
+    assert stamps("a\nb\nc\nd\ne") == before  # the same lines
+    for text, same in (("a\nb\nc\nx\ne\n", [True, False, True]), ("a\nb\nc\nd\ne\nf\n", [True, True, False])):
+        assert [one == other for one, other in zip(stamps(text), before, strict=True)] == same
 
 
 def test_actors_are_placed_by_gpus_or_by_nodes() -> None:

@@ -64,13 +64,38 @@ def test_records_that_fail_are_those_of_one_process(cluster: Any, lines: Path, t
     assert (tmp_path / "out.jsonl").read_bytes() == plain(lines)
 
 
-def test_text_ends_at_a_record_that_fails(
+@pytest.mark.parametrize(("line", "why"), [(b"\xff", "not UTF-8"), (b"5 " * 400, "401 tokens")], ids=["bytes", "long"])
+def test_text_ends_at_a_record_that_fails_and_goes_on_once_it_is_mended(
+    cluster: Any, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], line: bytes, why: str
+) -> None:
+    text, output, parts = lines.read_bytes(), tmp_path / "out.txt", tmp_path / "out.txt.parts"
+    lines.write_bytes(text + line + b"\n")
+    assert run(MODEL, lines, output, *FLAGS, *RAY) == 1
+    assert f"in.txt, line 201: {why}" in capfd.readouterr().err
+    assert not output.exists()
+    kept = {path: path.stat().st_mtime_ns for path in (parts / "_done").glob("*.json")}
+    lines.write_bytes(text + b"\n1 2\n")  # a blank line is ordinary
+    assert run(MODEL, lines, output, *FLAGS, *RAY) == 1
+    assert "--resume goes on with them, --overwrite replaces them" in capfd.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (parts / "_done").glob("*.json")} == kept
+    assert run(MODEL, lines, output, *FLAGS, *RAY, "--resume") == 0
+    wanted = [json.loads(line)["outputs"][0]["text"] for line in plain(lines).splitlines()]
+    assert output.read_text("utf-8").splitlines() == wanted and wanted[200] == ""
+    lines.write_bytes(text)
+    assert run(MODEL, lines, output, *FLAGS, *RAY, "--resume") == 1
+    assert "it is complete, and the input has changed since; --overwrite starts again." in capfd.readouterr().err
+    assert run(MODEL, lines, output, *FLAGS, *RAY, "--overwrite") == 0
+    assert output.read_text("utf-8").splitlines() == wanted[:200]
+
+
+def test_parts_are_written_to_no_other_folder(
     cluster: Any, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lines.write_text(lines.read_text() + "\n")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.txt.parts").symlink_to(tmp_path / "elsewhere")
     assert run(MODEL, lines, tmp_path / "out.txt", *FLAGS, *RAY) == 1
-    assert "in.txt, line 201: the line is empty." in capfd.readouterr().err
-    assert not (tmp_path / "out.txt").exists()
+    assert "out.txt.parts is a symbolic link" in capfd.readouterr().err
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_folder_becomes_shards_of_parquet(cluster: Any, lines: Path, tmp_path: Path) -> None:
@@ -99,7 +124,7 @@ def test_rows_of_a_dataset(cluster: Any, lines: Path) -> None:
     texts = lines.read_text().split()
     ray.init(ignore_reinit_error=True, log_to_driver=False)
     try:
-        dataset = ray.data.from_items([{"n": i, "text": text} for i, text in enumerate([*texts, " "])])
+        dataset = ray.data.from_items([{"n": i, "text": text} for i, text in enumerate([*texts, " ", None])])
         rows = generate(dataset, MODEL, actors=1, cpus_per_actor=1, num_beams=3, batch_size=8).take_all()
         with pytest.raises(TypeError, match="no option 'beams'"):
             generate(dataset, MODEL, beams=3)
@@ -107,10 +132,11 @@ def test_rows_of_a_dataset(cluster: Any, lines: Path) -> None:
         ray.shutdown()
     expected = [json.loads(line)["outputs"] for line in plain(lines).splitlines()]
     rows.sort(key=lambda row: row["n"])
-    assert [[one["text"] for one in row["outputs"]] for row in rows[:-1]] == [
+    assert [[one["text"] for one in row["outputs"]] for row in rows[:-2]] == [
         [one["text"] for one in outputs] for outputs in expected
     ]
-    assert rows[-1]["outputs"] is None and "is empty" in rows[-1]["error"]
+    assert rows[-2]["outputs"] == [{"text": "", "score": None}] and rows[-2]["error"] is None
+    assert rows[-1]["outputs"] is None and "no text in the column 'text'" in rows[-1]["error"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from fastgen.pipeline.errors import InputError
 
 PREFIX = "generation."  # of the fields' names among the parsed arguments
 _POSITIVE = ("num_beams", "num_return_sequences", "max_new_tokens")
+_SAMPLING = "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff".split()
+_BEAMS = ("length_penalty", "early_stopping")
 # Set by the command: it needs the sequences, and asks for scores itself.
 _OURS = {"return_dict_in_generate", "output_scores", "transformers_version"}
 _DOCUMENTED = re.compile(r"^\s+([a-z_]+):? ?\(([^,)\n]+)", re.MULTILINE)
@@ -122,6 +124,22 @@ def check(fields: dict[str, Any], shown: Callable[[str], str]) -> None:
             raise InputError(f"{shown(name)} must be at least 1, not {value}.")
         if name.endswith("_token_id") and value is not None and not token_ids(value):
             raise InputError(f"{shown(name)} takes the number of a token, or a list of them, not {value!r}.")
+
+
+def without_effect(fields: dict[str, Any], config: Any) -> str | None:
+    """A sentence on fields that say something about another search than the one asked for; None without such.
+
+    Args:
+        config: the model's GenerationConfig with these fields.
+    """
+    for names, needed, is_asked in (
+        (_SAMPLING, flag_of("do_sample"), config.do_sample),
+        (_BEAMS, f"{flag_of('num_beams')} of 2 or more", (config.num_beams or 1) > 1),
+    ):
+        idle = [flag_of(name) for name in names if fields.get(name) is not None]
+        if idle and not is_asked:
+            return f"{', '.join(idle)}: without effect, since the search is without {needed}."
+    return None
 
 
 def token_ids(value: Any) -> list[int]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
 from fastgen.cli.transformers.flags import flag_of, token_ids
 from fastgen.pipeline.errors import InputError, first_line, why_unloadable
 
+_PATIENCE_SECONDS = 5.0
 # What transformers raises for names, folders and files that it can't use.
 _UNLOADABLE = (
     OSError,
@@ -51,7 +55,6 @@ def check_path(name: str, what: str) -> None:
 
 
 def load_config(name: str) -> Any:
-    check_path(name, "MODEL")
     import fastgen.models.unilm
     import fastgen.models.vae  # noqa: F401  # both make themselves known to transformers' Auto classes
 
@@ -86,6 +89,49 @@ def source_limit(config: Any, tokenizer: Any, new_tokens: int) -> int | None:
     return limit
 
 
+@contextlib.contextmanager
+def asking_the_hub(names: Iterable[str], warn: Callable[[str], None]) -> Iterator[None]:
+    """Inside, the hub's client keeps its retries to itself; if it takes long, one sentence says what is waited for.
+
+    Args:
+        names: what is loaded; of folders nothing is said.
+    """
+    if all(Path(name).is_dir() for name in names):
+        yield
+        return
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()
+    said = threading.Timer(_PATIENCE_SECONDS, warn, ["the model hub does not answer yet: trying for half a minute."])
+    said.daemon = True
+    said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
+        hub_logging.set_verbosity(verbosity)
+
+
+def checked(name: str, config: Any, flags: dict[str, Any]) -> GenerationConfig:
+    """What will be asked for, before the weights are loaded; InputError for flags that contradict each other."""
+    try:
+        own = GenerationConfig.from_pretrained(name)
+    except OSError:  # of an older model; its config has them
+        own = GenerationConfig.from_model_config(config)
+    merged = _merged(own, flags)
+    for least, most in (("min_length", "max_length"), ("min_new_tokens", "max_new_tokens")):
+        if least in flags and most in flags and (flags[least] or 0) > (flags[most] or 0):
+            raise InputError(f"{flag_of(least)} {flags[least]} is more than {flag_of(most)} {flags[most]}.")
+    return merged
+
+
+def _merged(own: GenerationConfig, flags: dict[str, Any]) -> GenerationConfig:
+    """The model's own with the user's flags over it."""
+    try:
+        return GenerationConfig.from_dict({**own.to_dict(), **flags})
+    except (ValueError, TypeError) as error:
+        raise InputError(f"transformers refuses these flags: {first_line(error)}.") from error
+
+
 def generation_config(
     model: Any,
     tokenizer: Any,
@@ -94,10 +140,7 @@ def generation_config(
     shown: Callable[[str], str] = flag_of,
 ) -> GenerationConfig:
     """The model's own, with the user's flags over it; `shown`: how the user writes a field's name."""
-    try:
-        merged = GenerationConfig.from_dict({**model.generation_config.to_dict(), **flags})
-    except (ValueError, TypeError) as error:
-        raise InputError(f"transformers refuses these flags: {first_line(error)}.") from error
+    merged = _merged(model.generation_config, flags)
     if language is not None and "forced_bos_token_id" not in flags:
         merged.forced_bos_token_id = language
     if merged.pad_token_id is None:

@@ -10,7 +10,16 @@ from transformers.utils import logging
 
 from fastgen.cli.transformers import batches, failures, flags, records, tokenizing
 from fastgen.cli.transformers.generation import Generator
-from fastgen.cli.transformers.load import find_device, generation_config, load_config, load_model, source_limit
+from fastgen.cli.transformers.load import (
+    asking_the_hub,
+    check_path,
+    checked,
+    find_device,
+    generation_config,
+    load_config,
+    load_model,
+    source_limit,
+)
 from fastgen.pipeline.batching import AutoBatch
 from fastgen.pipeline.offline import REFILL
 from fastgen.pipeline.workers import WorkerPool
@@ -35,14 +44,21 @@ class Prepared(NamedTuple):
         return [len(tokens) for tokens in encoded]
 
 
-def prepared(args: argparse.Namespace) -> Prepared:
+def prepared(args: argparse.Namespace, warn: Callable[[str], None] = lambda text: None) -> Prepared:
     """As the command's arguments say; InputError for what can't be used."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device, given, config = find_device(args.device), flags.given(args), load_config(args.model)
+    device, given = find_device(args.device), flags.given(args)
+    for name, what in ((args.model, "MODEL"), (args.tokenizer, "--tokenizer")):
+        if name is not None:
+            check_path(name, what)
     languages = (args.source_lang, args.target_lang)
     spec = tokenizing.TokenizerSpec(args.tokenizer or args.model, args.task_prefix, *languages, None)
-    tokenizer = tokenizing.load_tokenizer(spec)
+    with asking_the_hub((args.model, spec.name), warn):
+        config = load_config(args.model)
+        if idle := flags.without_effect(given, checked(args.model, config, given)):
+            warn(idle)
+        tokenizer = tokenizing.load_tokenizer(spec)
     tokenizing.check_fits(tokenizer, config, spec.name)
     language = None if args.target_lang is None else tokenizing.target_language(tokenizer, args.target_lang)[0]
     limit = source_limit(config, tokenizer, int(given.get("max_new_tokens") or 0))

@@ -35,7 +35,7 @@ class Record:
     error: str | None = None
     blank: bool = False  # nothing to generate from, and no error: an ordinary line of a text
     tokens: list[int] = field(default_factory=list)
-    ends: Prefix | None = None
+    ends: Prefix | None = field(default=None, compare=False)  # of a file that is read whole
 
     @property
     def line(self) -> int:

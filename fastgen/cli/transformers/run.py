@@ -89,7 +89,7 @@ def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer, j
         form = args.input_format or records.format_of(args.input)
         return records.read(args.input, form, text_field=args.text_field)
 
-    known = prepare.prepared(args)
+    known = prepare.prepared(args, say)
     policy = failures.policy_of(args.on_error, form)
     limit = None if args.truncate else known.limit
     failures.scan(islice(read(), writer.next, None), policy, limit, known.count_tokens)
