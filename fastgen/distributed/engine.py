@@ -22,7 +22,9 @@ class Engine:
 
     def __init__(self, job: Job) -> None:
         if job.version != fastgen.__version__:
-            raise InputError(f"This node has fastgen {fastgen.__version__}, the driver has {job.version}.")
+            raise InputError(
+                f"This node has fastgen {fastgen.__version__}, the driver {job.version}: install the same on both."
+            )
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
         torch.set_num_threads(max(1, int(cpus)))  # what was asked for, whatever else is on the node
         known = prepare.prepared(job.args)

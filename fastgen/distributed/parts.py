@@ -88,9 +88,13 @@ class Parts:
             try:
                 before = json.loads(known)
             except ValueError:
-                raise InputError(f"Cannot resume: {self.path}/{SETTINGS} is damaged.") from None
+                raise InputError(
+                    f"Cannot resume: {self.path}/{SETTINGS} is damaged; --overwrite starts again."
+                ) from None
             if different := differences(before, settings):
-                raise InputError(f"Cannot resume {self.path}: it was begun with another {different}.")
+                raise InputError(
+                    f"Cannot resume {self.path}: it was begun with another {different}; --overwrite starts again."
+                )
             for name in self._names(""):
                 if name.startswith("_writing."):  # of writers that died
                     self._fs.delete_file(f"{self._folder}/{name}")

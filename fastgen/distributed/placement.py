@@ -32,7 +32,7 @@ def placement(actors: str | None, cpus: float | None, gpus: float | None, nodes:
         actors: "N", or "LEAST:MOST" for Ray to choose from as the cluster grows and shrinks.
     """
     if not nodes:
-        raise InputError("The Ray cluster has no nodes.")
+        raise InputError("The Ray cluster has no nodes: `ray start` adds one.")
     if gpus is None:
         gpus = 1.0 if any(node.gpus for node in nodes) else 0.0
     # A head is often begun without CPUs, so that no work is placed on it.

@@ -22,7 +22,7 @@ from fastgen.distributed.connection import connected
 from fastgen.distributed.parts import Mark, Parts
 from fastgen.distributed.placement import nodes_of, placement
 from fastgen.distributed.worker import BlockWorker, Done, Job
-from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, first_line, writing
+from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
 
@@ -99,7 +99,7 @@ def _stamp(corpus: list[Block]) -> str:
 
 def _exit(failed: int, total: int) -> int:
     if failed:
-        say(f"{failed} of {total} records failed.")
+        say(f"{failed} of {counted(total, 'record')} failed.")
     return INPUT_ERROR if failed else DONE
 
 
@@ -121,7 +121,7 @@ def _generate(
     marks = parts.begin(settings, corpus, resume=args.resume, overwrite=args.overwrite)
     todo = [block for block in corpus if block.number not in marks]
     if not todo:
-        say(f"all {len(corpus)} blocks are done: nothing to resume.")
+        say("all blocks are done: nothing to resume.")
         return marks
     policy = policy_of(args.on_error, form)
     for block in todo if STOP in policy else ():  # before any model is loaded; what is too long the actors find out
@@ -129,7 +129,7 @@ def _generate(
     nodes = nodes_of(ray.nodes())
     how = placement(args.actors, args.cpus_per_actor, args.gpus_per_actor, nodes)
     if not any(node.cpus >= how.cpus and node.gpus >= how.gpus for node in nodes):
-        say(f"no node has {how.cpus:g} CPUs and {how.gpus:g} GPUs now: waiting until one joins the cluster.")
+        say(f"no node has room for an actor (CPUs: {how.cpus:g}, GPUs: {how.gpus:g}): waiting for one that has.")
     total = sum(block.count for block in corpus)
     progress = _Following(Progress(total, done=sum(mark.count for mark in marks.values()), enabled=not args.quiet))
     job = Job(_absolute(args), form)

@@ -140,7 +140,9 @@ class Journal:
         if header is None or not isinstance(header.get("settings"), dict):
             raise InputError(f"Cannot resume: {self.path} is not a journal; --overwrite starts again.")
         if different := differences(header["settings"], self._settings):
-            raise InputError(f"Cannot resume {self.results}: it was begun with another {different}.")
+            raise InputError(
+                f"Cannot resume {self.results}: it was begun with another {different}; --overwrite starts again."
+            )
         size, kept = self.results.stat().st_size, _Kept()
         for end, record in lines:
             self.complete = "done" in record

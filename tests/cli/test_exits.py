@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import fastgen
+from fastgen import installing
 from fastgen.cli.exits import exit_code
 from fastgen.pipeline import InputError, WorkerError
+from fastgen.pipeline.errors import DIFFERENT, DONE, INPUT_ERROR, INTERRUPTED, UNUSABLE
 
 
 @pytest.mark.parametrize(
@@ -76,3 +80,59 @@ sys.exit(exit_code("do", command))
     assert (
         run.stderr == "do: Cannot write standard output: No space left on device; what was finished before is kept.\n"
     )
+
+
+# The table of docs/commands.md.
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/commands.md"
+MAINS = {"fastgen-demo": "run"}  # what each command runs, where it is not `_main`
+
+
+def _table() -> dict[str, set[int]]:
+    """The exit codes of each command, by the page."""
+    text = PAGE.read_text("utf-8").split("### Exit codes\n\n")[1].split("\n\n")[0]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    found: dict[str, set[int]] = {}
+    for column in range(1, len(head)):
+        codes = {int(row[0]) for row in rows if row[column] != "–"}
+        found |= {name.strip(" `"): codes for name in head[column].split(",")}
+    return found
+
+
+def _commands() -> dict[str, str]:
+    """The commands that are installed, and their modules."""
+    scripts = next(one for one in metadata.distributions() if one.name == installing.DISTRIBUTION).entry_points
+    return {one.name: one.module for one in scripts if one.group == "console_scripts"}
+
+
+def test_the_page_has_every_command() -> None:
+    assert set(_table()) == set(_commands())
+
+
+@pytest.mark.parametrize("command", sorted(_table()))
+def test_the_exit_codes_of_each_command_are_those_of_the_page(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(_commands()[command])
+    codes = _table()[command]
+    bad_input = UNUSABLE if UNUSABLE in codes else INPUT_ERROR
+    assert codes == {DONE, DIFFERENT, INTERRUPTED, bad_input}
+    monkeypatch.setattr(sys, "argv", [command])
+    for outcome, code in (
+        (DONE, DONE),
+        (DIFFERENT, DIFFERENT),
+        (InputError("There is no file x."), bad_input),
+        (fastgen.FallbackError("hooks"), bad_input),
+        (ZeroDivisionError("x"), bad_input),
+        (KeyboardInterrupt(), INTERRUPTED),
+    ):
+
+        def run(*_: object, outcome: object = outcome) -> object:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(module, MAINS.get(command, "_main"), run)
+        assert module.main([]) == code
+        said = capsys.readouterr().err
+        assert not isinstance(outcome, BaseException) or (said.startswith(f"{command}: ") and said.count("\n") == 1)

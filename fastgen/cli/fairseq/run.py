@@ -20,7 +20,7 @@ from fastgen.cli.fairseq.output import Output, logging_to
 from fastgen.cli.fairseq.refilling import Refilling
 from fastgen.cli.fairseq.scoring import Scoring
 from fastgen.optimizer.fairseq.refill import why_not_refilled
-from fastgen.pipeline.errors import DONE, writing
+from fastgen.pipeline.errors import DONE, counted, writing
 from fastgen.pipeline.offline import REFILL
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
@@ -128,7 +128,7 @@ class _Run:
     def _generate(self, loaded: Loaded, batches: Batches) -> None:
         if batches.dropped:
             _warn(
-                f"fairseq leaves out {batches.dropped} sentences, too long or no multiple of "
+                f"fairseq leaves out {counted(batches.dropped, 'sentence')}, too long or no multiple of "
                 f"{self.cfg.dataset.required_batch_size_multiple}: --required-batch-size-multiple 1 keeps the latter"
             )
         generation = Generation(loaded, batches, _warn, self.random_state)

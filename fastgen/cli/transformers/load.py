@@ -85,7 +85,9 @@ def source_limit(config: Any, tokenizer: Any, new_tokens: int) -> int | None:
         limits.append(positions if config.is_encoder_decoder else positions - new_tokens)
     limit = min(limits, default=None)
     if limit is not None and limit < 1:
-        raise InputError(f"--max-new-tokens {new_tokens} leaves no room for an input: the model has {positions}.")
+        raise InputError(
+            f"--max-new-tokens {new_tokens} leaves no room for an input: the model has {positions} positions."
+        )
     return limit
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastgen.cli.transformers import batches, failures, metrics, records, tokenizing
 from fastgen.cli.transformers.writer import Writer
-from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, writing
+from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
 from fastgen.pipeline.stages import run_stages
@@ -140,7 +140,7 @@ def summary(
 ) -> int:
     """Shows failures and metrics; returns the exit code."""
     if failed:
-        say(f"{failed} of {total} records failed.")
+        say(f"{failed} of {counted(total, 'record')} failed.")
     if references and failed < total:
         per_record = records.count_lines(args.output) // total if form == records.TEXT else 1
         best = records.best_outputs(args.output, form, per_record)
