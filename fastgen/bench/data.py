@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastgen.bench.runners import Refused
+
 Folders = dict[str, str]  # of trained models and data, by the name of the option that names them
 
 _DEMO_SEED = 7  # the demo model was trained on other sentences
@@ -34,6 +36,18 @@ class Texts:
 def of(task: dict[str, Any], folders: Folders) -> Texts:
     """The texts of a task (as `Task.as_dict` gives it); KeyError if its model has none."""
     return TEXTS[task["model"]](folders, task["limit"])
+
+
+def tokenizer_of(folders: Folders, name: str) -> Any:
+    """The tokenizer in the folder of --NAME; Refused if it can't be that model's."""
+    import transformers
+
+    from fastgen.cli.transformers.tokenizing import why_unfit
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders[name])
+    if why := why_unfit(tokenizer, transformers.AutoConfig.from_pretrained(folders[name])):
+        raise Refused(f"--{name} {folders[name]} {why}")
+    return tokenizer
 
 
 def _figures(folders: Folders, limit: int) -> Texts:
@@ -93,9 +107,7 @@ def _pronunciation(folders: Folders, limit: int) -> Texts:
 
 def _speech(folders: Folders, limit: int) -> Texts:
     """What is said in the clip, so often."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders["whisper"])
+    tokenizer = tokenizer_of(folders, "whisper")
     return Texts(
         ["audio/jfk.npy"] * limit,
         [SPEECH] * limit,

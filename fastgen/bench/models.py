@@ -249,7 +249,7 @@ def _smollm(task: dict[str, Any], folders: Folders) -> Job:
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folders["smollm"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders["smollm"])
+    tokenizer = data.tokenizer_of(folders, "smollm")
     batch, source = task["batch"], task["source"]
     texts = (tokenizer(text).input_ids[:source] for text in data.documents(folders))
     ids = torch.tensor(

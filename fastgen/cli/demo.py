@@ -183,10 +183,14 @@ def load(name: str, device: str, *, local: bool) -> tuple[Any, Any]:
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
+    from fastgen.cli.transformers.load import asking_the_hub, check_path
+
+    check_path(name, "--model")
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=local)
-        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
+        with asking_the_hub([name], lambda text: print(f"{NAME}: {text}", file=sys.stderr)):
+            config = AutoConfig.from_pretrained(name, local_files_only=local)
+            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
         model = kind.from_pretrained(name, local_files_only=local, dtype=torch.float32)
         model = model.to(device).eval()
     except (

@@ -20,6 +20,8 @@ from fastgen.files import open_own
 from fastgen.pipeline.errors import InputError, writing
 from fastgen.pipeline.lock import locked
 
+OTHER_DIGITS = "scores may differ in their last digits from those of a run that never stopped; texts do not."
+
 
 class _Kept(NamedTuple):
     """What an earlier run left that stands."""

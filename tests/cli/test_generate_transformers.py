@@ -524,7 +524,7 @@ def test_resume_with_another_model_is_refused(
     stat = path.stat()
     path.write_bytes(path.read_bytes())  # of the same length
     assert run(model, source, out, *FLAGS, "--resume") == 1
-    assert f"another content of {path}." in capsys.readouterr().err
+    assert f"another content of {path}; --overwrite starts again." in capsys.readouterr().err
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert run(model, source, out, *FLAGS, "--resume") == 0
 

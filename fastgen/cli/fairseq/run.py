@@ -23,7 +23,7 @@ from fastgen.optimizer.fairseq.refill import why_not_refilled
 from fastgen.pipeline.errors import DONE, counted, writing
 from fastgen.pipeline.offline import REFILL
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import Journal, contents
+from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.workers import WorkerPool
 
@@ -107,6 +107,8 @@ class _Run:
             batches = Batches(loaded, *self.own.auto)
             self.scoring = Scoring(loaded.scorer, loaded.task.target_dictionary, by_words=loaded.form.by_words)
             self._restore()
+            if self.next:
+                _warn(OTHER_DIGITS)
             with self.output.opened(handler):  # not before: what is refused leaves an earlier run's results alone
                 self._generate(loaded, batches)
                 self._summary()

@@ -44,7 +44,7 @@ class Generator:
     ) -> None:
         """`tokenizer` is needed for `stop_strings` alone."""
         self._model, self._config, self.source = model, config, source
-        self._seed, self._scores, self._warn = seed, scores, warn
+        self._seed, self.has_scores, self._warn = seed, scores, warn
         self.progress: Callable[[int, int], None] = lambda records, tokens: None  # told of records as they are ready
         self.per_record = int(config.num_return_sequences or 1)
         # Else the log-probabilities of all tokens would be kept at each step: 64 MB for 64 sentences and 5 beams.

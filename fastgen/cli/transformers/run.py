@@ -14,7 +14,7 @@ from fastgen.cli.transformers import batches, failures, metrics, records, tokeni
 from fastgen.cli.transformers.writer import Writer
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import Journal, contents
+from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.workers import WorkerPool
 
@@ -109,8 +109,8 @@ def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer, j
             say(
                 f"each input has {generator.per_record} lines in {args.output}, in the order of the inputs, best first."
             )
-        if journal.resuming:
-            say("texts will be those of a run that never stopped; scores may differ in their last digits.")
+        if journal.resuming and generator.has_scores:
+            say(OTHER_DIGITS)
         progress = Progress(total, done=writer.done, enabled=not args.quiet)
         generator.progress = progress.update
 
