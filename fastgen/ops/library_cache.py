@@ -91,7 +91,7 @@ def trusted(folder: Path) -> Path:
             if stat.S_ISLNK(found.st_mode):
                 remedy = f"set FASTGEN_CACHE_DIR to {os.path.realpath(folder)}, if that is yours"
             elif found.st_uid in (os.geteuid(), 0):
-                remedy = f"`chmod go-w {folder}` if nobody else has put anything there, or {_OWN}"
+                remedy = f"`chmod go-w {folder}`, or {_OWN}"  # files that others have put there are not loaded
             raise Untrusted(f"{why}: {remedy}")
     return folder
 
