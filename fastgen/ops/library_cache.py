@@ -194,10 +194,8 @@ class _Terminated(BaseException):
 @contextlib.contextmanager
 def _unwound_by_sigterm() -> Iterator[None]:
     """SIGTERM ends a process at once and leaves its files, unless somebody handles it: here it ends the block first."""
-    is_free = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if not is_free:  # only the main thread may handle signals
+    is_main = threading.current_thread() is threading.main_thread()  # no other may handle signals
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
@@ -205,8 +203,8 @@ def _unwound_by_sigterm() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)  # a second one does not wait
         raise _Terminated
 
-    signal.signal(signal.SIGTERM, unwind)
     try:
+        signal.signal(signal.SIGTERM, unwind)
         yield
     except _Terminated:
         os.kill(os.getpid(), signal.SIGTERM)  # the exit status is that of a process which it ended
