@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -22,6 +23,19 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
     Raises:
         OSError: as `os.open`; and if it is a link, no plain file, or somebody else's.
     """
+    return _open_checked(path, flags, _why_not_own)
+
+
+def open_trusted(path: str | os.PathLike[str]) -> int:
+    """A descriptor to read `path`, a plain file that only this user or root could have written.
+
+    Raises:
+        OSError: as `os.open`; and if it is a link, no plain file, or one that others could have written.
+    """
+    return _open_checked(path, os.O_RDONLY, _why_not_trusted_file)
+
+
+def _open_checked(path: str | os.PathLike[str], flags: int, why_not: Callable[[os.stat_result], str]) -> int:
     # O_NONBLOCK: a pipe of that name would keep us waiting.
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
@@ -33,7 +47,7 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
             raise _refused(path, "it is no plain file") from error
         raise
     try:
-        if why := _why_not_own(os.fstat(descriptor)):
+        if why := why_not(os.fstat(descriptor)):
             raise _refused(path, why)
     except BaseException:
         os.close(descriptor)
@@ -49,6 +63,16 @@ def _why_not_own(found: os.stat_result) -> str:
         return "it belongs to another user"
     if found.st_nlink > 1:
         return "it has a second name (a hard link)"
+    return ""
+
+
+def _why_not_trusted_file(found: os.stat_result) -> str:
+    if not stat.S_ISREG(found.st_mode):
+        return "it is no plain file"
+    if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
+        return "it belongs to another user"
+    if os.name == "posix" and found.st_mode & _OTHERS_WRITE:
+        return "others may write to it"
     return ""
 
 

@@ -129,12 +129,12 @@ def test_packed_weights_are_shown_with_their_memory() -> None:
 
 
 def test_how_the_operators_run() -> None:
-    how = {name: "native (cpu), reference (cuda: there is no CUDA toolkit)" for name in ("first", "second")}
+    how = {name: "native (cpu), plain torch (cuda: there is no CUDA toolkit)" for name in ("first", "second")}
     lines = str(Status("1.2.3", True, (), {}, (), operators=how)).splitlines()
     assert max(map(len, lines)) <= 100
     assert " ".join(line.strip() for line in lines[1:-1]) == (
-        "operators: first native (cpu), reference (cuda: there is no CUDA toolkit), "
-        "second native (cpu), reference (cuda: there is no CUDA toolkit)"
+        "operators: first native (cpu), plain torch (cuda: there is no CUDA toolkit), "
+        "second native (cpu), plain torch (cuda: there is no CUDA toolkit)"
     )
 
 

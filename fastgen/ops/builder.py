@@ -1,7 +1,8 @@
 """Compiles csrc/ into libraries that torch loads: at the first use, or ahead of time by setup.py.
 
 It calls the compilers directly, so it needs no build system. `setup.py` loads this file by its path, because importing
-the package would load the operators: nothing else of fastgen may be imported here.
+the package would load the operators: nothing else of fastgen may be imported here. Where the libraries of the first use
+are kept is `fastgen.ops.library_cache`'s business.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +48,15 @@ _ARCHITECTURES = {
 
 
 class Unavailable(Exception):
-    """Why nothing can be compiled here; not an error."""
+    """Why nothing can be compiled here; not an error.
+
+    Args:
+        remedy: a sentence on what the user can do, where the reason does not say so.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 class BuildFailed(Exception):
@@ -77,19 +87,6 @@ def source_key(library: str) -> str:
     for source in _sources(library):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
-
-
-def cached_name(library: str) -> str:
-    """The library's file in the cache, by what it must fit and how it was asked for: it is found without a compiler.
-
-    Raises:
-        Unavailable: if the CUDA devices can't be asked what they are.
-    """
-    asked = [os.environ.get("CXXFLAGS", "")]
-    if library == "cuda":  # nvcc reads these variables by itself
-        asked += [os.environ.get(f"NVCC_{which}_FLAGS", "") for which in ("PREPEND", "APPEND")]
-        asked += cuda_architectures()
-    return f"{library}-{hashlib.sha256(repr((source_key(library), asked)).encode()).hexdigest()[:16]}.so"
 
 
 @dataclass(frozen=True)
@@ -162,14 +159,18 @@ def _flags() -> list[str]:
     return [f"-std={standard}", "-O3", "-DNDEBUG", abi, "-isystem", str(_TORCH / "include")]
 
 
-def build(how: Recipe, target: Path) -> None:
+def build(how: Recipe, target: Path, mode: int | None = None) -> None:
     """Compile into the file `target`, which appears complete or not at all.
+
+    Args:
+        mode: permissions of `target`; what the process's umask leaves by default.
 
     Raises:
         BuildFailed: with the compilers' output in a log, `how.log(target)` if they would fail again.
+        OSError: there is no place to write to.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="building-") as name:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=scratch_prefix(target)) as name:  # of mode 0700
         folder = Path(name)
         objects = [folder / f"{source.stem}-{source.suffix[1:]}.o" for source, _ in how.compile]
         commands = [
@@ -177,18 +178,27 @@ def build(how: Recipe, target: Path) -> None:
             for (source, command), into in zip(how.compile, objects, strict=True)
         ]
         library = folder / target.name
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            reports = list(pool.map(_run, commands))
+        reports = _run_all(commands, folder)
         if all(code == 0 for code, _ in reports):
-            reports.append(_run([*how.link, *map(str, objects), *how.tail, "-o", str(library)]))
+            reports += _run_all([[*how.link, *map(str, objects), *how.tail, "-o", str(library)]], folder)
         if any(code for code, _ in reports):
             lasting = not any(_has_passing_cause(code, text) for code, text in reports)
             log = how.log(target) if lasting else target.with_suffix(".interrupted.log")
-            log.write_text("\n".join(text for _, text in reports), "utf-8")
+            written = folder / "log"
+            written.write_text("\n".join(text for _, text in reports), "utf-8")
+            written.chmod(0o600)  # its commands may name what is private
+            os.replace(written, log)  # written in place, a link of that name would be followed
             raise BuildFailed(f"compiling the {how.library} operators with {how.compiler} failed", log)
+        if mode is not None:
+            library.chmod(mode)
         os.replace(library, target)
         for log in target.parent.glob(f"{target.stem}*.log"):
             log.unlink(missing_ok=True)
+
+
+def scratch_prefix(target: Path) -> str:
+    """How the names of the folders begin that builds of `target` work in; killed, they leave them."""
+    return f"building-{target.stem}-"
 
 
 def _has_passing_cause(code: int, text: str) -> bool:
@@ -196,35 +206,46 @@ def _has_passing_cause(code: int, text: str) -> bool:
     return code < 0 or 128 < code < 192 or (code != 0 and _PASSING.search(text) is not None)
 
 
-def _run(command: list[str]) -> tuple[int, str]:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    return done.returncode, f"$ {shlex.join(command)}\n{done.stdout}"
+def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
+    """Run them side by side, as many as there are processors: exit status and output of each.
 
-
-def cache_folder() -> Path:
-    """$FASTGEN_CACHE_DIR, $XDG_CACHE_HOME/fastgen or ~/.cache/fastgen.
-
-    Raises:
-        Unavailable: if that is in the home of a user who has none.
+    Whatever interrupts this thread ends them first: they would go on for minutes, in a folder that is removed. Each has
+    a session of its own, as it starts others. What they leave behind for a while is in `folder` too.
     """
-    try:
-        if own := os.environ.get("FASTGEN_CACHE_DIR"):
-            return Path(own).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "fastgen"
-    except RuntimeError:
-        raise Unavailable("there is no home directory to keep libraries in (set FASTGEN_CACHE_DIR)") from None
+    running: set[subprocess.Popen[str]] = set()
+    lock, is_over = threading.Lock(), False
+    environment = {**os.environ, "TMPDIR": str(folder)}
 
+    def run(command: list[str]) -> tuple[int, str]:
+        with lock:
+            if is_over:
+                return -signal.SIGTERM, ""
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            running.add(process)
+        output, _ = process.communicate()
+        with lock:
+            running.discard(process)
+        return process.returncode, f"$ {shlex.join(command)}\n{output}"
 
-@contextlib.contextmanager
-def locked(target: Path) -> Iterator[None]:
-    """Only one thread of one process at a time works on `target`."""
-    import fcntl  # no Windows: there, _find_compiler has refused before
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with target.with_suffix(".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, whatever becomes of the process
-        yield
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            return list(pool.map(run, commands))
+        except BaseException:
+            with lock:
+                is_over = True
+                for process in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 # What is there to build with.
@@ -243,12 +264,12 @@ def _find_compiler() -> list[str]:
         raise Unavailable(f"native operators are not built on {platform.system()}")
     if own := _words("CXX"):
         if shutil.which(own[0]) is None:
-            raise Unavailable(f"there is no C++ compiler {own[0]}, which CXX names")
+            raise Unavailable(f"there is no C++ compiler {own[0]}, which CXX names", "Install it, or unset CXX.")
         return own
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise Unavailable("there is no C++ compiler")
+    raise Unavailable("there is no C++ compiler", "Install one, such as g++.")
 
 
 def _version(command: list[str]) -> str:

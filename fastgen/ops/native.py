@@ -2,14 +2,16 @@
 
 | FASTGEN_NATIVE | |
 | --- | --- |
-| unset | the library built ahead of time, else the cached one, else compile it; else, silently, the reference |
-| 0 | the reference only |
+| unset | the library built ahead of time, else the cached one, else compile it, else plain torch, which is said |
+| 0 | plain torch, which is not said |
 | build | compile the sources afresh |
 | required | as if unset, but an error where no native library can be had |
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 import torch
 
 from fastgen import config, report
-from fastgen.ops import builder
+from fastgen.ops import builder, library_cache
 
 _UNWRITTEN = {  # what has no kernel, and why
     ("beam_attention", "cuda"): "torch's own attention, or Triton's where that is faster",
@@ -32,6 +34,10 @@ _lock = threading.Lock()
 _loaded: dict[str, str] | None = None  # library -> "" if it is loaded, else why not
 
 
+class _Incomplete(Exception):
+    """A library was loaded and registers too little."""
+
+
 def load(operators: tuple[str, ...]) -> None:
     """Load the libraries that this machine can use, once, and report what each of `operators` is now.
 
@@ -43,18 +49,22 @@ def load(operators: tuple[str, ...]) -> None:
         if _loaded is None:
             wanted = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
             mode = config.native()
-            _loaded = {library: "FASTGEN_NATIVE=0" if mode == "0" else _load(library, mode) for library in wanted}
+            _loaded = dict.fromkeys(wanted, "FASTGEN_NATIVE=0") if mode == "0" else _load_all(wanted, mode, operators)
         report.set_operators({operator: _how(operator, _loaded) for operator in operators})
 
 
 def _how(operator: str, loaded: dict[str, str]) -> str:
     """How the operator runs, such as "native (cpu)"."""
+    native = [library for library in loaded if _is_registered(operator, library)]
     why_not = {library: why or _UNWRITTEN.get((operator, library), "") for library, why in loaded.items()}
-    native = [library for library, why in why_not.items() if not why]
-    missing = [f"{library}: {why}" for library, why in why_not.items() if why]
+    missing = [f"{library}: {why}" for library, why in why_not.items() if library not in native]
     parts = [f"native ({', '.join(native)})"] if native else []
-    parts += [f"reference ({'; '.join(missing)})"] if missing else []
+    parts += [f"plain torch ({'; '.join(missing)})"] if missing else []
     return ", ".join(parts)
+
+
+def _is_registered(operator: str, library: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"fastgen::{operator}", library.upper())
 
 
 def is_loaded(library: str) -> bool:
@@ -62,49 +72,96 @@ def is_loaded(library: str) -> bool:
     return _loaded is not None and _loaded.get(library) == ""
 
 
-def _load(library: str, mode: str) -> str:
-    """Why there is no native `library`; "" once it is loaded."""
+def _load_all(wanted: list[str], mode: str, operators: tuple[str, ...]) -> dict[str, str]:
+    """Why each library of `wanted` is not there, "" if it is loaded; one line says which can't be compiled here."""
+    loaded: dict[str, str] = {}
+    unavailable: dict[str, builder.Unavailable] = {}
+    for library in wanted:
+        try:
+            loaded[library] = _load(library, mode, operators)
+        except builder.Unavailable as error:
+            if mode == "required":
+                raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
+            loaded[library] = str(error)
+            if mode == "build":
+                report.warn(f"FASTGEN_NATIVE=build, but {error}.")
+            else:
+                unavailable[library] = error
+    if unavailable:
+        reasons = dict.fromkeys(map(str, unavailable.values()))  # each once
+        remedy = next((f"{error.remedy} " for error in unavailable.values() if error.remedy), "")
+        _say(
+            f"fastgen runs its {' and '.join(unavailable)} operators in plain torch, which is slower: "
+            f"{'; '.join(reasons)}. {remedy}FASTGEN_NATIVE=0 says no more."
+        )
+    return loaded
+
+
+def _load(library: str, mode: str, operators: tuple[str, ...]) -> str:
+    """Why there is no native `library`; "" once it is loaded.
+
+    Raises:
+        builder.Unavailable: it can't be compiled here.
+        RuntimeError: under FASTGEN_NATIVE=required, if it can't be had for another reason.
+    """
     try:
-        torch.ops.load_library(str(_find(library, mode)))
+        path = _find(library, mode)
+        torch.ops.load_library(str(path))
+        written = [operator for operator in operators if (operator, library) not in _UNWRITTEN]
+        if missing := [operator for operator in written if not _is_registered(operator, library)]:
+            raise _Incomplete(f"the library {path} registers no {', '.join(missing)}")
         return ""
-    except builder.Unavailable as error:
-        if mode == "required":
-            raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
-        if mode == "build":
-            report.warn(f"FASTGEN_NATIVE=build, but {error}.")
-        return str(error)
-    except (builder.BuildFailed, OSError) as error:  # OSError: no place to write to, or the loader refuses the file
+    # OSError: no place to write to, or the loader refuses the file
+    except (builder.BuildFailed, library_cache.Untrusted, _Incomplete, OSError) as error:
         if mode == "required":
             raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
         text = f"fastgen runs its {library} operators in plain torch, which is slower: {error}. "
-        text += "FASTGEN_NATIVE=build tries again, FASTGEN_NATIVE=0 says no more."
+        text += "" if isinstance(error, library_cache.Untrusted) else "FASTGEN_NATIVE=build tries again, "
+        text += "FASTGEN_NATIVE=0 says no more."
         report.warn(text)
         return str(error).partition(" (log:")[0]
 
 
 def _find(library: str, mode: str) -> Path:
-    """The library ahead of time, or in the cache; a compiler is asked for only if it is in neither."""
+    """The library ahead of time, or in the cache; a compiler is asked for only if it is in neither.
+
+    Raises:
+        builder.Unavailable: it can't be compiled here.
+        builder.BuildFailed: a compiler gave up.
+        library_cache.Untrusted: others could have put it into the cache.
+        OSError: there is no place to write to.
+    """
     if mode != "build":
         ready = builder.AHEAD_OF_TIME / f"{library}-{builder.source_key(library)}.so"
+        # It lies among the package's own code: whoever could replace it could replace this file, too.
         if ready.is_file() and (library != "cuda" or _fits_devices(ready)):
             return ready
-    target = builder.cache_folder() / builder.cached_name(library)
-    if target.is_file() and mode != "build":
+    target = library_cache.trusted(library_cache.cache_folder()) / library_cache.cached_name(library)
+    why_not = "" if mode == "build" else library_cache.why_not_loadable(target)
+    if mode != "build" and not why_not:
         return target
-    how = builder.recipe(library)
-    with builder.locked(target):
+    try:
+        how = builder.recipe(library)
+    except builder.Unavailable as error:
+        if why_not and os.path.lexists(target):
+            raise builder.Unavailable(f"{error}, and {why_not}", error.remedy) from error
+        raise
+    with library_cache.locked(target):
         if mode != "build":
-            if target.is_file():  # another process has built it meanwhile
+            if not library_cache.why_not_loadable(target):  # another process has built it meanwhile
                 return target
             if (failed := how.log(target)).is_file():
                 raise builder.BuildFailed("an earlier build failed", failed)
-        print(
-            f"fastgen: compiling its {library} operators with {how.compiler}, once, into {target.parent}",
-            file=sys.stderr,
-            flush=True,
-        )
-        builder.build(how, target)
+        _say(f"fastgen: compiling its {library} operators with {how.compiler}, once, into {target.parent}")
+        library_cache.build(how, target)
     return target
+
+
+def _say(line: str) -> None:
+    """On standard error, if there is one."""
+    if sys.stderr is not None:  # None for a program without a console
+        with contextlib.suppress(OSError, ValueError):  # it has been closed
+            print(line, file=sys.stderr, flush=True)
 
 
 def _fits_devices(library: Path) -> bool:

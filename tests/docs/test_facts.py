@@ -205,3 +205,14 @@ def test_explained_reasons_exist() -> None:
     listed = re.findall(r"^\| `([^`]+)` \|", TROUBLE.partition("## Reasons in transformers")[2], re.MULTILINE)
     assert len(listed) > 60
     assert set(listed) <= known
+
+
+def test_explained_reasons_for_plain_torch_exist() -> None:
+    ops = ROOT / "fastgen" / "ops"
+    files = (ops / "builder.py", ops / "library_cache.py", ops / "native.py", ROOT / "fastgen" / "files.py")
+    code = "".join(path.read_text("utf-8") for path in files)
+    section = pages.text_of("docs/operators.md").partition("### Why plain torch runs")[2]
+    listed = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert len(listed) == 10
+    for reason in listed:
+        assert all(part.strip() in code for part in reason.split("…")), reason

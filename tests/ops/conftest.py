@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("torch", reason="the operators need torch")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
+from build_kit import ROOT
 
 from fastgen import ops, report
 from fastgen.ops import builder, reference
@@ -67,3 +69,12 @@ def threads() -> Any:
     change: Callable[[int], None] = torch.set_num_threads
     yield change
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package and its sources, to break; without libraries built ahead of time."""
+    unneeded = shutil.ignore_patterns("demo_model", "__pycache__", "_native")
+    shutil.copytree(ROOT / "fastgen", tmp_path / "copy/fastgen", ignore=unneeded)
+    shutil.copytree(builder.source_folder(), tmp_path / "copy/csrc")
+    return tmp_path / "copy"

@@ -2,73 +2,59 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from build_kit import REAL, TOUCH, compiler, needs_compiler, use
 
 from fastgen import ops
-from fastgen.ops import builder, native
+from fastgen.ops import builder, library_cache, native
 from fastgen.ops._schemas import SCHEMAS
 
-ROOT = Path(__file__).resolve().parents[2]
-USE = """
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    from fastgen import ops
-    import fastgen, torch
-    assert ops.topk_log_softmax(torch.tensor([[1.0, 3.0, 2.0]]), 2)[1].tolist() == [[1, 2]]
-assert ops.is_native(torch.device("cpu")) == ("native" in fastgen.status().operators["topk_log_softmax"])
-print(next(line for line in str(fastgen.status()).replace("\\n  ", " ").splitlines() if line.startswith("operators")))
-for warning in caught:
-    if "fastgen" in str(warning.message).lower():
-        print(f"{warning.category.__name__}: {warning.message}")
-"""
-REAL = shutil.which("c++") or shutil.which("g++")
-needs_compiler = pytest.mark.skipif(REAL is None, reason="there is no C++ compiler")
 
-
-def use(cache: Path, root: Path = ROOT, code: str = USE, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Use an operator in a fresh process, which must not find the libraries of others."""
-    settings = {name: value for name, value in os.environ.items() if not name.startswith("FASTGEN")}
-    settings |= {"FASTGEN_CACHE_DIR": str(cache), "PYTHONPATH": str(root), **environment}
-    return subprocess.run([sys.executable, "-c", code], env=settings, cwd=cache, capture_output=True, text=True)
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of the package and its sources, to break; without libraries built ahead of time."""
-    unneeded = shutil.ignore_patterns("demo_model", "__pycache__", "_native")
-    shutil.copytree(ROOT / "fastgen", tmp_path / "copy/fastgen", ignore=unneeded)
-    shutil.copytree(builder.source_folder(), tmp_path / "copy/csrc")
-    return tmp_path / "copy"
-
-
-def compiler(folder: Path, body: str) -> str:
-    """A C++ compiler of our own: it notes each call in the file `calls`, then does `body`."""
-    script = folder / "cxx"
-    text = f'#!/bin/sh\ncase "$*" in *--version*) echo test 1.0; exit;; esac\necho "$@" >> {folder}/calls\n{body}\n'
-    script.write_text(text)
-    script.chmod(0o755)
-    return str(script)
-
-
-TOUCH = 'sleep 0.2; for last; do :; done; echo built > "$last"'  # -o is the last option
-
-
-def test_without_a_compiler_the_reference_serves_silently(copy: Path, tmp_path: Path) -> None:
+def test_without_a_compiler_plain_torch_serves_and_one_line_says_so(copy: Path, tmp_path: Path) -> None:
     run = use(tmp_path, copy, PATH=str(tmp_path), CXX="")
     assert run.returncode == 0, run.stderr
-    reason = "reference (cpu: there is no C++ compiler)"
+    reason = "plain torch (cpu: there is no C++ compiler)"
     assert run.stdout.splitlines() == ["operators: " + ", ".join(f"{name} {reason}" for name in SCHEMAS)]
-    assert run.stderr == ""
+    assert run.stderr == (
+        "fastgen runs its cpu operators in plain torch, which is slower: there is no C++ compiler. Install one, such "
+        "as g++. FASTGEN_NATIVE=0 says no more.\n"
+    )
+    assert use(tmp_path, copy, "import fastgen; fastgen.status()", PATH=str(tmp_path), CXX="").stderr == ""
+    assert not list(tmp_path.glob("cpu-*"))  # no cache for nothing
+
+
+@pytest.mark.parametrize(
+    "reasons, said",
+    [
+        (["native operators are not built on Windows"] * 2, "native operators are not built on Windows."),
+        (["there is no C++ compiler", "no toolkit"], "there is no C++ compiler; no toolkit."),
+    ],
+)
+def test_one_line_for_both_libraries(
+    reasons: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(library: str, *_: object) -> str:
+        raise builder.Unavailable(reasons[library == "cuda"])
+
+    monkeypatch.setattr(native, "_load", refuse)
+    assert native._load_all(["cpu", "cuda"], "", ()) == dict(zip(("cpu", "cuda"), reasons, strict=True))
+    assert capsys.readouterr().err == (
+        f"fastgen runs its cpu and cuda operators in plain torch, which is slower: {said} "
+        "FASTGEN_NATIVE=0 says no more.\n"
+    )
+
+
+def test_a_program_without_a_console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(native.sys, "stderr", None)
+    native._say("a line")
+    assert capsys.readouterr().out == ""
 
 
 def test_required_without_a_compiler(copy: Path, tmp_path: Path) -> None:
@@ -87,8 +73,8 @@ def test_build_without_a_compiler(copy: Path, tmp_path: Path) -> None:
 
 def test_switched_off(tmp_path: Path) -> None:
     run = use(tmp_path, FASTGEN_NATIVE="0", CXX=compiler(tmp_path, "exit 1"))
-    assert run.stdout.count("reference (cpu: FASTGEN_NATIVE=0)") == len(SCHEMAS), run.stderr
-    assert not (tmp_path / "calls").exists()
+    assert run.stdout.count("plain torch (cpu: FASTGEN_NATIVE=0)") == len(SCHEMAS), run.stderr
+    assert run.stderr == "" and not (tmp_path / "calls").exists()
 
 
 AUTOGRAD = """
@@ -128,7 +114,7 @@ def test_broken_sources(copy: Path, tmp_path: Path) -> None:
     (warning,) = run.stdout.splitlines()[1:]
     assert warning.startswith("RuntimeWarning: fastgen runs its cpu operators in plain torch, which is slower: ")
     assert f"(log: {log})" in warning
-    assert "reference (cpu: compiling the cpu operators with" in run.stdout
+    assert "plain torch (cpu: compiling the cpu operators with" in run.stdout
     assert not list(cache.glob("*.so"))
 
     # The next process says so again, without compiling in vain; `build` tries.
@@ -229,19 +215,19 @@ def test_the_cache_depends_on_what_is_built(monkeypatch: pytest.MonkeyPatch) -> 
     for variable in ("CXX", "CXXFLAGS", "TORCH_CUDA_ARCH_LIST"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    first = builder.cached_name("cpu"), builder.cached_name("cuda")
+    first = library_cache.cached_name("cpu"), library_cache.cached_name("cuda")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert (builder.cached_name("cpu"), builder.cached_name("cuda")) == first
+    assert (library_cache.cached_name("cpu"), library_cache.cached_name("cuda")) == first
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
-    assert builder.cached_name("cpu") == first[0] and builder.cached_name("cuda") != first[1]
+    assert library_cache.cached_name("cpu") == first[0] and library_cache.cached_name("cuda") != first[1]
     for change in (
         lambda: monkeypatch.setenv("CXXFLAGS", "-O1"),
         lambda: monkeypatch.setattr(torch, "__version__", "2.99.0"),
         lambda: monkeypatch.setattr(builder.platform, "machine", lambda: "riscv64"),
     ):
-        before = builder.cached_name("cpu")
+        before = library_cache.cached_name("cpu")
         change()
-        assert builder.cached_name("cpu") != before
+        assert library_cache.cached_name("cpu") != before
 
 
 def test_the_cache_needs_no_compiler(copy: Path, tmp_path: Path) -> None:
@@ -252,7 +238,8 @@ def test_the_cache_needs_no_compiler(copy: Path, tmp_path: Path) -> None:
     assert "compiling" in use(tmp_path, copy, CXX=compiler(tmp_path, TOUCH)).stderr
     (built,) = tmp_path.glob("cpu-*.so")
     assert built.read_text() == "built\n"
-    shutil.copyfile(library, built)
+    for suffix in (".so", ".sha256"):
+        shutil.copyfile(library.with_suffix(suffix), built.with_suffix(suffix))
     run = use(tmp_path, copy, PATH=str(tmp_path), CXX="", FASTGEN_NATIVE="required")
     assert run.stdout.count("native (cpu)") == len(SCHEMAS), run.stderr
     assert run.stderr == ""
@@ -273,29 +260,52 @@ def test_quotes_that_are_not_closed(variable: str, copy: Path, tmp_path: Path) -
     settings = {"CXX": compiler(tmp_path, TOUCH)} | {variable: "c++ '-DNAME=1"}
     run = use(tmp_path, copy, **settings)
     assert run.returncode == 0, run.stderr
-    assert f"reference (cpu: the quotes in {variable} are not closed: c++ '-DNAME=1)" in run.stdout
+    assert f"plain torch (cpu: the quotes in {variable} are not closed: c++ '-DNAME=1)" in run.stdout
 
 
 def test_a_user_without_a_home(copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import pathlib\n@classmethod\ndef home(cls): raise RuntimeError('Could not determine home directory.')\n"
-    code += "pathlib.Path.home = home\n" + USE
-    run = use(tmp_path, copy, code=code, FASTGEN_CACHE_DIR="", XDG_CACHE_HOME="")
+    run = use(tmp_path, copy, FASTGEN_CACHE_DIR="", XDG_CACHE_HOME="", HOME="", CXX=compiler(tmp_path, TOUCH))
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("there is no home directory to keep libraries in (set FASTGEN_CACHE_DIR)") == len(SCHEMAS)
-    monkeypatch.setenv("FASTGEN_CACHE_DIR", "~no-such-user/here")
-    with pytest.raises(builder.Unavailable, match="there is no home directory"):
-        builder.cache_folder()
+    reason = "there is no home directory to keep libraries in (set FASTGEN_CACHE_DIR)"
+    assert run.stdout.count(reason) == len(SCHEMAS)
+    assert reason in run.stderr and len(run.stderr.splitlines()) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"copy", "cxx"}
+
+    import pwd  # no Windows
+
+    def unknown(user: object) -> object:
+        raise KeyError(user)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for own, home in (("~no-such-user/here", "/home"), ("~", ""), ("~/here", ""), ("", ""), ("", "here"), ("", None)):
+        monkeypatch.setenv("FASTGEN_CACHE_DIR", own)
+        monkeypatch.delenv("HOME", raising=False)
+        if home is not None:
+            monkeypatch.setenv("HOME", home)
+        with pytest.raises(builder.Unavailable, match="there is no home directory"):
+            library_cache.cache_folder()
+
+
+@pytest.mark.parametrize("path", ["here", "./here", ".", "../here"])
+def test_a_cache_in_the_current_directory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTGEN_CACHE_DIR", path)
+    with pytest.raises(builder.Unavailable, match="FASTGEN_CACHE_DIR must be an absolute path, not "):
+        native._find("cpu", "build")
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     for name in ("FASTGEN_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    assert builder.cache_folder() == Path("/home/somebody/.cache/fastgen")
+    assert library_cache.cache_folder() == Path("/home/somebody/.cache/fastgen")
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache")
-    assert builder.cache_folder() == Path("/var/cache/fastgen")
+    assert library_cache.cache_folder() == Path("/var/cache/fastgen")
+    for ignored in ("", "cache", "./cache", "~/cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        assert library_cache.cache_folder() == Path("/home/somebody/.cache/fastgen")
     monkeypatch.setenv("FASTGEN_CACHE_DIR", "~/here")
-    assert builder.cache_folder() == Path("/home/somebody/here")
+    assert library_cache.cache_folder() == Path("/home/somebody/here")
 
 
 def test_cuda_architectures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,12 +340,13 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with\nmultiprocessing, ...")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", refuse)
-    for function in (builder.cuda_architectures, lambda: builder.cached_name("cuda")):
+    for function in (builder.cuda_architectures, lambda: library_cache.cached_name("cuda")):
         with pytest.raises(
             builder.Unavailable, match=r"^the CUDA devices can't be asked: Cannot re-initialize .* with$"
         ):
             function()
-    assert native._load("cuda", "").startswith("the CUDA devices can't be asked")
+    with pytest.raises(builder.Unavailable, match="the CUDA devices can't be asked"):
+        native._load("cuda", "", ())
 
 
 def test_the_host_compiler_of_nvcc(tmp_path: Path) -> None:

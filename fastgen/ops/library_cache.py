@@ -1,0 +1,212 @@
+"""The folder where a user's compiled libraries are kept. A library runs as the user: nobody else may put one there.
+
+The names of its files can be foreseen, and `FASTGEN_CACHE_DIR` may lead where others write too. So the folder and every
+file that is read must be the user's own or root's, and nobody else may write to them. A library's name says what it was
+compiled from, and a file beside it what it holds: one that a crash has cut short is compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from fastgen import files
+from fastgen.ops import builder
+
+_OWN = "set FASTGEN_CACHE_DIR to a folder of your own"
+
+
+class Untrusted(Exception):
+    """Others could put a library into the cache, or have done so. The message says what to do."""
+
+
+def cache_folder() -> Path:
+    """$FASTGEN_CACHE_DIR, $XDG_CACHE_HOME/fastgen or ~/.cache/fastgen.
+
+    Raises:
+        builder.Unavailable: if that is in the home of a user who has none, or depends on the current directory.
+    """
+    own, base = os.environ.get("FASTGEN_CACHE_DIR", ""), os.environ.get("XDG_CACHE_HOME", "")
+    if not own and os.path.isabs(base):  # by its specification a relative one is ignored
+        return Path(base) / "fastgen"
+    folder = Path(own or "~/.cache/fastgen")
+    if str(folder).startswith("~"):
+        folder = _in_home(folder)
+    if not folder.is_absolute():  # it would be another one in each current directory
+        raise builder.Unavailable(f"FASTGEN_CACHE_DIR must be an absolute path, not {own}")
+    return folder
+
+
+def _in_home(folder: Path) -> Path:
+    with contextlib.suppress(RuntimeError):  # there is no such user
+        found = folder.expanduser()
+        # Of an empty HOME Python makes the root directory; a relative one would be another in each current directory.
+        if os.environ.get("HOME") != "" and found.is_absolute():
+            return found
+    raise builder.Unavailable("there is no home directory to keep libraries in (set FASTGEN_CACHE_DIR)")
+
+
+def cached_name(library: str) -> str:
+    """The library's file in the cache, by what it must fit and how it was asked for: it is found without a compiler.
+
+    Raises:
+        builder.Unavailable: if the CUDA devices can't be asked what they are.
+    """
+    asked = [os.environ.get("CXXFLAGS", "")]
+    if library == "cuda":  # nvcc reads these variables by itself
+        asked += [os.environ.get(f"NVCC_{which}_FLAGS", "") for which in ("PREPEND", "APPEND")]
+        asked += builder.cuda_architectures()
+    fits = builder.source_key(library)
+    return f"{library}-{hashlib.sha256(repr((fits, asked)).encode()).hexdigest()[:16]}.so"
+
+
+# ---------------------------------------------------------------------------------------------- whom it belongs to
+def trusted(folder: Path) -> Path:
+    """The path of `folder` without links among its parents; nobody else may have it or replace it. It need not exist.
+
+    Raises:
+        Untrusted: with what to do about it.
+        OSError: it can't be looked at.
+    """
+    folder = Path(os.path.realpath(folder.parent)) / folder.name
+    if os.name != "posix":
+        return folder
+    for parent in folder.parents:
+        with contextlib.suppress(FileNotFoundError):
+            _check_parent(parent)
+    with contextlib.suppress(FileNotFoundError):
+        found = folder.lstat()
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+        if is_ours and found.st_mode & stat.S_IWGRP and _is_own_group(found.st_gid):
+            folder.chmod(stat.S_IMODE(found.st_mode) & ~stat.S_IWGRP)  # earlier versions left it to the umask
+        if why := files.why_not_trusted(folder):
+            remedy = _OWN
+            if stat.S_ISLNK(found.st_mode):
+                remedy = f"set FASTGEN_CACHE_DIR to {os.path.realpath(folder)}, if that is yours"
+            elif found.st_uid in (os.geteuid(), 0):
+                remedy = f"`chmod go-w {folder}`, or {_OWN}"  # files that others have put there are not loaded
+            raise Untrusted(f"{why}: {remedy}")
+    return folder
+
+
+def _check_parent(parent: Path) -> None:
+    """Whoever may rename the folders in it could put another cache in the place of one that has been checked.
+
+    Raises:
+        Untrusted: somebody else may.
+    """
+    found = parent.stat()
+    # Whoever owns "/" is root, also where a container shows root as another user.
+    if found.st_uid not in (os.geteuid(), 0, os.stat("/").st_uid):
+        raise Untrusted(f"{parent} belongs to another user: {_OWN}")
+    if found.st_mode & stat.S_ISVTX:  # as in /tmp: only their owners may rename the files
+        return
+    if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)):
+        raise Untrusted(f"others may rename what is in {parent}: `chmod go-w {parent}`, or {_OWN}")
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether the group is the user's alone. Many systems have one for each user but root, and a umask of 002."""
+    import grp  # no Windows
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()).pw_name, grp.getgrgid(number)
+    except KeyError:
+        return False
+    return os.geteuid() != 0 and group.gr_name == user and set(group.gr_mem) <= {user}
+
+
+# ---------------------------------------------------------------------------------------------- what it holds
+def why_not_loadable(target: Path) -> str:
+    """Why the file `target` is not the library that was compiled there; "" if it is."""
+    try:
+        is_whole = _read(_digest_of(target)) == _digest(target)
+    except OSError as error:
+        return f"{target} is left alone ({error.filename}: {error.strerror})"
+    return "" if is_whole else f"{target} is left alone (it is not as it was compiled)"
+
+
+def _digest_of(target: Path) -> Path:
+    return target.with_suffix(".sha256")
+
+
+def _digest(target: Path) -> bytes:
+    return hashlib.sha256(_read(target)).hexdigest().encode()
+
+
+def _read(path: Path) -> bytes:
+    with open(files.open_trusted(path), "rb") as file:
+        return file.read()
+
+
+@contextlib.contextmanager
+def locked(target: Path) -> Iterator[None]:
+    """Only one thread of one process at a time works on `target`, whose folder is made where it is not there.
+
+    Raises:
+        Untrusted: the folder is not the user's alone.
+        OSError: it can't be made, or the file to lock is somebody else's.
+    """
+    import fcntl  # no Windows: there, the builder has refused before
+
+    for parent in reversed(target.parent.parents):
+        if not parent.exists():
+            parent.mkdir(mode=0o700, exist_ok=True)  # as the specification of XDG_CACHE_HOME has it
+    files.private_folder(target.parent)
+    trusted(target.parent)  # others may have been there first
+    descriptor = files.open_own(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # let go when the file is closed, whatever becomes of the process
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def build(how: builder.Recipe, target: Path) -> None:
+    """Compile into `target`, for the user alone. The caller has locked it.
+
+    Raises:
+        builder.BuildFailed: as `builder.build`.
+        OSError: there is no place to write to.
+    """
+    for left in target.parent.glob(f"{builder.scratch_prefix(target)}*"):  # by builds that were killed
+        shutil.rmtree(left, ignore_errors=True)
+    with _unwound_by_sigterm():
+        builder.build(how, target, mode=0o600)
+    digest = _digest_of(target)
+    digest.unlink(missing_ok=True)
+    with open(files.open_own(digest, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+        file.write(_digest(target))
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come."""
+
+
+@contextlib.contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a process at once and leaves its files, unless somebody handles it: here it ends the block first."""
+    is_main = threading.current_thread() is threading.main_thread()  # no other may handle signals
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def unwind(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)  # a second one does not wait
+        raise _Terminated
+
+    try:
+        signal.signal(signal.SIGTERM, unwind)
+        yield
+    except _Terminated:
+        os.kill(os.getpid(), signal.SIGTERM)  # the exit status is that of a process which it ended
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
