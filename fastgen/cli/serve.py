@@ -15,7 +15,7 @@ TOKEN = "FASTGEN_SERVE_TOKEN"  # environment variable: the bearer token that req
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code when the service has been stopped."""
+    """The command; returns its exit code when the service has been stopped. What goes wrong is a sentence, and 1."""
     return exit_code(NAME, lambda: _main(argv))
 
 
@@ -26,7 +26,7 @@ def _main(argv: Sequence[str] | None) -> int:
         import ray.serve  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise InputError(f"Ray Serve is needed: pip install 'fastgen[ray]' ({first_line(error)}).") from error
+        raise InputError(f"fastgen-serve needs Ray Serve ({first_line(error)}): pip install 'fastgen[ray]'.") from error
     from fastgen.serving.deployment import run
 
     return run(parser().parse_args(argv), os.environ.get(TOKEN) or None)
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     result = Parser(
         prog=NAME,
         description="Answer requests over HTTP with a Hugging Face model: POST /v1/generate; /docs describes it.",
-        epilog=f"With {TOKEN} set, requests need that bearer token. {EXIT_CODES}.",
+        epilog=f"With {TOKEN} set, requests need that bearer token, those to /docs and /metrics too; /health does not. {EXIT_CODES}.",
         allow_abbrev=False,
     )
     result.add_argument("model", metavar="MODEL", help="name or folder of the model")
@@ -90,7 +90,33 @@ def parser() -> argparse.ArgumentParser:
         "--max-body", type=positive_number, default=limits.body_bytes, metavar="BYTES", help="default: %(default)s"
     )
     bounds.add_argument(
-        "--timeout", type=positive_number, default=int(limits.seconds), metavar="SECONDS", help="default: %(default)s"
+        "--timeout",
+        type=positive_number,
+        default=int(limits.seconds),
+        metavar="SECONDS",
+        help="for an answer; then the client gets 504 (default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--receive-timeout",
+        type=positive_number,
+        default=int(limits.receive_seconds),
+        metavar="SECONDS",
+        help="for a request's body; then the client gets 408. And for its head, or an idle connection, which is closed "
+        "(default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--max-receiving",
+        type=positive_number,
+        default=limits.receiving,
+        metavar="N",
+        help="bodies that a replica receives at the same time; beyond, the answer is 503 (default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--max-connections",
+        type=positive_number,
+        default=limits.connections,
+        metavar="N",
+        help="to each machine; beyond, the answer is 503 (default: %(default)s)",
     )
     return result
 
