@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     result = Parser(
         prog=NAME,
         description="Answer requests over HTTP with a Hugging Face model: POST /v1/generate; /docs describes it.",
-        epilog=f"With {TOKEN} set, requests need that bearer token, those to /docs and /metrics too; /health does not. {EXIT_CODES}.",
+        epilog=f"With {TOKEN} set, requests need that bearer token, but those to /health. {EXIT_CODES}.",
         allow_abbrev=False,
     )
     result.add_argument("model", metavar="MODEL", help="name or folder of the model")

@@ -22,14 +22,12 @@ from fastgen.pipeline.errors import InputError, first_line
 _PATIENCE_SECONDS = 10.0
 _WATCH_SECONDS = 5.0
 _SILENCE_SECONDS = 30.0  # of the head; Ray waits for it for a minute
-# What Ray has for systems on which it offers no clusters, for their firewalls: with 0 all listens on the loopback alone.
+# What Ray has for systems where it offers no clusters: with 0 all listens on the loopback alone.
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 @contextlib.contextmanager
-def connected(
-    address: str, say: Callable[[str], None], environment: Mapping[str, str] | None = None
-) -> Iterator[None]:
+def connected(address: str, say: Callable[[str], None], environment: Mapping[str, str] | None = None) -> Iterator[None]:
     """A cluster: that at `address`; without one that of RAY_ADDRESS, else one of this machine alone.
 
     That of this machine listens on the loopback, and takes orders from those alone who can read the user's token.

@@ -18,6 +18,7 @@ import ray
 import torch
 from fastapi import FastAPI
 from ray import serve
+from ray.serve._private import replica
 from ray.serve.config import BackpressureConfig, HTTPOptions
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -65,6 +66,7 @@ class Replica:
     def __init__(self, settings: Settings) -> None:
         global _service
         torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+        _listen_on_loopback()
         self._service = Service(settings.args, settings.limits, settings.most_queued)
         _service = self._service, settings.token
         # Into the replica's own file, beside what Ray Serve writes there.
@@ -80,6 +82,13 @@ class Replica:
         """Ray Serve replaces a replica that raises."""
         if not self._service.engine.is_alive:
             raise RuntimeError("the engine has stopped")
+
+
+def _listen_on_loopback() -> None:
+    """Ray Serve opens a port for calls from other replicas, at all addresses even where its Ray is on the loopback."""
+    node, bind = ray.util.get_node_ip_address(), replica.add_port_to_grpc_server
+    if node == "127.0.0.1":
+        replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", node))
 
 
 def run(args: argparse.Namespace, token: str | None) -> int:
@@ -117,7 +126,7 @@ def run(args: argparse.Namespace, token: str | None) -> int:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         how = placement(str(args.replicas), args.cpus_per_replica, args.gpus_per_replica, nodes_of(ray.nodes()))
         if _is_serving():
-            raise InputError("Ray Serve runs on this cluster already: end its applications, or give another cluster with --ray.")
+            raise InputError("Ray Serve runs on this cluster already: end its applications, or name another cluster.")
         before = {}
         try:
             try:

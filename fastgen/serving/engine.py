@@ -1,8 +1,8 @@
 """The thread that generates: requests enter and leave batches that run all the time.
 
 Requests with the same number of beams decode together, whatever else they ask for; those that arrive together with the
-same options are one call of `generate`. What cannot share a batch (beams that are sampled, models whose sentences cannot be at
-different positions) is decoded by the host's own `generate`, requests with the same options together.
+same options are one call of `generate`. What cannot share a batch (beams that are sampled, models whose sentences
+cannot be at different positions) is decoded by the host's own `generate`, requests with the same options together.
 """
 
 from __future__ import annotations

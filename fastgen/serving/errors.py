@@ -11,7 +11,8 @@ from fastapi.exceptions import RequestValidationError
 
 from fastgen.cli.transformers.flags import field_types
 
-_KINDS = ("string_type", "list_type", "bool_type", "int_type", "float_type", "literal_error")  # of a value that may be of several
+# Of a value that may be of several.
+_KINDS = ("string_type", "list_type", "bool_type", "int_type", "float_type", "literal_error")
 _WHAT = re.compile(r"\w+ should")
 _INSTEAD = {
     "max_length": "max_new_tokens counts without the prompt",
@@ -40,8 +41,10 @@ def of_validation(error: RequestValidationError, content_type: str) -> tuple[int
         alike = [one for one in errors if field in one["loc"] and len(_indices(one)) == depth]
         kinds = dict.fromkeys(one["msg"].removeprefix("Input should be ") for one in alike)
         return 422, f"{place} should be {' or '.join(kinds)}."
-    message = first["msg"].removeprefix("Value error, ")
-    return 422, _WHAT.sub(lambda _: f"{place} should", message, count=1) + "." if _WHAT.match(message) else f"{place}: {message}."
+    message = str(first["msg"])
+    if _WHAT.match(message):
+        return 422, _WHAT.sub(lambda _: f"{place} should", message, count=1) + "."
+    return 422, f"{place}: {message}."
 
 
 def of_unreadable(cause: BaseException | None) -> str:

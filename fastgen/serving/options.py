@@ -17,8 +17,8 @@ _SHARE = Annotated[float, Field(ge=0.0, le=1.0)]
 _COUNT = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 _BIAS = tuple[Annotated[_TOKENS, Field(min_length=1)], Annotated[float, Field(ge=-1e6, le=1e6)]]
 
-# Others would return tensors, need files, other models or the code of a repository (as beams in groups do), change how the
-# service itself runs, or mean something else beside other prompts, as lengths that count the prompt do.
+# Others would return tensors, need files, other models or the code of a repository (as beams in groups do), change how
+# the service itself runs, or mean something else beside other prompts, as lengths that count the prompt do.
 _OFFERED: dict[str, Any] = {
     "max_new_tokens": Annotated[StrictInt, Field(ge=1)],
     "min_new_tokens": _COUNT,

@@ -1,7 +1,7 @@
 """In the process where Ray Serve listens: connections that send nothing end, and there are only so many.
 
-Ray Serve runs uvicorn there and sets no such limit. It calls what RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names before
-it listens: `prepare`.
+Ray Serve runs uvicorn there and sets no such limit. Before it listens, it calls what an environment variable names:
+`prepare`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def watched(protocol: Any, seconds: float, most: int) -> Any:
     So do those that have sent no head yet, or a part of one, that are idle, or go on sending what was refused.
     """
 
-    class Watched(protocol):  # type: ignore[misc]
+    class Watched(protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             if len(self.connections) > most:

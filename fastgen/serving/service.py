@@ -102,7 +102,7 @@ class Service:
         """Server-sent events, whose size is noted in `work`; Refusal is raised here, before the first one."""
         self.check_open()
         if int(body.get("num_beams") or 1) > 1 or int(body.get("num_return_sequences") or 1) > 1:
-            raise Refusal(422, "stream is for greedy search and single samples: leave out num_beams and num_return_sequences.")
+            raise Refusal(422, "stream is for greedy search and single samples: leave out beams.")
         self.running += 1
         try:
             ask, events = await self._asked({**body, "num_beams": 1}, work, streams=True)
@@ -155,7 +155,8 @@ class Service:
         inputs = await asyncio.to_thread(self._encoded, texts)
         rows = max(int(config.num_beams or 1), int(config.num_return_sequences or 1))
         if rows > self.limits.rows:
-            raise Refusal(422, f"The request needs {rows} rows, and {self.limits.rows} decode together: ask for fewer beams or samples.")
+            what = f"The request needs {rows} rows, and {self.limits.rows} decode together"
+            raise Refusal(422, f"{what}: ask for fewer beams or samples.")
         if not self._known.config.is_encoder_decoder:
             self._check_room(inputs, int(config.max_new_tokens))
         loop, events = asyncio.get_running_loop(), _Events()
@@ -238,7 +239,8 @@ class Service:
             if not tokens:
                 raise Refusal(422, f"text[{index}] has no tokens: send at least one word.")
             if len(tokens) > room:
-                raise Refusal(422, f"text[{index}] has {counted(len(tokens), 'token')}, and there is room for {room}: send a shorter one.")
+                has = counted(len(tokens), "token")
+                raise Refusal(422, f"text[{index}] has {has}, and there is room for {room}: send a shorter one.")
         return [list(tokens) for tokens in found]
 
     def _decoded(self, rows: list[list[int]]) -> list[str]:
