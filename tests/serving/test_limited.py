@@ -7,10 +7,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
@@ -29,16 +28,37 @@ def test_numbers_and_nouns(number: int, said: str) -> None:
     assert counted(number, "body", "bodies").endswith("y" if number == 1 else "ies")
 
 
-async def _pieces(release: asyncio.Event) -> AsyncIterator[bytes]:
-    yield b'{"text": "1", '
-    await release.wait()
-    yield b'"max_new_tokens": 2}'
+class _Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    detail: Any
 
 
-async def _send(app: Any, content: Any) -> httpx.Response:
-    """On one event loop with the application, so that several bodies come at the same time."""
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-        return await client.post("/v1/generate", content=content, headers={"content-type": "application/json"})
+WHOLE = (b'{"text": "1", "max_new_tokens": 2}',)
+HALVES = (b'{"text": "1", ', b'"max_new_tokens": 2}')
+
+
+async def _send(app: Any, body: Sequence[bytes], release: asyncio.Event | None = None) -> _Answer:
+    """A request on the event loop of the others; after its first piece it waits for `release`."""
+    left, messages = list(body), list[Any]()
+
+    async def receive() -> Any:
+        if not left:
+            await asyncio.Event().wait()  # the client stays
+        if len(left) < len(body) and release is not None:
+            await release.wait()
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(b"".join(body)))]
+    scope = dict(type="http", asgi={"version": "3.0"}, http_version="1.1", method="POST", path="/v1/generate")
+    scope |= dict(raw_path=b"/v1/generate", root_path="", scheme="http", query_string=b"", headers=headers)
+    await app({**scope, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}, receive, send)
+    start, *bodies = messages
+    said = {name.decode(): value.decode() for name, value in start["headers"]}
+    return _Answer(start["status"], said, json.loads(b"".join(one.get("body", b"") for one in bodies)).get("detail"))
 
 
 def _limited(service: Any, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> Any:
@@ -49,31 +69,32 @@ def _limited(service: Any, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> An
 def test_a_slow_body_is_given_up(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     app = _limited(service, monkeypatch, receive_seconds=SLOW)
 
-    async def run() -> tuple[httpx.Response, float]:
+    async def run() -> tuple[_Answer, float]:
         began = time.monotonic()
-        return await _send(app, _pieces(asyncio.Event())), time.monotonic() - began
+        return await _send(app, HALVES, asyncio.Event()), time.monotonic() - began
 
     answer, took = asyncio.run(run())
-    assert (answer.status_code, answer.headers["connection"]) == (408, "close")
-    assert "The body took longer than" in answer.json()["detail"] and SLOW <= took < 20 * SLOW
+    assert (answer.status, answer.headers["connection"]) == (408, "close")
+    assert "The body took longer than" in answer.detail and SLOW <= took < 20 * SLOW
+    assert _receiving(app) == 0
 
 
 def test_so_many_bodies_come_at_the_same_time(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     app = _limited(service, monkeypatch, receiving=2)
 
-    async def run() -> list[httpx.Response]:
+    async def run() -> list[_Answer]:
         release = asyncio.Event()
-        first = [asyncio.ensure_future(_send(app, _pieces(release))) for _ in range(2)]
+        first = [asyncio.ensure_future(_send(app, HALVES, release)) for _ in range(2)]
         while app.middleware_stack is None or _receiving(app) < 2:
             await asyncio.sleep(0.01)
-        third = await _send(app, b'{"text": "1", "max_new_tokens": 2}')
+        third = await _send(app, WHOLE)
         release.set()
-        return [third, *await asyncio.gather(*first), await _send(app, b'{"text": "1", "max_new_tokens": 2}')]
+        return [third, *await asyncio.gather(*first), await _send(app, WHOLE)]
 
     refused, *others = asyncio.run(run())
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-    assert "The service is receiving 2 other bodies" in refused.json()["detail"]
-    assert [answer.status_code for answer in others] == [200, 200, 200]
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    assert "The service is receiving 2 other bodies" in refused.detail
+    assert [answer.status for answer in others] == [200, 200, 200]
     assert _receiving(app) == 0
 
 
