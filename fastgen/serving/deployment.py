@@ -163,7 +163,7 @@ def _drain(handle: DeploymentHandle, seconds: float) -> None:
 
     Only then does the application go: from that moment Ray's proxies answer 404.
     """
-    end, running = time.monotonic() + seconds, 1
+    end, running = time.monotonic() + seconds + _HEALTH_SECONDS, 1
     while running and time.monotonic() < end and is_node_alive():
         time.sleep(_LOOK_SECONDS)
         try:

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-_SETTINGS = "FASTGEN_SERVE_PROXY"  # environment variable: seconds and connections
+_SETTINGS = "fastgen_proxy"  # environment variable: seconds and connections
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s"
