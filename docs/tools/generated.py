@@ -3,8 +3,8 @@
     python docs/tools/generated.py           # writes them
     python docs/tools/generated.py --check   # says which are out of date; exit status 1 if any is
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. transformers is needed for one of them, the
-flags of its `GenerationConfig`, and that one is of the version named in the page.
+A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. transformers is needed for two of them, the
+flags of its `GenerationConfig` and the fields of a request, and they are of the version named in the page.
 """
 
 from __future__ import annotations
@@ -218,6 +218,42 @@ def command_serve() -> str:
     from fastgen.cli import serve
 
     return _flags(serve.parser()._actions)
+
+
+def serve_fields() -> str:
+    """From the schema of a request's body, as the page /docs of a service shows it."""
+    import transformers
+
+    from fastgen.serving.limits import Limits
+    from fastgen.serving.options import NOT_GENERATION, question
+
+    fields = question(Limits()).model_json_schema()["properties"].items()
+    rows = ((f"`{name}`", _value(schema)) for name, schema in fields if name not in NOT_GENERATION)
+    return f"With transformers {transformers.__version__}:\n\n{table(('field', 'value'), rows)}"
+
+
+def _value(schema: dict[str, Any]) -> str:
+    """What a field of JSON may hold, in words."""
+    if alternatives := schema.get("anyOf"):
+        return ", or ".join(_value(one) for one in alternatives if one != {"type": "null"})
+    if "const" in schema:
+        return f'`"{schema["const"]}"`'
+    if "prefixItems" in schema:
+        return f"a list of {len(schema['prefixItems'])}: {'; '.join(map(_value, schema['prefixItems']))}"
+    if schema["type"] == "array":
+        least = "at least 1 and " if schema.get("minItems") else ""
+        return f"a list of {least}at most {schema['maxItems']:,}, each {_value(schema['items'])}"
+    if schema["type"] == "boolean":
+        return "`true` or `false`"
+    kind = {"integer": "a whole number", "number": "a number"}[schema["type"]]
+    bounds = []
+    for key, words in _BOUNDS.items():
+        if key in schema and schema[key] != 2**31:  # of every number of tokens: nobody needs to be told
+            bounds.append(f"{words} {schema[key]:,.10g}")
+    return ", ".join((kind, " and ".join(bounds))) if bounds else kind
+
+
+_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
 
 
 def cluster_measured() -> str:
@@ -513,6 +549,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-slots": results_slots,
     "results-transformers": results_transformers,
     "results-whisper": results_whisper,
+    "serve-fields": serve_fields,
     "slim-bytes": slim_bytes,
     "slim-speed": slim_speed,
     "versions-fairseq": functools.partial(versions, "fairseq"),

@@ -15,7 +15,7 @@ TOKEN = "FASTGEN_SERVE_TOKEN"  # environment variable: the bearer token that req
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code when the service has been stopped."""
+    """The command; returns its exit code when the service has been stopped. What goes wrong is a sentence, and 1."""
     return exit_code(NAME, lambda: _main(argv))
 
 
@@ -26,7 +26,7 @@ def _main(argv: Sequence[str] | None) -> int:
         import ray.serve  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise InputError(f"Ray Serve is needed: pip install 'fastgen[ray]' ({first_line(error)}).") from error
+        raise InputError(f"fastgen-serve needs Ray Serve ({first_line(error)}): pip install 'fastgen[ray]'.") from error
     from fastgen.serving.deployment import run
 
     return run(parser().parse_args(argv), os.environ.get(TOKEN) or None)
@@ -41,18 +41,24 @@ def parser() -> argparse.ArgumentParser:
     result = Parser(
         prog=NAME,
         description="Answer requests over HTTP with a Hugging Face model: POST /v1/generate; /docs describes it.",
-        epilog=f"With {TOKEN} set, requests need that bearer token. {EXIT_CODES}.",
+        epilog=f"With {TOKEN} set, requests need that bearer token, but those to /health. {EXIT_CODES}.",
         allow_abbrev=False,
     )
     result.add_argument("model", metavar="MODEL", help="name or folder of the model")
-    result.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="default: %(default)s, this machine")
-    result.add_argument("--port", type=positive_number, default=8000, metavar="N", help="default: %(default)s")
+    result.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen at (default: %(default)s)"
+    )
+    result.add_argument(
+        "--port", type=positive_number, default=8000, metavar="N", help="port to listen at (default: %(default)s)"
+    )
     flags.add_model_flags(result)
     ray = result.add_argument_group("replicas")
     ray.add_argument(
-        "--ray", default="", metavar="ADDRESS", help="of a cluster (default: RAY_ADDRESS, or this machine)"
+        "--ray", default="", metavar="ADDRESS", help="cluster to run on (default: RAY_ADDRESS, or this machine alone)"
     )
-    ray.add_argument("--replicas", type=positive_number, default=1, metavar="N", help="default: %(default)s")
+    ray.add_argument(
+        "--replicas", type=positive_number, default=1, metavar="N", help="copies of the model (default: %(default)s)"
+    )
     ray.add_argument("--cpus-per-replica", type=share, metavar="X", help="default: 1 beside a GPU, else the node's")
     ray.add_argument("--gpus-per-replica", type=share, metavar="X", help="default: 1 where there are GPUs")
     bounds = result.add_argument_group("limits")
@@ -71,26 +77,68 @@ def parser() -> argparse.ArgumentParser:
         help="inputs that wait in a replica; beyond, the answer is 429 (default: %(default)s)",
     )
     bounds.add_argument(
-        "--max-inputs", type=positive_number, default=limits.inputs, metavar="N", help="of a request (%(default)s)"
+        "--max-inputs",
+        type=positive_number,
+        default=limits.inputs,
+        metavar="N",
+        help="of a request (default: %(default)s)",
     )
     bounds.add_argument(
         "--max-input-tokens",
         type=positive_number,
         default=limits.input_tokens,
         metavar="N",
-        help="of an input, if the model has room for them (default: %(default)s)",
+        help="of an input, where the model has room for them (default: %(default)s)",
     )
     bounds.add_argument(
-        "--max-new-tokens", type=positive_number, default=limits.new_tokens, metavar="N", help="default: %(default)s"
+        "--max-new-tokens",
+        type=positive_number,
+        default=limits.new_tokens,
+        metavar="N",
+        help="for an input (default: %(default)s)",
     )
     bounds.add_argument(
-        "--max-beams", type=positive_number, default=limits.beams, metavar="N", help="and samples (%(default)s)"
+        "--max-beams",
+        type=positive_number,
+        default=limits.beams,
+        metavar="N",
+        help="or samples, of an input (default: %(default)s)",
     )
     bounds.add_argument(
-        "--max-body", type=positive_number, default=limits.body_bytes, metavar="BYTES", help="default: %(default)s"
+        "--max-body",
+        type=positive_number,
+        default=limits.body_bytes,
+        metavar="BYTES",
+        help="of a request (default: %(default)s)",
     )
     bounds.add_argument(
-        "--timeout", type=positive_number, default=int(limits.seconds), metavar="SECONDS", help="default: %(default)s"
+        "--timeout",
+        type=positive_number,
+        default=int(limits.seconds),
+        metavar="SECONDS",
+        help="for an answer; then the client gets 504 (default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--receive-timeout",
+        type=positive_number,
+        default=int(limits.receive_seconds),
+        metavar="SECONDS",
+        help="for a request's body, then the client gets 408; a connection without a request is closed after as long "
+        "(default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--max-receiving",
+        type=positive_number,
+        default=limits.receiving,
+        metavar="N",
+        help="bodies that a replica receives at the same time; beyond, the answer is 503 (default: %(default)s)",
+    )
+    bounds.add_argument(
+        "--max-connections",
+        type=positive_number,
+        default=limits.connections,
+        metavar="N",
+        help="to each machine; beyond, the answer is 503 (default: %(default)s)",
     )
     return result
 

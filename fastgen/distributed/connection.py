@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import ray
+from ray._private import ray_constants
 from ray.util.client import ray as client
 
 from fastgen.pipeline.errors import InputError, first_line
@@ -19,14 +22,22 @@ from fastgen.pipeline.errors import InputError, first_line
 _PATIENCE_SECONDS = 10.0
 _WATCH_SECONDS = 5.0
 _SILENCE_SECONDS = 30.0  # of the head; Ray waits for it for a minute
+# What Ray has for systems where it offers no clusters: with 0 all listens on the loopback alone.
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 @contextlib.contextmanager
-def connected(address: str, say: Callable[[str], None]) -> Iterator[None]:
+def connected(address: str, say: Callable[[str], None], environment: Mapping[str, str] | None = None) -> Iterator[None]:
     """A cluster: that at `address`; without one that of RAY_ADDRESS, else one of this machine alone.
+
+    That of this machine listens on the loopback, and takes orders from those alone who can read the user's token.
 
     Args:
         say: is called with a sentence, from a thread, if the cluster's head has gone.
+        environment: of the processes of a Ray that is begun here; what is set already stays.
+
+    Raises:
+        InputError: the cluster cannot be reached or begun, or others can read the token.
     """
     logging.getLogger("ray").setLevel(logging.ERROR)
     before = ray.is_initialized()
@@ -35,10 +46,14 @@ def connected(address: str, say: Callable[[str], None]) -> Iterator[None]:
     if not before:
         address = address or os.environ.get("RAY_ADDRESS") or "local"  # else Ray takes any cluster of this machine
         _check(address)
-        own = {"include_dashboard": False} if address == "local" else {}
         terminated = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(address, logging_level=logging.ERROR, log_to_driver=False, **own)
+            if address == "local":
+                _make_token_private()
+                with _alone(environment or {}):
+                    ray.init(address, logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+            else:
+                ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             where = "Ray" if address == "local" else f"the Ray cluster at {address}"
             raise InputError(f"Cannot start or reach {where}: {first_line(error)}.") from error
@@ -54,6 +69,48 @@ def connected(address: str, say: Callable[[str], None]) -> Iterator[None]:
         ended.set()
         if not before:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _alone(environment: Mapping[str, str]) -> Iterator[None]:
+    """A Ray that begins here listens on the loopback, and its processes have `environment`."""
+    added = {name: value for name, value in {_CLUSTERS: "0", **environment}.items() if name not in os.environ}
+    os.environ.update(added)
+    offered = ray_constants.ENABLE_RAY_CLUSTER  # which was read when Ray was imported
+    if _CLUSTERS in added:
+        ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = offered
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _make_token_private() -> None:
+    """Ray makes its file as the umask has it, so that others can read what lets them run anything.
+
+    Raises:
+        InputError: the file cannot be made, or its mode cannot be changed.
+    """
+    chosen = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # environment variables: the token is elsewhere
+    if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or any(os.environ.get(name) for name in chosen):
+        return
+    path = Path.home() / ".ray" / "auth_token"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            whole = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # or another command might read half of it
+            with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            with contextlib.suppress(FileExistsError):
+                os.link(whole, path)
+            whole.unlink()
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        what = f"Cannot keep the token of Ray, {path}, from other users: {first_line(error)}"
+        raise InputError(f"{what}. Make it yours, with mode 600.") from error
 
 
 def _watch(head: str, ended: threading.Event, say: Callable[[str], None]) -> None:

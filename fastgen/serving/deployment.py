@@ -18,18 +18,27 @@ import ray
 import torch
 from fastapi import FastAPI
 from ray import serve
+from ray.serve._private import replica
 from ray.serve.config import BackpressureConfig, HTTPOptions
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
 
 from fastgen.cli.transformers import prepare
 from fastgen.distributed.connection import connected, is_node_alive
 from fastgen.distributed.placement import Placement, nodes_of, placement
 from fastgen.pipeline.errors import DONE, InputError, WorkerError, first_line
-from fastgen.serving.app import RETRY_AFTER, build
+from fastgen.serving import proxy
+from fastgen.serving.app import build
+from fastgen.serving.limited import RETRY_AFTER
 from fastgen.serving.limits import Limits
+from fastgen.serving.observed import LOG
 from fastgen.serving.service import Service
 
 _APP = "fastgen"
 _HEALTH_SECONDS = 5.0
+_LOOK_SECONDS = 0.2  # between looks at what still runs
+_GRACE_SECONDS = 1.0  # for what was answered to reach its clients
 
 
 @dataclass(frozen=True)
@@ -57,8 +66,17 @@ class Replica:
     def __init__(self, settings: Settings) -> None:
         global _service
         torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+        _listen_on_loopback()
         self._service = Service(settings.args, settings.limits, settings.most_queued)
         _service = self._service, settings.token
+        # Into the replica's own file, beside what Ray Serve writes there.
+        LOG.handlers, LOG.propagate = logging.getLogger("ray.serve").handlers, False
+        LOG.setLevel(logging.INFO)
+
+    def stop(self) -> int:
+        """Refuse requests from now on; returns how many still run."""
+        self._service.stop()
+        return self._service.running
 
     def check_health(self) -> None:
         """Ray Serve replaces a replica that raises."""
@@ -66,8 +84,20 @@ class Replica:
             raise RuntimeError("the engine has stopped")
 
 
+def _listen_on_loopback() -> None:
+    """Ray Serve opens a port for calls from other replicas, at all addresses even where its Ray is on the loopback."""
+    node, bind = ray.util.get_node_ip_address(), replica.add_port_to_grpc_server
+    if node == "127.0.0.1":
+        replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", node))
+
+
 def run(args: argparse.Namespace, token: str | None) -> int:
-    """Serve until SIGINT or SIGTERM; requests that run then are still answered."""
+    """Serve until SIGINT or SIGTERM; requests that run then are still answered, and others refused.
+
+    Raises:
+        InputError: the service cannot start.
+        WorkerError: Ray's node on this machine has died.
+    """
     args.truncate = False
     limits = Limits(
         body_bytes=args.max_body,
@@ -77,10 +107,13 @@ def run(args: argparse.Namespace, token: str | None) -> int:
         beams=args.max_beams,
         rows=args.max_rows,
         seconds=float(args.timeout),
+        receive_seconds=float(args.receive_timeout),
+        receiving=args.max_receiving,
+        connections=args.max_connections,
     )
     prepare.prepared(args)  # what can't be used is a sentence, before anything is started
     if args.host not in ("127.0.0.1", "localhost", "::1") and token is None:
-        _say(f"anyone who can reach {args.host} may use this service: FASTGEN_SERVE_TOKEN sets a bearer token.")
+        _say(f"Whoever reaches {args.host} may use this service: set FASTGEN_SERVE_TOKEN to ask for a bearer token.")
     if not args.ray and "RAY_ADDRESS" not in os.environ:  # else who listens is another machine
         _check_port(args.host, args.port)
     stopped = threading.Event()
@@ -88,27 +121,28 @@ def run(args: argparse.Namespace, token: str | None) -> int:
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.set()
 
-    with connected(args.ray, _say):
+    with connected(args.ray, _say, proxy.environment(limits.receive_seconds, limits.connections)):
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         how = placement(str(args.replicas), args.cpus_per_replica, args.gpus_per_replica, nodes_of(ray.nodes()))
         if _is_serving():
-            raise InputError("Ray Serve runs on this cluster already: its proxies would not listen where --host says.")
+            raise InputError("Ray Serve runs on this cluster already: end its applications, or name another cluster.")
         before = {}
         try:
             try:
                 serve.start(http_options=HTTPOptions(host=args.host, port=args.port))
-                serve.run(_application(Settings(args, limits, args.max_queued, token), how), name=_APP)
+                handle = serve.run(_application(Settings(args, limits, args.max_queued, token), how), name=_APP)
             except (RuntimeError, ValueError, OSError) as error:
                 # What an actor raised is told with its traceback; the sentence is in what it was.
-                raise InputError(f"Cannot start the service: {first_line(getattr(error, 'cause', error))}.") from error
+                what = first_line(getattr(error, "cause", error))
+                raise InputError(f"Cannot start the service: {what}.") from error
             before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-            _say(f"http://{args.host}:{args.port}/v1/generate answers; /docs describes it. Ctrl-C stops.")
+            _say(f"http://{_url(args.host)}:{args.port}/v1/generate answers: /docs describes it, Ctrl-C stops it.")
             while not stopped.wait(_HEALTH_SECONDS):
                 if not is_node_alive():
-                    raise WorkerError("Ray's node on this machine has died: the command is to be started again")
-            _say("stopping: what was asked is still answered.")
-            _drain(limits.seconds)
+                    raise WorkerError("Ray's node on this machine has died: start the command again")
+            _say("The service is stopping: requests that run are still answered, new ones are refused.")
+            _drain(handle, limits.seconds)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -124,12 +158,23 @@ def _is_serving() -> bool:
         return False
 
 
-def _drain(seconds: float) -> None:
-    """Wait for the requests that run, as long as they may take: Ray's own patience ends after a minute."""
-    serve.delete(_APP, _blocking=False)
-    end = time.monotonic() + seconds + 10.0
-    while _APP in serve.status().applications and time.monotonic() < end:
-        time.sleep(0.2)
+def _drain(handle: DeploymentHandle, seconds: float) -> None:
+    """Have all replicas refuse requests, and wait for those that run, as long as they may take.
+
+    Only then does the application go: from that moment Ray's proxies answer 404.
+    """
+    end, running = time.monotonic() + seconds + _HEALTH_SECONDS, 1
+    while running and time.monotonic() < end and is_node_alive():
+        time.sleep(_LOOK_SECONDS)
+        try:
+            running = sum(handle.broadcast("stop").results(timeout_s=_HEALTH_SECONDS))  # a replica that is new, too
+        except (ray.exceptions.RayError, RayServeException, TimeoutError):  # of one that has just died
+            running = 1
+    time.sleep(_GRACE_SECONDS)
+
+
+def _url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _check_port(host: str, port: int) -> None:
@@ -137,7 +182,8 @@ def _check_port(host: str, port: int) -> None:
         with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
             pass
     except (OSError, OverflowError) as error:
-        raise InputError(f"Cannot listen at {host}, port {port}: {first_line(error)}.") from error
+        what = f"Cannot listen at {host}, port {port}: {first_line(error)}"
+        raise InputError(f"{what}. Choose others with --host and --port.") from error
 
 
 def _application(settings: Settings, how: Placement) -> Any:
@@ -146,11 +192,13 @@ def _application(settings: Settings, how: Placement) -> Any:
         name="generate",
         num_replicas=how.least,
         # The engine's own queue refuses first: Ray's only keeps the bound if replicas are busy with other things.
-        max_ongoing_requests=settings.most_queued + limits.rows + 64,
+        max_ongoing_requests=settings.most_queued + limits.rows + limits.receiving + 64,
         max_queued_requests=settings.most_queued,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER),
         graceful_shutdown_timeout_s=limits.seconds + 5.0,
+        graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         health_check_period_s=_HEALTH_SECONDS,
+        logging_config=LoggingConfig(enable_access_log=False),  # the application has its own
         ray_actor_options={"num_cpus": how.cpus, "num_gpus": how.gpus},
     )
     return deployment(Replica).bind(settings)

@@ -1,8 +1,8 @@
 """The thread that generates: requests enter and leave batches that run all the time.
 
 Requests with the same number of beams decode together, whatever else they ask for; those that arrive together with the
-same options are one call of `generate`. What cannot share a batch (beams in groups, models whose sentences cannot be at
-different positions) is decoded by the host's own `generate`, requests with the same options together.
+same options are one call of `generate`. What cannot share a batch (beams that are sampled, models whose sentences
+cannot be at different positions) is decoded by the host's own `generate`, requests with the same options together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import first_line
 
-STOPPED = "the service has been stopped"
+STOPPED = "The engine has stopped: send the request again later."
+EXPIRED = "The request took longer than it may: ask for fewer tokens, or give it a longer `timeout`."
 _IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
 _MOST_OPTIONS = 1000  # whose verdicts are remembered
 _JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer wait for each other, since each call costs its own search,
@@ -229,7 +230,7 @@ class Engine:
             for ask in [*self._asks, *known.values()]:
                 if not ask.is_over and ask.deadline < now:
                     self.counts.expired += 1
-                    self._end(ask, Failed(504, "the request took longer than it may"))
+                    self._end(ask, Failed(504, EXPIRED))
             self._asks = [ask for ask in self._asks if ask.waiting and not ask.is_over]
 
     def _admit(self) -> None:
@@ -401,11 +402,11 @@ class Engine:
     def _failure(self, error: Exception) -> Failed:
         if is_out_of_memory(error):
             release_memory()
-            return Failed(503, "out of memory: try fewer or shorter inputs, or again later")
+            return Failed(503, "The memory is full: send fewer or shorter inputs, or send them again later.")
         if isinstance(error, (ValueError, ArithmeticError)):
-            return Failed(422, f"transformers refuses to generate: {first_line(error)}")
+            return Failed(422, f"transformers refuses to generate: {first_line(error)}.")
         self._is_lost = self._is_lost or not self._device_answers()
-        return Failed(500, f"{type(error).__name__}: {first_line(error)}")
+        return Failed(500, f"The model failed with {type(error).__name__}: {first_line(error)}.")
 
     def _device_answers(self) -> bool:
         """A GPU on which something went badly wrong answers this process with errors alone, whatever is asked."""
@@ -428,7 +429,7 @@ class Engine:
         with self._changed:
             waiting, self._asks = self._asks, []
         for ask in [*(ask for ask, _ in units), *waiting]:
-            self._end(ask, Failed(status, first_line(error)))
+            self._end(ask, Failed(status, STOPPED))
 
     def _end(self, ask: Ask, failed: Failed) -> None:
         with self._changed:  # or who hears of it might cancel it, too

@@ -15,8 +15,10 @@ _TOKEN = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 _TOKENS = Annotated[list[_TOKEN], Field(max_length=1000)]
 _SHARE = Annotated[float, Field(ge=0.0, le=1.0)]
 _COUNT = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+_BIAS = tuple[Annotated[_TOKENS, Field(min_length=1)], Annotated[float, Field(ge=-1e6, le=1e6)]]
 
-# Others would return tensors, need files or other models, or change how the service itself runs.
+# Others would return tensors, need files, other models or the code of a repository (as beams in groups do), change how
+# the service itself runs, or mean something else beside other prompts, as lengths that count the prompt do.
 _OFFERED: dict[str, Any] = {
     "max_new_tokens": Annotated[StrictInt, Field(ge=1)],
     "min_new_tokens": _COUNT,
@@ -27,15 +29,18 @@ _OFFERED: dict[str, Any] = {
     "length_penalty": Annotated[float, Field(ge=-100.0, le=100.0)],
     "repetition_penalty": Annotated[float, Field(ge=0.01, le=100.0)],
     "no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0, le=1000)],
+    "encoder_repetition_penalty": Annotated[float, Field(ge=0.01, le=100.0)],
     "encoder_no_repeat_ngram_size": Annotated[StrictInt, Field(ge=0, le=1000)],
     "temperature": Annotated[float, Field(ge=0.01, le=100.0)],
     "top_k": _COUNT,
     "top_p": _SHARE,
     "min_p": _SHARE,
+    "top_h": Annotated[float, Field(gt=0.0, le=1.0)],
     "typical_p": Annotated[float, Field(gt=0.0, le=1.0)],
     "epsilon_cutoff": Annotated[float, Field(ge=0.0, lt=1.0)],
     "eta_cutoff": Annotated[float, Field(ge=0.0, lt=1.0)],
     "bad_words_ids": Annotated[list[Annotated[_TOKENS, Field(min_length=1)]], Field(max_length=1000)],
+    "sequence_bias": Annotated[list[_BIAS], Field(min_length=1, max_length=1000)],
     "suppress_tokens": _TOKENS,
     "begin_suppress_tokens": _TOKENS,
     "forced_bos_token_id": _TOKEN,

@@ -8,18 +8,20 @@ import hashlib
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import asdict
 from typing import Any
 
 from fastgen.cli.transformers import flags, prepare, tokenizing
 from fastgen.cli.transformers.load import decoder_room, generation_config, load_model
 from fastgen.pipeline.errors import InputError, WorkerError, first_line
 from fastgen.pipeline.workers import WorkerPool
-from fastgen.serving.engine import STOPPED, Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
-from fastgen.serving.limits import Limits
+from fastgen.serving.engine import EXPIRED, STOPPED, Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
+from fastgen.serving.limits import Limits, counted
+from fastgen.serving.observed import Work
 from fastgen.serving.options import finite, given
 
+STOPPING = "The service is stopping: send the request again later, or to another."
 _DEFAULT_TOKENS = 256  # generated, where neither the request nor the model says how many
 
 
@@ -56,7 +58,10 @@ class Service:
 
     def __init__(self, args: argparse.Namespace, limits: Limits, most_queued: int) -> None:
         """`args`: as `fastgen-generate-transformers` has them; its generation flags are the requests' defaults."""
-        self.limits, self._args = limits, args
+        self.limits, self.name = limits, str(args.model)
+        self.statuses = Counter[int]()  # of the answers to /v1
+        self.running = 0  # requests that are being answered
+        self._is_stopping = False
         known = prepare.prepared(args)
         self._known, self._tokenizer = known, WorkerPool(0, tokenizing.build, known.spec)
         self._model = load_model(args.model, known.config, args.dtype, known.device)
@@ -65,29 +70,51 @@ class Service:
         self._default_tokens = min(self._most_new, _DEFAULT_TOKENS)
         self._config({})  # what can't be used shows before the first request
 
-    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer; Refusal if there is none."""
-        ask, events = await self._asked(body, streams=False)
-        outputs: list[Any] = [None] * len(ask.inputs)
-        async for event in self._events(ask, events):
-            assert isinstance(event, Finished)
-            texts = await asyncio.to_thread(self._decoded, event.found.tokens)
-            outputs[event.which] = [
-                {"text": text, "score": finite(score)} for text, score in zip(texts, event.found.scores, strict=True)
-            ]
+    def stop(self) -> None:
+        """Refuse requests from now on; those that run are still answered."""
+        self._is_stopping = True
+
+    def check_open(self) -> None:
+        """Refusal once the service is stopping."""
+        if self._is_stopping:
+            raise Refusal(503, STOPPING)
+
+    async def generate(self, body: dict[str, Any], work: Work) -> dict[str, Any]:
+        """The answer, whose size is noted in `work`; Refusal if there is none."""
+        self.check_open()
+        self.running += 1
+        try:
+            ask, events = await self._asked(body, work, streams=False)
+            outputs: list[Any] = [None] * len(ask.inputs)
+            async for event in self._events(ask, events):
+                assert isinstance(event, Finished)
+                work.tokens += sum(map(len, event.found.tokens))
+                texts = await asyncio.to_thread(self._decoded, event.found.tokens)
+                outputs[event.which] = [
+                    {"text": text, "score": finite(score)}
+                    for text, score in zip(texts, event.found.scores, strict=True)
+                ]
+        finally:
+            self.running -= 1
         return {"outputs": outputs, "seed": ask.seed if ask.config.do_sample else None}
 
-    async def stream(self, body: dict[str, Any]) -> AsyncIterator[str]:
-        """Server-sent events; Refusal is raised here, before the first one."""
+    async def stream(self, body: dict[str, Any], work: Work) -> AsyncIterator[str]:
+        """Server-sent events, whose size is noted in `work`; Refusal is raised here, before the first one."""
+        self.check_open()
         if int(body.get("num_beams") or 1) > 1 or int(body.get("num_return_sequences") or 1) > 1:
-            raise Refusal(422, "stream: only greedy search and single samples can be streamed, since beams change")
-        ask, events = await self._asked({**body, "num_beams": 1}, streams=True)
-        pieces = self._streamed(ask, events)
-        await anext(pieces)  # from here on, whoever drops them frees the row
+            raise Refusal(422, "stream is for greedy search and single samples: leave out beams.")
+        self.running += 1
+        try:
+            ask, events = await self._asked({**body, "num_beams": 1}, work, streams=True)
+            pieces = self._streamed(ask, events, work)
+            await anext(pieces)  # from here on, whoever drops them frees the row
+        finally:
+            self.running -= 1
         return pieces
 
-    async def _streamed(self, ask: Ask, events: _Events) -> AsyncGenerator[str, None]:
+    async def _streamed(self, ask: Ask, events: _Events, work: Work) -> AsyncGenerator[str, None]:
         sent = [""] * len(ask.inputs)
+        self.running += 1
         try:
             yield ""
             async for event in self._events(ask, events):
@@ -99,6 +126,7 @@ class Service:
                         yield _event({"index": event.which, "delta": text[len(sent[event.which]) :]})
                         sent[event.which] = text
                 elif isinstance(event, Finished):
+                    work.tokens += sum(map(len, event.found.tokens))
                     (text,) = await asyncio.to_thread(self._decoded, event.found.tokens)
                     if text.startswith(sent[event.which]) and len(text) > len(sent[event.which]):
                         yield _event({"index": event.which, "delta": text[len(sent[event.which]) :]})
@@ -107,16 +135,18 @@ class Service:
         except Refusal as refusal:  # too late for a status
             yield _event({"detail": refusal.message, "status": refusal.status})
         finally:
+            self.running -= 1
             if ask.left:
                 self.engine.cancel(ask)
         yield "data: [DONE]\n\n"
 
-    async def _asked(self, body: dict[str, Any], *, streams: bool) -> tuple[Ask, _Events]:
+    async def _asked(self, body: dict[str, Any], work: Work, *, streams: bool) -> tuple[Ask, _Events]:
         """The request in the engine's queue."""
         texts = [body["text"]] if isinstance(body["text"], str) else list(body["text"])
+        work.inputs = len(texts)
         for index, text in enumerate(texts):
             if not text.strip():
-                raise Refusal(422, f"text {index} is empty")
+                raise Refusal(422, f"text[{index}] is empty: send at least one word.")
         fields = given(body)
         try:
             config = self._config(fields)
@@ -125,7 +155,8 @@ class Service:
         inputs = await asyncio.to_thread(self._encoded, texts)
         rows = max(int(config.num_beams or 1), int(config.num_return_sequences or 1))
         if rows > self.limits.rows:
-            raise Refusal(422, f"num_beams {rows}: at most {self.limits.rows} rows decode together here")
+            what = f"The request needs {rows} rows, and {self.limits.rows} decode together"
+            raise Refusal(422, f"{what}: ask for fewer beams or samples.")
         if not self._known.config.is_encoder_decoder:
             self._check_room(inputs, int(config.max_new_tokens))
         loop, events = asyncio.get_running_loop(), _Events()
@@ -146,7 +177,7 @@ class Service:
         try:
             self.engine.submit(ask)
         except Full:
-            raise Refusal(429, "the queue is full: try again later") from None
+            raise Refusal(429, "The queue is full: send the request again later.") from None
         except Stopped:
             raise Refusal(503, STOPPED) from None
         return ask, events
@@ -160,8 +191,8 @@ class Service:
                 left = ask.deadline - time.monotonic() + 1.0
                 try:
                     event = await asyncio.wait_for(events.get(), max(left, 0.0))
-                except TimeoutError:
-                    event = Failed(504, "the request took longer than it may")
+                except asyncio.TimeoutError:
+                    event = Failed(504, EXPIRED)
                 if isinstance(event, Failed):
                     raise Refusal(event.status, event.message)
                 missing -= isinstance(event, Finished)
@@ -194,8 +225,8 @@ class Service:
             if positions is not None and len(tokens) + new_tokens > positions:
                 raise Refusal(
                     422,
-                    f"text {index} has {len(tokens)} tokens, max_new_tokens is {new_tokens}, "
-                    f"and the model has room for {positions} together",
+                    f"text[{index}] has {counted(len(tokens), 'token')}, max_new_tokens is {new_tokens}, "
+                    f"and the model has room for {positions} together: send a shorter text, or ask for fewer tokens.",
                 )
 
     def _encoded(self, texts: list[str]) -> list[list[int]]:
@@ -203,43 +234,18 @@ class Service:
         try:
             found: list[list[int]] = self._tokenizer.submit(tokenizing.Encode(texts)).result()
         except WorkerError as error:
-            raise Refusal(422, f"the tokenizer cannot read this: {first_line(error)}") from None
+            raise Refusal(422, f"The tokenizer cannot read the text: {first_line(error)}.") from None
         for index, tokens in enumerate(found):
             if not tokens:
-                raise Refusal(422, f"text {index} has no tokens")
+                raise Refusal(422, f"text[{index}] has no tokens: send at least one word.")
             if len(tokens) > room:
-                raise Refusal(422, f"text {index} has {len(tokens)} tokens, and there is room for {room}")
+                has = counted(len(tokens), "token")
+                raise Refusal(422, f"text[{index}] has {has}, and there is room for {room}: send a shorter one.")
         return [list(tokens) for tokens in found]
 
     def _decoded(self, rows: list[list[int]]) -> list[str]:
         texts: list[str] = self._tokenizer.submit(tokenizing.Decode(rows)).result()
         return texts
-
-    def metrics(self) -> str:
-        """In the text format of Prometheus."""
-        lines: list[str] = []
-        for name, value in asdict(self.engine.counts).items():
-            kind = "gauge" if name in ("running", "queued") else "counter"
-            full = f"fastgen_{name}" + ("" if kind == "gauge" else "_total")
-            lines += [f"# HELP {full} {_HELP[name]}", f"# TYPE {full} {kind}", f"{full} {value}"]
-        return "\n".join(lines) + "\n"
-
-
-_HELP = {
-    "requests": "Requests that entered the queue",
-    "finished": "Requests that were answered",
-    "failed": "Requests that failed, those beyond their deadline among them",
-    "refused": "Requests refused since the queue was full",
-    "expired": "Requests that took longer than they may",
-    "cancelled": "Requests whose client went away",
-    "freed_rows": "Rows that left a batch before their end",
-    "inputs": "Inputs of all requests",
-    "tokens": "Tokens generated",
-    "steps": "Steps of the batches",
-    "rows": "Rows decoded, summed over the steps",
-    "running": "Rows that decode now",
-    "queued": "Inputs that wait now",
-}
 
 
 def _event(data: dict[str, Any]) -> str:

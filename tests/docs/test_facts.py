@@ -31,8 +31,9 @@ PARTS = [(page, part) for page in PAGES for part in generated.names(pages.text_o
 @pytest.mark.parametrize("page, part", PARTS)
 def test_generated_part_is_up_to_date(page: str, part: str) -> None:
     text = pages.text_of(page)
-    if part == "command-generation-flags" and f"With transformers {transformers.__version__}:" not in text:
-        pytest.skip(f"the page shows the flags of another version than transformers {transformers.__version__}")
+    of_a_version = part in ("command-generation-flags", "serve-fields")
+    if of_a_version and f"With transformers {transformers.__version__}:" not in text:
+        pytest.skip(f"the page shows the fields of another version than transformers {transformers.__version__}")
     assert generated.written(text, only=part) == text, "run python docs/tools/generated.py"
 
 

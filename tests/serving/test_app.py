@@ -16,9 +16,10 @@ import torch
 from kit import TEXTS, slowly, stock
 
 import fastgen
+from fastgen.cli.demo import SHIPPED_MODEL
 from fastgen.cli.transformers import load, tokenizing
 from fastgen.serving import app as http
-from fastgen.serving import engine
+from fastgen.serving import engine, metrics
 from fastgen.serving.options import question
 
 BODIES = int(os.environ.get("FASTGEN_FUZZ", "400"))  # malformed ones
@@ -36,6 +37,9 @@ def ask(client: Any, **body: Any) -> Any:
         dict(num_beams=3, num_return_sequences=3, length_penalty=0.5, max_new_tokens=20),
         dict(do_sample=True, top_k=12, max_new_tokens=20, seed=7, num_return_sequences=2),
         dict(do_sample=True, num_beams=2, max_new_tokens=12, seed=3),
+        dict(do_sample=True, top_h=0.4, max_new_tokens=12, seed=3),
+        dict(encoder_repetition_penalty=1.5, max_new_tokens=12),
+        dict(num_beams=2, sequence_bias=[[[16], -9.0], [[20, 21], 4.0]], max_new_tokens=12),
     ),
 )
 def test_answers_are_those_of_generate(client: Any, options: dict[str, Any]) -> None:
@@ -87,22 +91,34 @@ def test_a_stream_is_the_answer_in_pieces(
 @pytest.mark.parametrize(
     "body, status, what",
     (
-        ({}, 422, "text: Field required"),
+        ({}, 422, "text is missing: the request needs it."),
         ({"text": ""}, 422, "at least 1 character"),
-        ({"text": "  "}, 422, "text 0 is empty"),
-        ({"text": ["1", "\t"]}, 422, "text 1 is empty"),
+        ({"text": "  "}, 422, "text[0] is empty"),
+        ({"text": ["1", "\t"]}, 422, "text[1] is empty"),
+        ({"text": ["1", 5]}, 422, "text[1] should be a valid string."),
+        ({"text": ["1", ""]}, 422, "text[1] should have at least 1 character."),
+        ({"text": {}}, 422, "text should be a valid string or a valid list."),
         ({"text": ["1"] * 9}, 422, "at most 8 items"),
         ({"text": "1 " * 3000}, 422, "tokens, and there is room for"),
-        ({"text": "1", "num_beams": 7}, 422, "num_beams: Input should be less than or equal to 6"),
-        ({"text": "1", "num_beams": "4"}, 422, "num_beams: Input should be a valid integer"),
+        ({"text": "1", "num_beams": 7}, 422, "num_beams should be less than or equal to 6."),
+        ({"text": "1", "num_beams": "4"}, 422, "num_beams should be a valid integer."),
         ({"text": "1", "max_new_tokens": 65}, 422, "max_new_tokens"),
-        ({"text": "1", "no_such_option": 1}, 422, "no_such_option: Extra inputs are not permitted"),
+        ({"text": "1", "no_such_option": 1}, 422, "no_such_option is no field of the service: /docs lists the fields"),
+        (
+            {"text": "1", "num_beam_groups": 2},
+            422,
+            "num_beam_groups is a field of GenerationConfig that the service does",
+        ),
+        ({"text": "1", "max_length": 9}, 422, "max_new_tokens counts without the prompt"),
+        ({"text": "1", "early_stopping": "x"}, 422, "early_stopping should be a valid boolean or 'never'."),
         ({"text": "1", "num_return_sequences": 3, "num_beams": 2}, 422, "transformers refuses"),
         ({"text": "1", "forced_bos_token_id": 10**6}, 422, "forced_bos_token_id"),
-        ({"text": "1", "suppress_tokens": [-1]}, 422, "suppress_tokens"),
+        ({"text": "1", "suppress_tokens": [3, -1]}, 422, "suppress_tokens[1] should be greater than or equal to 0."),
+        ({"text": "1", "bad_words_ids": [[1], [2, "3"]]}, 422, "bad_words_ids[1][1] should be a valid integer."),
+        ({"text": "1", "exponential_decay_length_penalty": [1]}, 422, "exponential_decay_length_penalty[1] is missing"),
         ({"text": "1", "bad_words_ids": [[]]}, 422, "bad_words_ids"),
         ({"text": "1", "timeout": 1e9}, 422, "timeout"),
-        ({"text": "1", "stream": True, "num_beams": 4}, 422, "stream: only greedy search"),
+        ({"text": "1", "stream": True, "num_beams": 4}, 422, "stream is for greedy search"),
     ),
 )
 def test_what_cannot_be_used_is_a_sentence(client: Any, body: Any, status: int, what: str) -> None:
@@ -114,6 +130,29 @@ def test_the_example_on_the_page_is_answered(client: Any) -> None:
     schema = client.get("/openapi.json").json()["components"]["schemas"]["Question"]
     answer = ask(client, **schema["example"])
     assert answer.status_code == 200 and answer.json()["outputs"][0][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "body, what",
+    (
+        (b'{"text": "1",\n "seed": }', "The body is no JSON at character 23 (line 2, column 10): Expecting value."),
+        (b'{"text": "\xff"}', "The body is no JSON: byte 10 is no UTF-8."),
+        (b"[" * 9_000, "The body is no JSON that can be read: lists or objects are nested too deep."),
+        (b"9" * 6_000, "The body is no JSON that can be read: a number has too many digits."),
+        (b"", "The body is empty: send an object of JSON with the field `text`."),
+        (b"[]", "The body is no object of JSON: send an object with the field `text`."),
+    ),
+)
+def test_a_body_that_is_no_json_is_told_where(client: Any, body: bytes, what: str) -> None:
+    answer = client.post("/v1/generate", content=body, headers={"content-type": "application/json"})
+    assert answer.json() == {"detail": what}
+
+
+def test_a_body_that_does_not_say_what_it_is_and_pages_that_are_not_there(client: Any) -> None:
+    said = [client.post("/v1/generate", content=b"{}"), client.get("/no/such"), client.get("/v1/generate")]
+    assert [answer.status_code for answer in said] == [422, 404, 405]
+    hints = ("send the header Content-Type: application/json", "/docs lists", "/docs lists")
+    assert all(hint in answer.json()["detail"] for hint, answer in zip(hints, said, strict=True))
 
 
 RAW = (
@@ -221,16 +260,59 @@ def test_a_token_is_asked_for(service: Any) -> None:
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
         answer = client.post("/v1/generate", json={"text": "1"}, headers={"Authorization": "Bearer sesame"})
         assert answer.status_code == 200
-        assert client.get("/health").json() == {"status": "ok"}
+        for path in ("/metrics", "/docs", "/redoc", "/openapi.json", "/static-offline-docs/favicon.png", "/no/such"):
+            assert client.get(path).status_code == 401, path
+            found = client.get(path, headers={"Authorization": "bearer sesame"}).status_code
+            assert found == (404 if path == "/no/such" else 200), path
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert client.get(path).json() == {"status": "ok"}
 
 
 def test_metrics_count(client: Any, service: Any) -> None:
-    before = service.engine.counts.finished
+    finished, good, bad = service.engine.counts.finished, service.statuses[200], service.statuses[422]
     ask(client, text="1 2 3", max_new_tokens=5)
+    ask(client, text="")
     lines = client.get("/metrics").text.splitlines()
-    assert f"fastgen_finished_total {before + 1}" in lines
+    labels = f'model="{SHIPPED_MODEL.name}",version="{fastgen.__version__}"'
+    assert f"fastgen_finished_total{{{labels}}} {finished + 1}" in lines
+    assert f'fastgen_requests_total{{{labels},status="200"}} {good + 1}' in lines
+    assert f'fastgen_requests_total{{{labels},status="422"}} {bad + 1}' in lines
     names = {line.split()[2] for line in lines if line.startswith("# TYPE")}
-    assert names == {line.split()[0] for line in lines if not line.startswith("#")}
+    assert names == {line.partition("{")[0] for line in lines if not line.startswith("#")}
+
+
+def test_labels_are_escaped_and_tell_no_paths(tmp_path: Path) -> None:
+    assert metrics.escaped('a"b\\c\nd') == 'a\\"b\\\\c\\nd'
+    assert metrics.shown("some/model") == "some/model"
+    assert metrics.shown(f"{tmp_path}/") == tmp_path.name
+
+
+def test_a_service_that_stops_says_so_and_lives(service: Any) -> None:
+    from fastapi.testclient import TestClient
+
+    with TestClient(http.build(service, None)) as client:
+        service.stop()
+        try:
+            refused = [ask(client, text="1"), ask(client, text="1", stream=True), client.get("/health/ready")]
+            assert [(one.status_code, one.headers["retry-after"]) for one in refused] == [(503, "1")] * 3
+            assert [client.get(path).status_code for path in ("/health", "/health/live")] == [200, 200]
+        finally:
+            service._is_stopping = False
+        assert ask(client, text="1").status_code == client.get("/health/ready").status_code == 200
+        assert service.running == 0
+
+
+def test_a_request_is_a_line_of_the_log_without_its_text(client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "fastgen.serving")
+    answer = ask(client, text=["1 2 3", "sesame"], max_new_tokens=5)
+    client.get("/health")
+    client.get("/metrics")
+    client.get("/a%0Ab?sesame", headers={"Authorization": "Bearer sesame"})
+    (first, second) = (record.getMessage() for record in caplog.records if record.name == "fastgen.serving")
+    assert answer.status_code == 200 and re.fullmatch(
+        r"POST /v1/generate 200 \d+ ms, inputs 2, tokens ([2-9]|1\d)", first
+    )
+    assert re.fullmatch(r"GET /a\\nb 404 \d+ ms, inputs 0, tokens 0", second)
 
 
 @pytest.mark.parametrize("why, status", ((engine.Full, 429), (engine.Stopped, 503)))
@@ -308,7 +390,8 @@ def test_a_decoder_only_model_has_room_for_so_much(causal: Any) -> None:
     answer = ask(client, text=["1", LONG], max_new_tokens=30)
     assert answer.status_code == 422
     assert answer.json()["detail"] == (
-        f"text 1 has {length} tokens, max_new_tokens is 30, and the model has room for 48 together"
+        f"text[1] has {length} tokens, max_new_tokens is 30, and the model has room for 48 together: "
+        "send a shorter text, or ask for fewer tokens."
     )
     assert ask(client, text="1").status_code == 200
 
@@ -320,4 +403,4 @@ def test_a_page_describes_it(client: Any) -> None:
     assert len(loaded) >= 2 and not [place for place in loaded if "//" in place]  # from here alone
     assert all(client.get(place).status_code == 200 for place in loaded)
     described = client.get("/openapi.json").json()["paths"]["/v1/generate"]["post"]
-    assert {"200", "401", "413", "422", "429", "504"} <= set(described["responses"])
+    assert {"200", "401", "408", "413", "422", "429", "503", "504"} <= set(described["responses"])

@@ -14,7 +14,7 @@ from kit import TEXTS, config_of, loaded, slowly, stock
 from transformers import ExponentialDecayLengthPenalty
 
 from fastgen.optimizer.transformers.refill import Running
-from fastgen.serving.engine import Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
+from fastgen.serving.engine import STOPPED, Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
 
 KINDS: list[dict[str, Any]] = [
     dict(num_beams=4, max_new_tokens=30),
@@ -154,7 +154,7 @@ def test_a_model_that_fails_fails_its_requests_alone(engine: Engine, monkeypatch
     bad, told = ask_of(TEXTS[:1], **KINDS[0])
     engine.submit(bad)
     wait(bad)
-    assert told == [Failed(500, "RuntimeError: no such luck")]
+    assert told == [Failed(500, "The model failed with RuntimeError: no such luck.")]
     broken.clear()
     again, events = ask_of(TEXTS[:1], **KINDS[0])
     engine.submit(again)
@@ -257,7 +257,7 @@ def test_an_engine_that_is_closed_answers_what_waits(monkeypatch: pytest.MonkeyP
         engine.submit(ask)
     time.sleep(0.1)
     engine.close()
-    assert [events for _, events in asked] == [[Failed(503, "the service has been stopped")]] * 3
+    assert [events for _, events in asked] == [[Failed(503, STOPPED)]] * 3
 
 
 def test_idle_batches_let_go_of_their_memory(engine: Engine) -> None:

@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -16,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import listening
 import pytest
 from kit import TEXTS, stock
 
 from fastgen.bench.report import image
 from fastgen.cli import serve
 from fastgen.cli.demo import SHIPPED_MODEL
+from fastgen.serving.engine import EXPIRED
 
 pytestmark = pytest.mark.slow
 
@@ -57,13 +60,25 @@ class Server:
         finally:
             connection.close()
 
+    def refusal(self, method: str, path: str, body: Any = None) -> tuple[int, str | None]:
+        """The status, and what Retry-After says; 0 where nobody listens any more."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, answer.getheader("Retry-After")
+        except (OSError, http.client.HTTPException):
+            return 0, None
+        finally:
+            connection.close()
+
     def ask(self, **body: Any) -> tuple[int, Any]:
         status, text = self.send("POST", "/v1/generate", body)
         return status, json.loads(text) if text.startswith("{") else text
 
     def metric(self, name: str) -> int:
         lines = self.send("GET", "/metrics")[1].splitlines()
-        return next(int(line.split()[1]) for line in lines if line.split()[0] == f"fastgen_{name}")
+        return next(int(line.split()[1]) for line in lines if line.split()[0].startswith(f"fastgen_{name}{{"))
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGINT)
@@ -72,7 +87,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("serve") / "log", "--max-rows", "64")
+    server = Server(tmp_path_factory.mktemp("serve") / "log", "--max-rows", "64", "--receive-timeout", "8")
     yield server
     assert server.stop() == 0, server.log.read_text()
 
@@ -146,7 +161,7 @@ def test_a_stream_whose_client_goes_away_frees_its_row(server: Server) -> None:
 def test_a_request_beyond_its_time_frees_its_rows(server: Server) -> None:
     freed = server.metric("freed_rows_total")
     status, answer = server.ask(text=TEXTS[:8], timeout=0.3, **LONG)
-    assert (status, answer["detail"]) == (504, "the request took longer than it may")
+    assert (status, answer["detail"]) == (504, EXPIRED)
     _until(lambda: server.metric("freed_rows_total") - freed == 64)
 
 
@@ -163,6 +178,35 @@ def test_a_slow_client_holds_no_row(server: Server) -> None:
     assert b"200 OK" in slow.recv(1000)
     for connection in (slow, deaf):
         connection.close()
+
+
+def test_who_sends_nothing_or_too_slowly_is_not_waited_for(server: Server) -> None:
+    silent = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    slow = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    slow.sendall(HEAD.format(15).encode() + b"{")
+    assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+    assert silent.recv(1000) == b""
+    for connection in (silent, slow):
+        connection.close()
+    assert server.send("GET", "/health/ready")[0] == 200
+
+
+def test_it_listens_on_the_loopback_alone(server: Server) -> None:
+    found = listening.addresses(listening.below(server.process.pid))
+    assert server.port in {port for _, port, _ in found} and len(found) > 8
+    assert [one for one in found if not listening.is_loopback(one[0])] == []
+
+
+def test_others_cannot_read_the_token_of_its_ray(server: Server) -> None:
+    assert (Path.home() / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
+
+
+def test_requests_are_lines_of_a_replicas_log(server: Server) -> None:
+    server.ask(text="sesame", max_new_tokens=3)
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
+    (log,) = folder.glob(f"session_*_{server.process.pid}/logs/serve/replica_fastgen_generate_*.log")
+    _until(lambda: re.search(r"POST /v1/generate 200 \d+ ms, inputs 1, tokens [23]", log.read_text()))
+    assert "sesame" not in log.read_text() and "GET /metrics" not in log.read_text()
 
 
 def test_a_replica_that_is_killed_costs_no_silence(tmp_path: Path) -> None:
@@ -182,12 +226,7 @@ def test_a_replica_that_is_killed_costs_no_silence(tmp_path: Path) -> None:
             if status == 200:
                 assert answer["outputs"][0][0]["text"] == stock(TEXTS[i % 40], num_beams=4, max_new_tokens=100)[0][0]
         _until(lambda: all(server.ask(text="1", max_new_tokens=2)[0] == 200 for _ in range(6)))
-        # An end lets those that run finish.
-        with concurrent.futures.ThreadPoolExecutor(1) as threads:
-            last = threads.submit(server.ask, text=TEXTS[0], num_beams=4, min_new_tokens=110, max_new_tokens=112)
-            time.sleep(0.5)
-            assert server.stop() == 0
-            assert last.result()[0] == 200
+        _end_lets_those_that_run_finish(server)
     finally:
         server.process.kill()
 
@@ -204,6 +243,30 @@ def test_a_server_whose_node_dies_ends(tmp_path: Path) -> None:
     finally:
         server.process.kill()
     assert "fastgen-serve: Ray's node on this machine has died" in server.log.read_text()
+
+
+def _end_lets_those_that_run_finish(server: Server) -> None:
+    """Others are refused by all replicas, and told when to come back; nobody hears 404."""
+    options, asked = dict(num_beams=8, min_new_tokens=110, max_new_tokens=112), b'{"text": "1"}'
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        last = [threads.submit(server.ask, text=TEXTS[:16], **options) for _ in range(6)]
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        _until(lambda: all(server.refusal("GET", "/health/ready") == (503, "1") for _ in range(6)), 10)
+        for _ in range(6):
+            assert server.refusal("POST", "/v1/generate", asked) == (503, "1")
+            assert server.refusal("GET", "/health/live")[0] == server.refusal("GET", "/health")[0] == 200
+        assert not all(one.done() for one in last)
+        heard = set()
+        while server.process.poll() is None:
+            heard.add(server.refusal("POST", "/v1/generate", asked)[0])
+            time.sleep(0.01)
+    assert heard == {503, 0}  # at the end nobody listens
+    wanted = [stock(text, **options)[0][0] for text in TEXTS[:16]]
+    for one in last:
+        status, answer = one.result()
+        assert status == 200 and [outputs[0]["text"] for outputs in answer["outputs"]] == wanted
+    assert server.process.wait(timeout=120) == 0
 
 
 def _is_below(pid: int, ancestor: int) -> bool:
