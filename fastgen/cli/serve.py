@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from fastgen import installing
 from fastgen.cli.exits import Parser, exit_code, positive_number, share
 from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
 
@@ -26,7 +27,9 @@ def _main(argv: Sequence[str] | None) -> int:
         import ray.serve  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise InputError(f"fastgen-serve needs Ray Serve ({first_line(error)}): pip install 'fastgen[ray]'.") from error
+        raise InputError(
+            f"fastgen-serve needs Ray Serve ({first_line(error)}): {installing.command('ray')}."
+        ) from error
     from fastgen.serving.deployment import run
 
     return run(parser().parse_args(argv), os.environ.get(TOKEN) or None)

@@ -76,7 +76,7 @@ def _alone(environment: Mapping[str, str]) -> Iterator[None]:
     """A Ray that begins here listens on the loopback, and its processes have `environment`."""
     added = {name: value for name, value in {_CLUSTERS: "0", **environment}.items() if name not in os.environ}
     os.environ.update(added)
-    offered = ray_constants.ENABLE_RAY_CLUSTER  # which was read when Ray was imported
+    offered = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)  # which was read when Ray was imported
     if _CLUSTERS in added:
         ray_constants.ENABLE_RAY_CLUSTER = False
     try:

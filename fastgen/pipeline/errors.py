@@ -29,9 +29,9 @@ class WorkerError(RuntimeError):
     """A task failed in a worker, or its worker died every time; the message ends in the worker's traceback."""
 
 
-def counted(number: int, what: str) -> str:
-    """The number with the noun, "1 record" or "2 records"."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """The number and its noun, "1 record" or "2 records"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 def first_line(error: BaseException) -> str:

@@ -86,8 +86,10 @@ class Replica:
 
 def _listen_on_loopback() -> None:
     """Ray Serve opens a port for calls from other replicas, at all addresses even where its Ray is on the loopback."""
-    node, bind = ray.util.get_node_ip_address(), replica.add_port_to_grpc_server
-    if node == "127.0.0.1":
+    node, bind = ray.util.get_node_ip_address(), getattr(replica, "add_port_to_grpc_server", None)
+    if bind is None:
+        LOG.warning("the port between replicas is open at all addresses: this version of Ray binds it in another way")
+    elif node == "127.0.0.1":
         replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", node))
 
 
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace, token: str | None) -> int:
         receiving=args.max_receiving,
         connections=args.max_connections,
     )
-    prepare.prepared(args)  # what can't be used is a sentence, before anything is started
+    prepare.prepared(args, _say)  # what can't be used is a sentence, before anything is started
     if args.host not in ("127.0.0.1", "localhost", "::1") and token is None:
         _say(f"Whoever reaches {args.host} may use this service: set FASTGEN_SERVE_TOKEN to ask for a bearer token.")
     if not args.ray and "RAY_ADDRESS" not in os.environ:  # else who listens is another machine

@@ -9,7 +9,8 @@ from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fastgen.serving.limits import Limits, counted
+from fastgen.pipeline.errors import counted
+from fastgen.serving.limits import Limits
 
 RETRY_AFTER = 1  # seconds
 HEALTH = ("/health", "/health/live", "/health/ready")  # paths that need no token: who asks them has none

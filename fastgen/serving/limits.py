@@ -19,8 +19,3 @@ class Limits:
     receive_seconds: float = 30.0  # for a request's head, and for its body
     receiving: int = 256  # bodies that a replica receives at the same time
     connections: int = 1024  # of a machine's proxy
-
-
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """The number and its noun, such as "1 byte", "2 bytes"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"

@@ -14,10 +14,10 @@ from typing import Any
 
 from fastgen.cli.transformers import flags, prepare, tokenizing
 from fastgen.cli.transformers.load import decoder_room, generation_config, load_model
-from fastgen.pipeline.errors import InputError, WorkerError, first_line
+from fastgen.pipeline.errors import InputError, WorkerError, counted, first_line
 from fastgen.pipeline.workers import WorkerPool
 from fastgen.serving.engine import EXPIRED, STOPPED, Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
-from fastgen.serving.limits import Limits, counted
+from fastgen.serving.limits import Limits
 from fastgen.serving.observed import Work
 from fastgen.serving.options import finite, given
 

@@ -15,9 +15,10 @@ import uvicorn
 from fastapi import FastAPI, Request
 from uvicorn.protocols.http import h11_impl, httptools_impl
 
+from fastgen.pipeline.errors import counted
 from fastgen.serving import app as http
 from fastgen.serving import limited, proxy
-from fastgen.serving.limits import Limits, counted
+from fastgen.serving.limits import Limits
 
 SLOW = 0.3  # seconds that a body may take
 
