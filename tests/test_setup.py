@@ -157,5 +157,5 @@ def test_an_editable_install_is_on_the_path(project: Path) -> None:
     """A finder would come after the path: beside a clone called "fastgen" that folder would be imported."""
     names, _ = build(project, "editable", FASTGEN_NATIVE="0")
     assert [name for name in names if name.startswith("__editable__")] == [
-        f"__editable__.fastgen-{fastgen.__version__}.pth"
+        f"__editable__.fastgen_torch-{fastgen.__version__}.pth"
     ]

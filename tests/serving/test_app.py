@@ -404,3 +404,16 @@ def test_a_page_describes_it(client: Any) -> None:
     assert all(client.get(place).status_code == 200 for place in loaded)
     described = client.get("/openapi.json").json()["paths"]["/v1/generate"]["post"]
     assert {"200", "401", "408", "413", "422", "429", "503", "504"} <= set(described["responses"])
+
+
+def test_the_page_shows_what_the_service_logs_and_counts(client: Any, caplog: pytest.LogCaptureFixture) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/cluster.md").read_text("utf-8")
+    (line,) = re.findall(r'^fastgen_requests_total{.*status="200"} \d+$', page, re.M)
+    assert (
+        line in metrics.written("facebook/bart-large-cnn", engine.Counts(), {200: int(line.split()[-1])}).splitlines()
+    )
+    pattern = r"POST /v1/generate 200 \d+ ms, inputs \d+, tokens \d+$"
+    assert re.search(rf"^INFO .*{pattern}", page, re.M)
+    with caplog.at_level("INFO", logger="fastgen.serving"):
+        ask(client, text=["1", "2 3"], max_new_tokens=5)
+    assert re.fullmatch(pattern, caplog.messages[-1]) and "inputs 2," in caplog.messages[-1]
