@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -283,15 +284,20 @@ def _is_below(pid: int, ancestor: int) -> bool:
 @pytest.mark.parametrize(
     "flags, what",
     (
-        (["/no/such/model"], "Cannot load the model"),
+        (["/no/such/model"], "MODEL /no/such/model: the path does not exist"),
+        ([str(SHIPPED_MODEL), "--tokenizer", "{bare}"], "bare has no tokenizer"),
         ([str(SHIPPED_MODEL), "--port", "0"], "--port"),
         ([str(SHIPPED_MODEL), "--no-such-flag"], "Unrecognized arguments"),
         ([str(SHIPPED_MODEL), "--source-lang", "en"], "has no languages"),
         ([str(SHIPPED_MODEL), "--ray", "127.0.0.1:1"], "Cannot reach the Ray cluster"),
     ),
 )
-def test_bad_arguments_are_a_sentence(flags: list[str], what: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert serve.main(flags) == 1
+def test_bad_arguments_are_a_sentence(
+    flags: list[str], what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(SHIPPED_MODEL, bare, ignore=shutil.ignore_patterns("tokenizer*"))
+    assert serve.main([flag.format(bare=bare) for flag in flags]) == 1
     assert what in capfd.readouterr().err
 
 
