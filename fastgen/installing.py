@@ -18,6 +18,11 @@ def command(extra: str) -> str:
     return f"pip install -c constraints.txt -e '.[{extra}]' in a clone of fastgen"
 
 
+def is_overwritten(package: object) -> bool:
+    """Whether the package that is imported as `fastgen` is the other project's, although files of ours lie in it."""
+    return not hasattr(package, "status")
+
+
 def another(path: Iterable[str] | None = None) -> str | None:
     """What to do if the other project is installed too; None if it is not.
 

@@ -27,9 +27,7 @@ def _main(argv: Sequence[str] | None) -> int:
         import ray.serve  # noqa: F401
         import transformers  # noqa: F401
     except ImportError as error:
-        raise InputError(
-            f"fastgen-serve needs Ray Serve ({first_line(error)}): {installing.command('ray')}."
-        ) from error
+        raise InputError(f"Ray Serve is needed: {installing.command('ray')} ({first_line(error)}).") from error
     from fastgen.serving.deployment import run
 
     return run(parser().parse_args(argv), os.environ.get(TOKEN) or None)

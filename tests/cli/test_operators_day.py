@@ -1,7 +1,7 @@
 """A day of somebody who runs the command for the first time: what goes wrong, and what is said and kept.
 
-Each command is a process of its own, as in a shell, and one follows the other in the same folder. The service's day, with
-half-open connections and a stop under load, is tests/serving/test_serve.py.
+Each command is a process of its own, as in a shell, and one follows the other in the same folder. The service's day,
+with half-open connections and a stop under load, is tests/serving/test_serve.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,22 @@ def _distribution(folder: Path, name: str, version: str, scripts: str) -> None:
     made = folder / f"{name}-{version}.dist-info"
     made.mkdir(parents=True)
     (made / "entry_points.txt").write_text(f"[console_scripts]\n{scripts}\n")
+
+
+def test_a_command_says_that_the_other_project_has_overwritten_the_package(tmp_path: Path) -> None:
+    """Its `__init__.py` in the place of ours, and our other files beside it, as pip leaves them."""
+    shutil.copytree(ROOT / "fastgen", tmp_path / "fastgen", ignore=shutil.ignore_patterns("demo_model", "__pycache__"))
+    (tmp_path / "fastgen/__init__.py").write_text('__version__ = "0.3.5"\n')
+    _distribution(tmp_path, "fastgen", "0.3.5", "fastgen = fastgen.main:app")
+    for module in ("check", "demo", "generate_transformers"):
+        run = subprocess.run(
+            [sys.executable, "-c", f"import fastgen.cli.{module}"],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 1 and run.stderr == f"{installing.another([str(tmp_path)])}\n"
 
 
 def test_the_other_project_is_noticed(tmp_path: Path) -> None:
