@@ -16,23 +16,29 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_own(path: str | os.PathLike[str], flags: int) -> int:
-    """A descriptor of `path`, a plain file of this user's; created with mode 0600 if `flags` have O_CREAT.
+    """A descriptor of `path`, a regular file of this user's; created with mode 0600 if `flags` have O_CREAT.
 
     Whoever wants it empty truncates it afterwards, once it is known to be the user's own: no O_TRUNC here.
 
     Raises:
-        OSError: as `os.open`; and if it is a link, no plain file, or somebody else's.
+        OSError: as `os.open`; and if it is a link, no regular file, or somebody else's.
     """
-    return _open_checked(path, flags, _why_not_own)
+
+    def why_not(found: os.stat_result) -> str:
+        if os.name == "posix" and found.st_uid != os.geteuid():
+            return "it belongs to another user"
+        return "it has a second name (a hard link): remove it" if found.st_nlink > 1 else ""
+
+    return _open_checked(path, flags, why_not)
 
 
 def open_trusted(path: str | os.PathLike[str]) -> int:
-    """A descriptor to read `path`, a plain file that only this user or root could have written.
+    """A descriptor to read `path`, a regular file that only this user or root could have written.
 
     Raises:
-        OSError: as `os.open`; and if it is a link, no plain file, or one that others could have written.
+        OSError: as `os.open`; and if it is a link, no regular file, or one that others could have written.
     """
-    return _open_checked(path, os.O_RDONLY, _why_not_trusted_file)
+    return _open_checked(path, os.O_RDONLY, lambda found: _why_others_could_write(found, "it"))
 
 
 def _open_checked(path: str | os.PathLike[str], flags: int, why_not: Callable[[os.stat_result], str]) -> int:
@@ -42,12 +48,13 @@ def _open_checked(path: str | os.PathLike[str], flags: int, why_not: Callable[[o
         descriptor = os.open(path, flags, 0o600)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EMLINK):  # what systems say to O_NOFOLLOW
-            raise _refused(path, "it is a symbolic link") from error
+            raise _refused(path, "it is a symbolic link: remove it") from error
         if error.errno == errno.ENXIO:  # a pipe that nobody reads
-            raise _refused(path, "it is no plain file") from error
+            raise _refused(path, "it is no regular file") from error
         raise
     try:
-        if why := why_not(os.fstat(descriptor)):
+        found = os.fstat(descriptor)
+        if why := why_not(found) if stat.S_ISREG(found.st_mode) else "it is no regular file":
             raise _refused(path, why)
     except BaseException:
         os.close(descriptor)
@@ -55,25 +62,13 @@ def _open_checked(path: str | os.PathLike[str], flags: int, why_not: Callable[[o
     return descriptor
 
 
-def _why_not_own(found: os.stat_result) -> str:
-    """Why a file that is written to is not the user's alone; "" if it is."""
-    if not stat.S_ISREG(found.st_mode):
-        return "it is no plain file"
-    if os.name == "posix" and found.st_uid != os.geteuid():
-        return "it belongs to another user"
-    if found.st_nlink > 1:
-        return "it has a second name (a hard link)"
-    return ""
-
-
-def _why_not_trusted_file(found: os.stat_result) -> str:
-    if not stat.S_ISREG(found.st_mode):
-        return "it is no plain file"
-    if os.name == "posix" and found.st_uid not in (os.geteuid(), 0):
-        return "it belongs to another user"
-    if os.name == "posix" and found.st_mode & _OTHERS_WRITE:
-        return "others may write to it"
-    return ""
+def _why_others_could_write(found: os.stat_result, name: str) -> str:
+    """Why somebody but this user and root could have written a file or folder; "" if nobody could."""
+    if os.name != "posix":
+        return ""  # there the access lists of a user's folders keep others out
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"{name} belongs to another user"
+    return f"others may write to {name}" if found.st_mode & _OTHERS_WRITE else ""
 
 
 def why_not_trusted(path: str | os.PathLike[str]) -> str:
@@ -85,13 +80,7 @@ def why_not_trusted(path: str | os.PathLike[str]) -> str:
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
         return f"{os.fspath(path)} is a symbolic link"
-    if os.name != "posix":
-        return ""  # there the access lists of a user's folders keep others out
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"{os.fspath(path)} belongs to another user"
-    if found.st_mode & _OTHERS_WRITE:
-        return f"others may write to {os.fspath(path)}"
-    return ""
+    return _why_others_could_write(found, os.fspath(path))
 
 
 def private_folder(path: Path) -> None:

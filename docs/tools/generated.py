@@ -1,7 +1,7 @@
 """The parts of the README and of the docs that follow from data and code, written into the pages.
 
     python docs/tools/generated.py           # writes them
-    python docs/tools/generated.py --check   # says which are out of date; exit status 1 if any is
+    python docs/tools/generated.py --check   # says which are out of date; exit code 1 if any is
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. transformers is needed for two of them, the
 flags of its `GenerationConfig` and the fields of a request, and they are of the version named in the page.
@@ -561,7 +561,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     check = parser.parse_args(argv).check
     stale = 0
     for page in pages():

@@ -1,6 +1,6 @@
 """`fastgen-bench --compare baseline.json`: whether a run has become slower, calls more, or says something else.
 
-What fails (exit status 1): outputs that must be equal and differ; a side that is refused now; a ratio that dropped by
+What fails (exit code 1): outputs that must be equal and differ; a side that is refused now; a ratio that dropped by
 more than chance and SMALLEST_DROP explain (`fastgen.bench.noise`); a count that rose. What is only said: a task or side
 that was not run now, other machines and settings, numbers that have become better.
 
@@ -86,7 +86,7 @@ def compare(baselines: Document | Sequence[Document], new: Document) -> list[Fin
 
 
 def status(findings: Sequence[Finding]) -> int:
-    """The exit status: 1 if anything fails, else 0."""
+    """The exit code: 1 if anything fails, else 0."""
     return int(any(finding.severity in (FAILURE, REGRESSION) for finding in findings))
 
 

@@ -44,8 +44,10 @@ def tokenizer_of(folders: Folders, name: str) -> Any:
 
     from fastgen.cli.transformers.tokenizing import why_unfit
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folders[name])
-    if why := why_unfit(tokenizer, transformers.AutoConfig.from_pretrained(folders[name])):
+    # Without the second transformers asks whether it may run code of the folder.
+    config = transformers.AutoConfig.from_pretrained(folders[name], trust_remote_code=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folders[name], trust_remote_code=False)
+    if why := why_unfit(tokenizer, config):
         raise Refused(f"--{name} {folders[name]} {why}")
     return tokenizer
 

@@ -248,7 +248,7 @@ def _smollm(task: dict[str, Any], folders: Folders) -> Job:
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folders["smollm"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["smollm"], trust_remote_code=False)
     tokenizer = data.tokenizer_of(folders, "smollm")
     batch, source = task["batch"], task["source"]
     texts = (tokenizer(text).input_ids[:source] for text in data.documents(folders))

@@ -23,8 +23,7 @@ from fastgen.cli import demo_task
 from fastgen.cli.exits import Parser, exit_code, positive_number
 from fastgen.cli.peak_memory import PeakMemory
 from fastgen.cli.transformers.hypotheses import without_tail
-from fastgen.cli.transformers.tokenizing import why_unfit
-from fastgen.pipeline.errors import DIFFERENT, DONE, UNUSABLE, InputError, why_unloadable
+from fastgen.pipeline.errors import DIFFERENT, DONE, UNUSABLE, InputError
 
 NAME = "fastgen-demo"
 SHIPPED_MODEL = Path(__file__).parent / "demo_model"
@@ -175,37 +174,19 @@ def read_inputs(path: Path, limit: int | None) -> list[str]:
     return texts
 
 
-def load(name: str, device: str, *, local: bool) -> tuple[Any, Any]:
+def load(name: str, device: str) -> tuple[Any, Any]:
     """Model (float32, as its config says seq2seq or causal) and tokenizer."""
-    import pickle
-
     import torch
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    from fastgen.cli.transformers.load import asking_the_hub, check_path
+    from fastgen.cli.transformers import load, tokenizing
 
-    check_path(name, "--model")
-    try:
-        with asking_the_hub([name], lambda text: print(f"{NAME}: {text}", file=sys.stderr)):
-            config = AutoConfig.from_pretrained(name, local_files_only=local)
-            kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
-        model = kind.from_pretrained(name, local_files_only=local, dtype=torch.float32)
-        model = model.to(device).eval()
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        ImportError,
-        RuntimeError,
-        SafetensorError,
-        pickle.UnpicklingError,
-    ) as error:
-        raise InputError(f"Cannot load the model {name!r}: {why_unloadable(error)}.") from None
-    if why := why_unfit(tokenizer, config):
+    load.check_path(name, "--model")
+    with load.asking_the_hub([name], lambda text: print(f"{NAME}: {text}", file=sys.stderr)):
+        config = load.load_config(name)
+        tokenizer = tokenizing.load_tokenizer(tokenizing.TokenizerSpec(name))
+    if why := tokenizing.why_unfit(tokenizer, config):
         raise InputError(f"Cannot use the model {name!r}: it {why}.")
+    model = load.load_model(name, config, "float32", torch.device(device))
     if not config.is_encoder_decoder:
         tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
@@ -225,7 +206,7 @@ def build_job(args: argparse.Namespace) -> Job:
         pairs = list(itertools.islice(demo_task.sentences(SEED, held_out=True), args.limit or SHIPPED_INPUTS))
         sources, answers = [s for s, _ in pairs], [t for _, t in pairs]
     name = args.model or str(SHIPPED_MODEL)
-    model, tokenizer = load(name, args.device, local=not args.model)
+    model, tokenizer = load(name, args.device)
     max_new, max_source = _lengths(model, tokenizer, args.max_new_tokens)
     return Job(
         name=args.model or "the shipped demo model (figures to words)",

@@ -30,7 +30,7 @@ def _main(argv: Sequence[str] | None) -> int:
         raise InputError(f"Ray Serve is needed: {installing.command('ray')} ({first_line(error)}).") from error
     from fastgen.serving.deployment import run
 
-    return run(parser().parse_args(argv), os.environ.get(TOKEN) or None)
+    return run(parser().parse_args(argv), os.environ.get(TOKEN, "").strip() or None)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,49 +82,49 @@ def parser() -> argparse.ArgumentParser:
         type=positive_number,
         default=limits.inputs,
         metavar="N",
-        help="of a request (default: %(default)s)",
+        help="inputs of a request (default: %(default)s)",
     )
     bounds.add_argument(
         "--max-input-tokens",
         type=positive_number,
         default=limits.input_tokens,
         metavar="N",
-        help="of an input, where the model has room for them (default: %(default)s)",
+        help="tokens of an input, where the model has room for them (default: %(default)s)",
     )
     bounds.add_argument(
         "--max-new-tokens",
         type=positive_number,
         default=limits.new_tokens,
         metavar="N",
-        help="for an input (default: %(default)s)",
+        help="tokens that are generated for an input (default: %(default)s)",
     )
     bounds.add_argument(
         "--max-beams",
         type=positive_number,
         default=limits.beams,
         metavar="N",
-        help="or samples, of an input (default: %(default)s)",
+        help="beams or samples of an input (default: %(default)s)",
     )
     bounds.add_argument(
         "--max-body",
         type=positive_number,
         default=limits.body_bytes,
         metavar="BYTES",
-        help="of a request (default: %(default)s)",
+        help="bytes of a request's body (default: %(default)s)",
     )
     bounds.add_argument(
         "--timeout",
         type=positive_number,
         default=int(limits.seconds),
         metavar="SECONDS",
-        help="for an answer; then the client gets 504 (default: %(default)s)",
+        help="time for an answer; then the client gets 504 (default: %(default)s)",
     )
     bounds.add_argument(
         "--receive-timeout",
         type=positive_number,
         default=int(limits.receive_seconds),
         metavar="SECONDS",
-        help="for a request's body, then the client gets 408; a connection without a request is closed after as long "
+        help="time for a request's body; then the client gets 408; as long, a connection without a request is kept "
         "(default: %(default)s)",
     )
     bounds.add_argument(
@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive_number,
         default=limits.connections,
         metavar="N",
-        help="to each machine; beyond, the answer is 503 (default: %(default)s)",
+        help="connections to each machine; beyond, the answer is 503 (default: %(default)s)",
     )
     return result
 

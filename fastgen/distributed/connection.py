@@ -103,9 +103,11 @@ def _make_token_private() -> None:
             whole = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # or another command might read half of it
             with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
-            with contextlib.suppress(FileExistsError):
-                os.link(whole, path)
-            whole.unlink()
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.link(whole, path)
+            finally:
+                whole.unlink()
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
     except OSError as error:

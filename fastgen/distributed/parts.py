@@ -51,7 +51,7 @@ class Mark:
     failed: int
     tokens: int
     errors: list[str]  # the first few
-    block: list[Any]  # the place of the first record, how many there are, and the stamp of what was read
+    block: list[Any]  # what was read
 
 
 class Parts:
@@ -75,7 +75,7 @@ class Parts:
             if known is None and [name for name in self._names("") if not name.startswith("_")]:
                 raise InputError(f"{self.path} is not empty, and no run wrote it: choose another folder.")
             if known is not None and overwrite:
-                self.remove()
+                self._empty()
                 known = None
             if known is not None and not resume:
                 raise InputError(
@@ -98,9 +98,12 @@ class Parts:
             for name in self._names(""):
                 if name.startswith("_writing."):  # of writers that died
                     self._fs.delete_file(f"{self._folder}/{name}")
-            marked = {name.split(".")[0] for name in self._names(_MARKS)}
-            mine = [block for block in corpus if f"{block.number:06}" in marked]
-            return {block.number: mark for block in mine if (mark := self.mark(block)) is not None}
+            found = {block.number: mark for block in corpus if (mark := self.mark(block)) is not None}
+            keep = {name for number in found for name in (self.name(number), _mark_name(number))}
+            for name in [*self._parts(), *(f"{_MARKS}/{name}" for name in self._names(_MARKS))]:
+                if name not in keep:  # of lines that the input no longer has, or has changed
+                    self._fs.delete_file(f"{self._folder}/{name}")
+            return found
         except OSError as error:
             raise InputError(f"Cannot use {self.path}: {first_line(error)}.") from error
 
@@ -111,7 +114,7 @@ class Parts:
     def mark(self, block: blocks.Block) -> Mark | None:
         """The mark of a block's part; None if there is none yet, or the part or the input is not what it says."""
         try:
-            mark = Mark(**json.loads(self._read(f"{_MARKS}/{block.number:06}.json") or b""))
+            mark = Mark(**json.loads(self._read(_mark_name(block.number)) or b""))
         except (ValueError, TypeError):
             return None
         if mark.block != _identity(block):
@@ -131,19 +134,30 @@ class Parts:
         crc = zlib.crc32(data)
         mark = Mark(len(data), crc, len(done), len(errors), tokens, errors[:10], _identity(block))
         self._write(self.name(block.number), data)
-        self._write(f"{_MARKS}/{block.number:06}.json", json.dumps(asdict(mark)).encode())
+        self._write(_mark_name(block.number), json.dumps(asdict(mark)).encode())
         return mark
 
-    def read(self, number: int) -> bytes:
+    def read(self, number: int, mark: Mark) -> bytes:
+        """A part, which is what its mark says, or InputError."""
         part = self._read(self.name(number))
-        if part is None:
-            raise InputError(f"{self.path}/{self.name(number)} is gone: --resume makes it again.")
+        if part is None or (len(part), zlib.crc32(part)) != (mark.size, mark.crc):
+            raise InputError(f"{self.path}/{self.name(number)} is gone or has changed: --resume makes it again.")
         return part
 
     def remove(self) -> None:
         """The folder and all that is in it."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.delete_dir(self._folder)
+
+    def _empty(self) -> None:
+        """Remove what a run has written there, and nothing else."""
+        for name in [*self._parts(), *(name for name in self._names("") if name.startswith("_writing."))]:
+            self._fs.delete_file(f"{self._folder}/{name}")
+        self._fs.delete_dir(f"{self._folder}/{_MARKS}")
+        self._fs.delete_file(f"{self._folder}/{SETTINGS}")
+
+    def _parts(self) -> list[str]:
+        return [name for name in self._names("") if name.startswith("part-")]
 
     def _names(self, folder: str) -> list[str]:
         selector = fs.FileSelector(f"{self._folder}/{folder}".rstrip("/"), allow_not_found=True)
@@ -164,7 +178,12 @@ class Parts:
 
 
 def _identity(block: blocks.Block) -> list[Any]:
-    return [block.first, block.count, block.stamp]
+    """What a part depends on."""
+    return [block.first, block.before, block.count, block.name, block.file, block.stamp]
+
+
+def _mark_name(number: int) -> str:
+    return f"{_MARKS}/{number:06}.json"
 
 
 def _rendered(done: list[tuple[records.Record, Outputs]], form: str) -> bytes:

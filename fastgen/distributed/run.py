@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import ray
 
 from fastgen.cli.transformers import records
 from fastgen.cli.transformers.batches import WINDOW
-from fastgen.cli.transformers.failures import STOP, policy_of, scan
+from fastgen.cli.transformers.failures import STOP, Policy, policy_of, scan
 from fastgen.cli.transformers.run import files_of_model, references_of, say, settings_of, summary
 from fastgen.distributed import blocks
 from fastgen.distributed.actors import Told, results
@@ -22,6 +23,7 @@ from fastgen.distributed.connection import connected
 from fastgen.distributed.parts import Mark, Parts
 from fastgen.distributed.placement import nodes_of, placement
 from fastgen.distributed.worker import BlockWorker, Done, Job
+from fastgen.files import private_folder
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
@@ -58,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
         if any(output.exists() and Path(file.path).exists() and output.samefile(file.path) for file in files):
             raise InputError(f"{output} is the input: choose another file for the output.")
         folder = Path(f"{output}.parts")
-        if folder.is_symlink():
-            raise InputError(f"{folder} is a symbolic link, and a run would write where it leads: remove it.")
         parts = Parts(str(folder), form)
         # With parts of a run that was killed, the file is an older one's, or what that run had put together.
         goes_on = args.resume and parts.exist()
@@ -72,14 +72,23 @@ def run(args: argparse.Namespace) -> int:
             elif journal.resuming:
                 raise InputError(f"Cannot resume {output}: it was begun without --ray; go on without it.")
             else:
-                with writing(folder):
-                    folder.mkdir(mode=0o700, exist_ok=True)
+                _make_private(folder)
                 marks = _generate(args, form, corpus, parts, settings)
                 failed = sum(mark.failed for mark in marks.values())
                 journal.facts = {"failed": failed, _CORPUS: _stamp(corpus)}
-                _merge(parts, corpus, journal)
+                _merge(parts, corpus, marks, journal)
             parts.remove()
             return summary(args, form, total, journal.facts.get("failed", 0), references, wanted)
+
+
+def _make_private(folder: Path) -> None:
+    """The folder, for this user alone; InputError if others have it, or could write to it."""
+    try:
+        private_folder(folder)
+    except OSError as error:
+        raise InputError(
+            f"Cannot use {folder}: {error.strerror or error}; remove it, or choose another output."
+        ) from error
 
 
 def _check_complete(output: Path, facts: dict[str, Any], corpus: list[Block]) -> None:
@@ -104,12 +113,17 @@ def _exit(failed: int, total: int) -> int:
 
 
 def _cut(files: list[blocks.Source]) -> list[list[blocks.Cut]]:
-    """The blocks of each file; of several, the cluster looks for them."""
-    if len(files) == 1:
-        return [blocks.cut(files[0], WINDOW)]
-    remote = ray.remote(num_cpus=1)(blocks.cut)
+    """The blocks of each file."""
+    return _each([(file, WINDOW) for file in files], blocks.cut)
+
+
+def _each(arguments: list[tuple[Any, ...]], function: Callable[..., Any]) -> list[Any]:
+    """What the function returns for each of these; of several files, the cluster reads them."""
+    if len(arguments) == 1:
+        return [function(*arguments[0])]
+    remote = ray.remote(num_cpus=1)(function)
     try:
-        return list(ray.get([remote.remote(file, WINDOW) for file in files]))
+        return list(ray.get([remote.remote(*each) for each in arguments]))
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, InputError) else error from None
 
@@ -118,16 +132,17 @@ def _generate(
     args: argparse.Namespace, form: str, corpus: list[Block], parts: Parts, settings: dict[str, Any]
 ) -> dict[int, Mark]:
     """All parts: by the numbers of their blocks what each one holds."""
+    nodes = nodes_of(ray.nodes())
+    how = placement(args.actors, args.cpus_per_actor, args.gpus_per_actor, nodes)
+    if not args.resume:  # before an earlier run's parts are replaced
+        _scan(args, form, corpus)
     marks = parts.begin(settings, corpus, resume=args.resume, overwrite=args.overwrite)
     todo = [block for block in corpus if block.number not in marks]
     if not todo:
         say("all blocks are done: nothing to resume.")
         return marks
-    policy = policy_of(args.on_error, form)
-    for block in todo if STOP in policy else ():  # before any model is loaded; what is too long the actors find out
-        scan(blocks.read(block, args.text_field), policy)
-    nodes = nodes_of(ray.nodes())
-    how = placement(args.actors, args.cpus_per_actor, args.gpus_per_actor, nodes)
+    if args.resume:
+        _scan(args, form, todo)
     if not any(node.cpus >= how.cpus and node.gpus >= how.gpus for node in nodes):
         say(f"no node has room for an actor (CPUs: {how.cpus:g}, GPUs: {how.gpus:g}): waiting for one that has.")
     total = sum(block.count for block in corpus)
@@ -157,6 +172,22 @@ def _generate(
     finally:
         progress.line.close()
     return marks
+
+
+def _scan(args: argparse.Namespace, form: str, corpus: list[Block]) -> None:
+    """InputError for a line that would end the run, before any model is loaded; what is too long the actors find."""
+    policy = policy_of(args.on_error, form)
+    if STOP not in policy:
+        return
+    files: dict[str, list[Block]] = {}
+    for block in corpus:
+        files.setdefault(block.path, []).append(block)
+    _each([(of_file, args.text_field, policy) for of_file in files.values()], _scan_file)
+
+
+def _scan_file(corpus: list[Block], text_field: str, policy: Policy) -> None:
+    for block in corpus:
+        scan(blocks.read(block, text_field), policy)
 
 
 class _Following:
@@ -198,12 +229,12 @@ def _problem(done: Done) -> Exception:
     return WorkerError(f"{done.problem}\n{done.trace.strip()}")
 
 
-def _merge(parts: Parts, corpus: list[Block], journal: Journal) -> None:
+def _merge(parts: Parts, corpus: list[Block], marks: dict[int, Mark], journal: Journal) -> None:
     """One file in the order of the input."""
     with journal.opened() as file:
         if parts.form != records.PARQUET:
             for block in corpus:
-                journal.write(parts.read(block.number).decode())
+                journal.write(parts.read(block.number, marks[block.number]).decode())
             return
         import io
 
@@ -213,4 +244,6 @@ def _merge(parts: Parts, corpus: list[Block], journal: Journal) -> None:
 
         with writing(journal.results), pyarrow.parquet.ParquetWriter(file.buffer, SCHEMA) as writer:
             for block in corpus:
-                writer.write_table(pyarrow.parquet.read_table(io.BytesIO(parts.read(block.number))))
+                writer.write_table(
+                    pyarrow.parquet.read_table(io.BytesIO(parts.read(block.number, marks[block.number])))
+                )

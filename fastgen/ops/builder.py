@@ -207,7 +207,7 @@ def _has_passing_cause(code: int, text: str) -> bool:
 
 
 def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
-    """Run them side by side, as many as there are processors: exit status and output of each.
+    """Run them side by side, as many as there are processors: exit code and output of each.
 
     Whatever interrupts this thread ends them first: they would go on for minutes, in a folder that is removed. Each has
     a session of its own, as it starts others. What they leave behind for a while is in `folder` too.

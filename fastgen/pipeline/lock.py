@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fastgen.files import open_own
-from fastgen.pipeline.errors import InputError, writing
+from fastgen.pipeline.errors import InputError
 
 if sys.platform != "win32":
     import fcntl
@@ -27,8 +27,10 @@ def locked(path: Path, what: Path) -> Iterator[BinaryIO]:
     A file that is still empty at the end is removed. Until then, nothing else in this process may open and close
     `path`: that would unlock it.
     """
-    with writing(path):
+    try:
         file = _open(path, what)
+    except OSError as error:
+        raise InputError(f"Cannot write {path}, beside {what}: {error.strerror or error}.") from error
     try:
         yield file
     finally:

@@ -39,6 +39,7 @@ class Journal:
         self.path = journal_path(results)
         self.complete = False  # the run that --resume names was finished
         self.facts: dict[str, Any] = {}  # kept of a finished run
+        self._replaces = False  # what is there
         self._settings = json.loads(json.dumps(settings, default=str))
         self._kept = _Kept()
         self._notes: BinaryIO
@@ -64,12 +65,18 @@ class Journal:
         if resume and overwrite:
             raise InputError("--resume goes on with an earlier run, --overwrite replaces it: give one of them.")
         with locked(self.path, self.results) as self._notes:
-            there = self.results.exists() and self.results.stat().st_size > 0
-            if resume and self.results.exists():
-                self._inspect()
-            elif there and not overwrite:
-                raise self._in_the_way()
+            self._replaces = overwrite
+            if self.results.exists():
+                if resume:
+                    self._inspect()
+                    self._replaces = True  # what stands behind the last note
+                elif not overwrite and (self.results.stat().st_size or self._has_results()):
+                    raise self._in_the_way()
             yield self
+
+    def _has_results(self) -> bool:
+        """Whether a run has noted some; of a file that is empty, others can wait here for their turn."""
+        return any("bytes" in record or "done" in record for _, record in self._lines())
 
     def _in_the_way(self) -> InputError:
         if os.fstat(self._notes.fileno()).st_size:
@@ -91,15 +98,18 @@ class Journal:
     @contextlib.contextmanager
     def opened(self) -> Iterator[TextIO]:
         """The results, cut back to what stands. The run counts as finished at the end, if no exception ends it."""
+        with writing(self.results):
+            self._raw = _Counted(self.results, self._kept.bytes, self._kept.crc)
+        if not self._replaces and os.fstat(self._raw.fileno()).st_size:  # somebody has written it since the run began
+            self._raw.close()
+            raise self._in_the_way()
         with writing(self.path):
             self._notes.truncate(self._kept.journal_bytes)
             if not self.resuming:
                 self._notes.write(_line({"settings": self._settings}))
             self._notes.flush()
         with writing(self.results):
-            if self.resuming:
-                os.truncate(self.results, self._kept.bytes)
-            self._raw = _Counted(self.results, self._kept.bytes, self._kept.crc)
+            self._raw.truncate(self._kept.bytes)
             self._file = io.TextIOWrapper(io.BufferedWriter(self._raw), encoding="utf-8", newline="\n")
         try:
             yield self._file
@@ -185,9 +195,8 @@ class _Counted(io.FileIO):
     """A file opened for appending, and the number and CRC of its bytes, `written`."""
 
     def __init__(self, path: Path, size: int, crc: int) -> None:
-        """The file is emptied if `size` is 0."""
-        emptied = 0 if size else os.O_TRUNC
-        super().__init__(path, "a", opener=lambda name, flags: os.open(name, flags | emptied, 0o666))
+        """`size` and `crc` are those of what stands in the file."""
+        super().__init__(path, "a", opener=lambda name, flags: os.open(name, flags, 0o666))
         self.written = size, crc
 
     def write(self, data: Any, /) -> int:

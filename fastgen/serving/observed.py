@@ -44,11 +44,13 @@ class Observed:
             await self._app(scope, receive, send)
             return
         began, work, status = time.monotonic(), work_of(scope), GONE
+        is_whole = False
 
         async def seen(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         try:
@@ -58,6 +60,8 @@ class Observed:
             raise
         finally:
             path = scope["path"]
+            if status < 400 and not is_whole:  # a stream that its client has left
+                status = GONE
             if path.startswith("/v1/"):
                 self._statuses[status] += 1
             if path not in _QUIET or status >= 400:

@@ -70,7 +70,7 @@ def _sentences(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["{data}", "--path", "{model}", "--replace-unk", "{tmp}/no-file", "--dataset-impl", "raw"], "{tmp}/no-file"),
         (["{data}", "--path", "{model}", "--lm-path", "{model}"], "is no language model"),
         (["{data}", "--path", "{model}", "--remove-bpe=##"], "'##'"),
-        (["{few}", "--path", "{model}"], "leaves out all 3 sentences"),
+        (["{few}", "--path", "{model}"], "leaves out every sentence (3)"),
         (["{empty}", "--path", "{model}"], "Cannot load the subset test of {empty}"),
         (["{raw}", "--path", "{model}", "--dataset-impl", "raw"], "the subset test of {raw} is empty"),
         (["{sources}", "--path", "{model}", "--prefix-size", "2"], "--prefix-size needs targets"),

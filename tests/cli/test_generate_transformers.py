@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ import fastgen
 from fastgen.cli import demo, generate_transformers
 from fastgen.cli.transformers import batches, generation, load, prepare, records, tokenizing
 from fastgen.cli.transformers import flags as flags_of_generation
+from fastgen.cli.transformers.writer import Writer
 from fastgen.pipeline import batching, resume
 from fastgen.pipeline.resume import journal_path
 
@@ -148,7 +151,7 @@ def test_with_text_output_the_first_bad_line_is_named_before_the_model_is_loaded
     monkeypatch.setattr(prepare, "load_model", lambda *_: pytest.fail("the model was loaded"))
     lines = bad_lines.read_bytes().split(b"\n")
     for found in (
-        b"line 2: not UTF-8 (byte 0xff at position 4).",
+        b"line 2: not UTF-8 (byte 0xff at position 4); --on-error blank or skip goes on.",
         b"line 5: 601 tokens, and the model has room for 160",
     ):
         assert run(MODEL, bad_lines, tmp_path / "out.txt", *FLAGS) == 1
@@ -157,7 +160,7 @@ def test_with_text_output_the_first_bad_line_is_named_before_the_model_is_loaded
         bad_lines.write_bytes(b"\n".join([lines[0], lines[2], *lines[2:]]))
     bad_lines.write_bytes(lines[0] + b"\n\n")
     assert run(MODEL, bad_lines, tmp_path / "out.txt", *FLAGS, "--on-error", "stop") == 1
-    assert f"{bad_lines}, line 2: the line is blank." in capsys.readouterr().err
+    assert f"{bad_lines}, line 2: the line is blank; --on-error blank or skip goes on." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("policy", ["blank", "skip"])
@@ -194,42 +197,152 @@ def test_a_line_that_ended_a_run_is_mended_and_the_run_goes_on(
 
     monkeypatch.setattr(generation.Generator, "_generate", too_long)
     assert run(MODEL, source, out, *FLAGS) == 1
-    assert "line 10: out of memory, even alone in its batch." in capsys.readouterr().err
+    assert "line 10: out of memory, even alone in its batch; --on-error" in capsys.readouterr().err
     lines[9] = texts[9]
     source.write_text("\n".join(lines) + "\n", "utf-8")
     assert run(MODEL, source, out, *FLAGS, "--resume") == 0
     assert out.read_text("utf-8").splitlines() == stock(texts[:14])[0]
 
 
-@pytest.mark.parametrize("change", ["another", "shorter", "longer line"])
-def test_a_run_whose_finished_lines_have_changed_is_refused(
+def _interrupted_after(batches: int, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> dict[str, Any]:
+    """A run that Ctrl-C ends; the last note of its journal, with all that is held."""
+    write, calls = Writer.write, iter(range(100))
+
+    def interrupted(self: Any, *rest: Any) -> None:
+        if next(calls) == batches:
+            raise KeyboardInterrupt
+        write(self, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Writer, "write", interrupted)
+        assert run(*arguments) == 130
+    notes = [json.loads(line) for line in journal_path(Path(str(arguments[2]))).read_bytes().splitlines()[1:]]
+    held = [index for note in notes for index, *_ in note["held"] if index >= notes[-1]["next"]]
+    return {**notes[-1], "held": held}
+
+
+@pytest.mark.parametrize("change", ["a written line", "a held line", "shorter", "a missing line", "more lines"])
+def test_lines_that_are_done_must_be_the_same_and_others_may_be_mended(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     out, lines = tmp_path / "out.txt", source.read_text("utf-8").splitlines()
-    run_of, calls = generation.Generator._run, iter(range(100))
-
-    def interrupted(self: Any, found: Any) -> Any:
-        if next(calls) == 4:
-            raise KeyboardInterrupt
-        return run_of(self, found)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(generation.Generator, "_run", interrupted)
-        assert run(MODEL, source, out, *FLAGS) == 130
-    written = out.read_bytes(), journal_path(out).read_bytes()
-    done = max(int(index) for note in written[1].splitlines()[1:] for index, _ in [*json.loads(note)["held"], (-1, "")])
-    assert done > 0
-    lines[:] = {
-        "another": ["1 2", *lines[1:]],
-        "shorter": lines[:done],
-        "longer line": [*lines[:done], lines[done] + " 1"],
-    }[change]
+    lines.sort(key=len, reverse=True)  # so that the first ones are written
+    lines.insert(4, "5")
+    lines.insert(len(lines) - 2, lines[0])
     source.write_text("\n".join(lines), "utf-8")
-    assert run(MODEL, source, out, *FLAGS, "--resume") == 1
-    assert f"Cannot resume {out}: what it has done of the input has changed ({source}); --overwrite starts again." in (
-        capsys.readouterr().err
-    )
-    assert (out.read_bytes(), journal_path(out).read_bytes()) == written
+    found = _interrupted_after(2, monkeypatch, MODEL, source, out, *FLAGS)
+    written, held = found["next"], found["held"]
+    assert written > 2 and held and max(held) > written
+    missing = next(index for index in range(written, len(lines)) if index not in held)
+    before = out.read_bytes(), journal_path(out).read_bytes()
+    if change == "shorter":
+        del lines[max(held) :]
+    elif change == "more lines":
+        lines += ["", "7"]
+    else:
+        index = {"a written line": 1, "a held line": held[0], "a missing line": missing}[change]
+        lines[index] = "12 13"
+    source.write_text("\n".join(lines), "utf-8")
+    goes_on = change in ("a missing line", "more lines")
+    assert run(MODEL, source, out, *FLAGS, "--resume") == (0 if goes_on else 1)
+    if goes_on:
+        assert out.read_text("utf-8").split("\n")[:-1] == [stock([line])[0][0] if line else "" for line in lines]
+    else:
+        said = f"Cannot resume {out}: lines of {source} that it has done have changed; --overwrite starts again."
+        assert said in capsys.readouterr().err
+        assert (out.read_bytes(), journal_path(out).read_bytes()) == before
+
+
+def test_blank_lines_at_the_beginning_are_lines_that_are_done(
+    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no bytes that could have changed."""
+    source, out = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_text(f"\n{texts[0]}\n{texts[1]}\n", "utf-8")
+    assert _interrupted_after(1, monkeypatch, MODEL, source, out, *FLAGS)["next"] == 1
+    for other in (f"{texts[0]}\n{texts[1]}\n", f"12\n{texts[0]}\n{texts[1]}\n"):
+        source.write_text(other, "utf-8")
+        assert run(MODEL, source, out, *FLAGS, "--resume") == 1
+    source.write_text(f"\r\n{texts[0]}\r\n{texts[1]}", "utf-8")  # the same lines
+    assert run(MODEL, source, out, *FLAGS, "--resume") == 0
+    assert out.read_text("utf-8").splitlines() == ["", *stock(texts[:2])[0]]
+
+
+@pytest.mark.parametrize("more", ["\n", "\n" * 2000, "7\n"])
+def test_a_complete_run_whose_input_has_grown_is_not_complete(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str
+) -> None:
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS) == 0
+    source.write_text(source.read_text("utf-8") + more, "utf-8")
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS, "--resume") == 1
+    assert "it is complete, and" in capsys.readouterr().err
+
+
+def test_what_is_left_out_stays_so_when_a_run_goes_on(
+    texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_text("\n".join(["", *texts[:8], "", *texts[8:12]]), "utf-8")
+    _interrupted_after(2, monkeypatch, MODEL, source, out, *FLAGS, "--on-error", "skip")
+    for other in ([], ["--on-error", "blank"]):
+        assert run(MODEL, source, out, *FLAGS, "--resume", *other) == 1
+        assert "it was begun with another on_error" in capsys.readouterr().err
+    assert run(MODEL, source, out, *FLAGS, "--resume", "--on-error", "skip") == 0
+    assert out.read_text("utf-8").splitlines() == stock(texts[:12])[0]
+
+
+def test_what_only_the_journal_holds_is_not_thrown_away(
+    texts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest inputs are done first, so a short first line keeps the output empty for long."""
+    source, out = tmp_path / "in.txt", tmp_path / "out.txt"
+    source.write_text("\n".join(["5", *sorted(texts, key=len)[4:14]]), "utf-8")
+    assert _interrupted_after(1, monkeypatch, MODEL, source, out, *FLAGS)["held"] and out.read_bytes() == b""
+    assert run(MODEL, source, out, *FLAGS) == 1
+    assert "--resume goes on with it, --overwrite replaces it." in capsys.readouterr().err
+
+
+def test_an_output_that_appears_while_the_model_is_loaded_is_kept(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, load_model = tmp_path / "out.txt", prepare.load_model
+
+    def load_and_write(*arguments: Any) -> Any:
+        out.write_text("precious")
+        return load_model(*arguments)
+
+    monkeypatch.setattr(prepare, "load_model", load_and_write)
+    for flag in ([], ["--resume"]):
+        assert run(MODEL, source, out, *FLAGS, *flag) == 1
+        assert out.read_text() == "precious"
+
+
+def test_a_bad_generation_config_is_a_sentence(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    for bad in ('{"max_new_tokens": -1}', "[1]"):
+        (model / "generation_config.json").write_text(bad)
+        assert run(model, source, tmp_path / "out.txt", *FLAGS) == 1
+        assert f"Cannot load the model '{model}'" in capsys.readouterr().err
+
+
+def test_code_of_a_model_is_never_run(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on standard input, where somebody or something may say yes."""
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "configuration_evil.EvilConfig"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "configuration_evil.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass EvilConfig: ...\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\ny\n"))
+    assert run(model, source, tmp_path / "out.txt", *FLAGS) == 1
+    assert demo.main(["--model", str(model), "--input", str(source)]) == 2
+    assert not (tmp_path / "run").exists()
 
 
 def test_truncate_cuts_long_lines(bad_lines: Path, tmp_path: Path) -> None:
@@ -602,6 +715,13 @@ def test_a_causal_model_goes_on_from_its_prompts(tmp_path: Path, texts: list[str
 # What misleads.
 
 
+def test_a_name_that_is_too_long_is_a_sentence(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("x" * 300, source, tmp_path / "out.txt", *FLAGS) == 1
+    assert "Cannot load the model" in capsys.readouterr().err
+
+
 @pytest.fixture
 def without_tokenizer(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
@@ -633,7 +753,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, size: int, refu
     assert why == (f"has a tokenizer of 117 tokens, and the model has {size}" if refused else None)
 
 
-@pytest.mark.parametrize("name", ["./none", "~/none/at/all", "/none", "a/b/c", "tests/none"])
+@pytest.mark.parametrize("name", ["./none", "~/none/at/all", "~nobody/x", "/none", "a/b/c", "tests/none"])
 def test_a_mistyped_path_is_called_one(
     name: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -729,12 +849,13 @@ def test_several_lines_for_an_input_are_announced(
 def test_the_hub_keeps_its_retries_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(load, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(load.constants, "HF_HUB_OFFLINE", False)
     with load.asking_the_hub([MODEL], said.append):
         time.sleep(0.2)
     assert said == []
     before = hub_logging.get_verbosity()
     with load.asking_the_hub([MODEL, "some/model"], said.append):
-        assert hub_logging.get_verbosity() > before or hub_logging.get_verbosity() == hub_logging.ERROR
+        assert hub_logging.get_verbosity() == hub_logging.ERROR
         time.sleep(0.2)
-    assert said == ["the model hub does not answer yet: trying for half a minute."]
+    assert said == ["still looking for some/model: the model hub is slow, or out of reach."]
     assert hub_logging.get_verbosity() == before

@@ -106,7 +106,7 @@ def test_a_day(tmp_path: Path, texts: list[str]) -> None:
     assert day.lines("blank.out") == [wanted[0], "", wanted[1]]
     (tmp_path / "bad.txt").write_bytes(source.read_bytes() + b"\xff\n")
     assert day.types(MODEL, "bad.txt", "bad.out", code=1) == (
-        f"bad.txt, line {len(texts) + 1}: not UTF-8 (byte 0xff at position 1).\n"
+        f"bad.txt, line {len(texts) + 1}: not UTF-8 (byte 0xff at position 1); --on-error blank or skip goes on.\n"
     )
     assert f"1 of {len(texts) + 1} records failed." in day.types(
         MODEL, "bad.txt", "bad.out", "--on-error", "blank", code=1
@@ -135,7 +135,9 @@ def test_a_day(tmp_path: Path, texts: list[str]) -> None:
     # A file that somebody else put there, and one that is in the way.
     (tmp_path / "precious").write_text("mine")
     journal_path(tmp_path / "new.txt").symlink_to(tmp_path / "precious")
-    assert "new.txt.journal: it is a symbolic link" in day.types(MODEL, "in.txt", "new.txt", code=1)
+    assert "new.txt.journal, beside new.txt: it is a symbolic link: remove it" in day.types(
+        MODEL, "in.txt", "new.txt", code=1
+    )
     assert "--overwrite replaces it" in day.types(MODEL, "in.txt", "precious", code=1)
     assert (tmp_path / "precious").read_text() == "mine"
     assert day.types(MODEL, "in.txt", "precious", "--overwrite", code=0) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,17 +96,37 @@ def test_a_part_counts_when_it_is_whole_and_marked_and_its_input_is_the_same(tmp
     record = records.Record(0, "in.txt", text="a")
     mark = parts.write(BLOCK, [(record, [("b", -1.0)])], 5, failures.policy_of(None, records.JSONL))
     assert begin({"beams": 4}, resume=True) == {3: mark} and (mark.count, mark.failed, mark.tokens) == (1, 0, 5)
-    for other in (dataclasses.replace(BLOCK, stamp="2f"), dataclasses.replace(BLOCK, first=13)):
-        assert begin({"beams": 4}, corpus=[other], resume=True) == {}
     part = tmp_path / "out" / parts.name(3)
+    assert parts.read(3, mark) == part.read_bytes()
     part.write_bytes(part.read_bytes()[:-1])
-    assert begin({"beams": 4}, resume=True) == {}
+    with pytest.raises(InputError, match="is gone or has changed"):
+        parts.read(3, mark)
+    assert begin({"beams": 4}, resume=True) == {} and not part.exists()
+    part.write_bytes(b"")
     with pytest.raises(InputError, match="begun with another beams"):
         begin({"beams": 5}, resume=True)
     with pytest.raises(InputError, match="earlier run's parts: --resume goes on with them, --overwrite replaces them"):
         begin({"beams": 4}, resume=False)
     assert part.exists()
-    assert begin({"beams": 5}, resume=False, overwrite=True) == {} and not part.exists()
+    mine = part.with_name("mine.txt")
+    mine.touch()
+    assert begin({"beams": 5}, resume=False, overwrite=True) == {} and not part.exists() and mine.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(stamp="2f"), dict(first=13), dict(file="in.txt"), dict(name="a.txt"), dict(before=4), dict(number=4)],
+    ids=str,
+)
+def test_parts_of_another_input_are_done_again(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Or they are none of the output's any more: the block is another one, or gone."""
+    parts = Parts(str(tmp_path / "out"), records.JSONL)
+    begin = functools.partial(parts.begin, {"beams": 4}, overwrite=False)
+    assert begin([BLOCK], resume=False) == {}
+    mark = parts.write(BLOCK, [(records.Record(0, "in.txt"), [("b", 0.0)])], 5, failures.policy_of(None, records.JSONL))
+    assert begin([BLOCK], resume=True) == {3: mark}
+    assert begin([dataclasses.replace(BLOCK, **change)], resume=True) == {}
+    assert [path.name for path in (tmp_path / "out").rglob("*") if path.is_file()] == ["_settings.json"]
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

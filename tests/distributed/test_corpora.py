@@ -88,14 +88,39 @@ def test_text_ends_at_a_record_that_fails_and_goes_on_once_it_is_mended(
     assert output.read_text("utf-8").splitlines() == wanted[:200]
 
 
+@pytest.mark.parametrize("kind", ["is a symbolic link", "belongs to another user", "others may write"])
 def test_parts_are_written_to_no_other_folder(
+    cluster: Any, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    there, parts = tmp_path / "elsewhere", tmp_path / "out.txt.parts"
+    if kind == "is a symbolic link":
+        there.mkdir()
+        parts.symlink_to(there)
+    else:
+        there = parts
+        parts.mkdir()
+        if kind == "others may write":
+            parts.chmod(0o777)
+        elif os.geteuid() == 0:
+            os.chown(parts, 12345, 12345)
+        else:
+            pytest.skip("only root can make a folder of another user")
+    assert run(MODEL, lines, tmp_path / "out.txt", *FLAGS, *RAY) == 1
+    assert kind in capfd.readouterr().err
+    assert list(there.iterdir()) == []
+
+
+def test_an_earlier_runs_parts_are_replaced_only_by_a_run_that_can_begin(
     cluster: Any, lines: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "out.txt.parts").symlink_to(tmp_path / "elsewhere")
-    assert run(MODEL, lines, tmp_path / "out.txt", *FLAGS, *RAY) == 1
-    assert "out.txt.parts is a symbolic link" in capfd.readouterr().err
-    assert list((tmp_path / "elsewhere").iterdir()) == []
+    shards = ("--shards", "--output-format", "text")
+    assert run(MODEL, lines, tmp_path / "out", *FLAGS, *RAY, *shards) == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert len(before) > 2
+    lines.write_bytes(lines.read_bytes() + b"\xff\n")
+    assert run(MODEL, lines, tmp_path / "out", *FLAGS, *RAY, *shards, "--overwrite") == 1
+    assert "not UTF-8" in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
 
 
 def test_a_folder_becomes_shards_of_parquet(cluster: Any, lines: Path, tmp_path: Path) -> None:

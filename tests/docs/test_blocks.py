@@ -150,7 +150,7 @@ def _pip(words: list[str], block: Block) -> None:
             _known_extras(re.findall(r"[\w-]+", word))
         else:
             requirement = Requirement(word)
-            assert requirement.name != "fastgen", "another project's"
+            assert action == "uninstall" or requirement.name != "fastgen", "another project's"
             if requirement.name == installing.DISTRIBUTION:
                 _known_extras(list(requirement.extras))
 

@@ -293,7 +293,7 @@ def test_a_log_does_not_follow_a_link(cache: Path, monkeypatch: pytest.MonkeyPat
     [
         (lambda lock, victim: lock.symlink_to(victim), "it is a symbolic link"),
         (lambda lock, victim: os.link(victim, lock), "it has a second name"),
-        (lambda lock, victim: os.mkfifo(lock), "it is no plain file"),
+        (lambda lock, victim: os.mkfifo(lock), "it is no regular file"),
     ],
 )
 def test_a_lock_that_leads_elsewhere(make: Callable[[Path, Path], None], why: str, cache: Path) -> None:
@@ -393,5 +393,5 @@ def test_what_is_opened_to_be_read(tmp_path: Path) -> None:
         file.chmod(mode)
         with pytest.raises(PermissionError, match="others may write to it"):
             files.open_trusted(file)
-    with pytest.raises(PermissionError, match="no plain file"):
+    with pytest.raises(PermissionError, match="no regular file"):
         files.open_trusted(tmp_path)

@@ -291,7 +291,10 @@ def test_a_journal_is_no_other_file(tmp_path: Path, name: str, kind: str) -> Non
             write(journal)
         assert not place.exists() and not place.is_symlink()
     else:
-        with pytest.raises(InputError, match=f"Cannot write .*{name}: it "), begun(tmp_path / "out.txt", resume=False):
+        with (
+            pytest.raises(InputError, match=f"Cannot write .*{name}, beside .*: it "),
+            begun(tmp_path / "out.txt", resume=False),
+        ):
             pass
         assert not (tmp_path / "out.txt").exists()
     assert mine.read_text() == "precious" if kind in ("symbolic link", "hard link") else not mine.exists()

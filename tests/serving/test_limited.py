@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from fastgen.pipeline.errors import counted
 from fastgen.serving import app as http
 from fastgen.serving import limited, proxy
 from fastgen.serving.limits import Limits
+from fastgen.serving.observed import GONE, Observed
 
 SLOW = 0.3  # seconds that a body may take
 
@@ -195,3 +197,21 @@ def test_ray_serves_proxies_are_given_the_protocol(monkeypatch: pytest.MonkeyPat
     config = uvicorn.Config(FastAPI())
     config.load()
     assert config.http_protocol_class.__name__ == "Watched"
+
+
+def test_a_stream_that_its_client_leaves_is_no_success() -> None:
+    """Its status was sent at the start."""
+    statuses: Counter[int] = Counter()
+
+    async def streams(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"x", "more_body": True})
+        if scope["path"] == "/v1/whole":
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def nothing(*_: Any) -> None: ...
+
+    for path in ("/v1/left", "/v1/whole"):
+        scope = {"type": "http", "path": path, "method": "POST"}
+        asyncio.run(Observed(streams, statuses)(scope, nothing, nothing))
+    assert statuses == {GONE: 1, 200: 1}

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 
 def script(case: dict[str, Any], why: str, threads: int) -> str:
-    """Its exit status is 1 if fastgen still differs from stock. `why`: in which way it did."""
+    """Its exit code is 1 if fastgen still differs from stock. `why`: in which way it did."""
     described = "".join(f"# {line}\n" for line in why.splitlines())
     parts = [_OURS.sub("", inspect.getsource(part)) for part in _PARTS]
     main = _MAIN.format(case=json.dumps(case, indent=1), threads=threads)

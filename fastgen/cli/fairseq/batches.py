@@ -11,7 +11,7 @@ from fairseq.data.iterators import EpochBatchIterator
 
 from fastgen.cli.fairseq.load import Loaded
 from fastgen.pipeline.batching import AutoBatch
-from fastgen.pipeline.errors import InputError, counted
+from fastgen.pipeline.errors import InputError
 
 AUTO_SENTENCES = 8
 AUTO_TOKENS = 512
@@ -52,7 +52,7 @@ class Batches:
             return f"the subset {bounds.gen_subset} is empty"
         if self.dropped == len(self._dataset):
             return (
-                f"fairseq leaves out all {counted(self.dropped, 'sentence')}, too long or no multiple of "
+                f"fairseq leaves out every sentence ({self.dropped}), too long or no multiple of "
                 f"{bounds.required_batch_size_multiple}; --required-batch-size-multiple 1 keeps the latter"
             )
         return "no sentence is left for this shard or below the model's length"

@@ -13,17 +13,18 @@ _TOGETHER = 256  # records that the scan tokenises at once
 
 
 class Policy(NamedTuple):
-    """One of STOP, BLANK and SKIP each."""
+    """What becomes of each kind of line: STOP, BLANK or SKIP."""
 
-    errors: str
-    blanks: str  # lines without text
+    errors: str  # of lines that can't be used
+    blanks: str  # of lines without text
 
     def problem(self, record: Record) -> str | None:
         """The sentence that ends the run at this record; None if the run goes on."""
+        hint = f"--on-error {BLANK} or {SKIP} goes on"
         if record.error is not None:
-            return record.error if self.errors == STOP else None
+            return f"{record.error.rstrip('.')}; {hint}." if self.errors == STOP else None
         if record.blank and self.blanks == STOP:
-            return f"{record.path}, line {record.line}: the line is blank."
+            return f"{record.path}, line {record.line}: the line is blank; {hint}."
         return None
 
     def leaves_out(self, record: Record) -> bool:
@@ -45,54 +46,50 @@ def outputs_of(
     return [next(found) if record.usable else ("", None) for _ in range(per_record)]
 
 
-def scan(
-    records: Iterable[Record],
-    policy: Policy,
-    limit: int | None = None,
-    count_tokens: Callable[[list[str]], list[int]] = lambda texts: [],
-) -> None:
+class Lengths(NamedTuple):
+    """How long an input may be."""
+
+    limit: int  # tokens
+    count_tokens: Callable[[list[str]], list[int]]  # of each of these texts
+
+
+def scan(records: Iterable[Record], policy: Policy, lengths: Lengths | None = None) -> None:
     """See all records before the model is loaded: what would end the run hours later ends it now.
 
     Texts are tokenised only if they have more bytes than the model has room for tokens: a token has a byte at least, so
     all others fit (but for characters that a tokenizer takes apart: these show when they are generated).
 
     Args:
-        limit: of the tokens of an input; None if there is none, or longer inputs are cut.
-        count_tokens: how many tokens each of these texts has; is needed with a limit.
+        lengths: None if every length will do.
 
     Raises:
         InputError: the first record at which the policy stops.
     """
     if STOP not in policy:
         return
-    long: list[Record] = []
-
-    def check_long() -> None:
-        if not long:
-            return
-        for record, count in zip(long, count_tokens([record.text for record in long]), strict=True):
-            if limit is not None and count > limit:
-                refuse_too_long(record, count, limit)
-                _stop(policy, record)
-        long.clear()
-
     # What surrounds a text, a prefix and special tokens, is counted with the shortest one.
-    extra = 0 if limit is None else max(count_tokens(["a"])[0], 1)
+    room = None if lengths is None else lengths.limit - lengths.count_tokens(["a"])[0]
+    long: list[Record] = []
     for record in records:
-        if policy.problem(record) is not None:
-            check_long()  # of the records before
-            _stop(policy, record)
-        if limit is not None and len(record.text.encode()) + extra > limit:
+        problem = policy.problem(record)
+        if room is not None and problem is None and len(record.text.encode()) > room:
             long.append(record)
-            if len(long) == _TOGETHER:
-                check_long()
-    check_long()
+        if lengths is not None and long and (problem is not None or len(long) == _TOGETHER):
+            _check_lengths(long, policy, lengths)
+            long.clear()
+        if problem is not None:
+            raise InputError(problem)
+    if lengths is not None and long:
+        _check_lengths(long, policy, lengths)
+
+
+def _check_lengths(records: list[Record], policy: Policy, lengths: Lengths) -> None:
+    for record, count in zip(records, lengths.count_tokens([record.text for record in records]), strict=True):
+        if count > lengths.limit:
+            refuse_too_long(record, count, lengths.limit)
+            if (problem := policy.problem(record)) is not None:
+                raise InputError(problem)
 
 
 def refuse_too_long(record: Record, count: int, limit: int) -> None:
     record.refuse(f"{count} tokens, and the model has room for {limit}; --truncate cuts it")
-
-
-def _stop(policy: Policy, record: Record) -> None:
-    if (problem := policy.problem(record)) is not None:
-        raise InputError(problem)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
+import fastgen.models.unilm
+import fastgen.models.vae  # noqa: F401  # both make themselves known to transformers' Auto classes
 from fastgen.cli.transformers.flags import flag_of, token_ids
 from fastgen.pipeline.errors import InputError, first_line, why_unloadable
 
@@ -47,17 +50,13 @@ def check_path(name: str, what: str) -> None:
     Args:
         what: the argument that it is.
     """
-    path = Path(name).expanduser()
-    first = Path(name).parts[:1]
-    is_path = name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1 or "\\" in name
-    if not path.exists() and (is_path or ("/" in name and Path(*first).is_dir())):
+    is_path = name.startswith((".", "~")) or os.path.isabs(name) or name.count("/") > 1 or "\\" in name
+    # os.path's functions answer for any name; those of pathlib raise for one that is too long.
+    if not os.path.exists(name) and (is_path or ("/" in name and os.path.isdir(name.split("/")[0]))):
         raise InputError(f"{what} {name}: the path does not exist; give a folder, or the name of a model on the hub.")
 
 
 def load_config(name: str) -> Any:
-    import fastgen.models.unilm
-    import fastgen.models.vae  # noqa: F401  # both make themselves known to transformers' Auto classes
-
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)  # else it would ask
     except _UNLOADABLE as error:
@@ -98,12 +97,14 @@ def asking_the_hub(names: Iterable[str], warn: Callable[[str], None]) -> Iterato
     Args:
         names: what is loaded; of folders nothing is said.
     """
-    if all(Path(name).is_dir() for name in names):
+    asked = [name for name in names if not os.path.isdir(name)]
+    if not asked or constants.HF_HUB_OFFLINE:
         yield
         return
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity_error()
-    said = threading.Timer(_PATIENCE_SECONDS, warn, ["the model hub does not answer yet: trying for half a minute."])
+    text = f"still looking for {asked[0]}: the model hub is slow, or out of reach."
+    said = threading.Timer(_PATIENCE_SECONDS, warn, [text])
     said.daemon = True
     said.start()
     try:
@@ -119,6 +120,8 @@ def checked(name: str, config: Any, flags: dict[str, Any]) -> GenerationConfig:
         own = GenerationConfig.from_pretrained(name)
     except OSError:  # of an older model; its config has them
         own = GenerationConfig.from_model_config(config)
+    except (ValueError, TypeError) as error:
+        raise InputError(f"Cannot load the model {name!r}: {first_line(error)} (generation_config.json).") from error
     merged = _merged(own, flags)
     for least, most in (("min_length", "max_length"), ("min_new_tokens", "max_new_tokens")):
         if least in flags and most in flags and (flags[least] or 0) > (flags[most] or 0):

@@ -8,18 +8,11 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastgen.pipeline.errors import InputError
 
 TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
-
-
-class Prefix(NamedTuple):
-    """A file up to the end of one of its lines, without the line end."""
-
-    bytes: int
-    crc: int
 
 
 @dataclass
@@ -35,7 +28,7 @@ class Record:
     error: str | None = None
     blank: bool = False  # nothing to generate from, and no error: an ordinary line of a text
     tokens: list[int] = field(default_factory=list)
-    ends: Prefix | None = field(default=None, compare=False)  # of a file that is read whole
+    crc: int = 0  # of the line
 
     @property
     def line(self) -> int:
@@ -74,32 +67,18 @@ def count_lines(path: Path) -> int:
 
 def read(path: Path, form: str, *, text_field: str = "text") -> Iterator[Record]:
     """The records; a line that can't be used has its `error` set, a sentence with file and line."""
-    prefix = Prefix(0, 0)
-    size = crc = 0
-
-    def lines(file: Iterable[bytes]) -> Iterator[bytes]:
-        nonlocal prefix, size, crc
-        for line in file:
-            text = line.rstrip(b"\r\n")
-            prefix = Prefix(size + len(text), zlib.crc32(text, crc))
-            size, crc = size + len(line), zlib.crc32(line[len(text) :], prefix.crc)
-            yield line
-
     with open(path, "rb") as file:
-        for record in parsed(lines(file), str(path), form, text_field=text_field):
-            record.ends = prefix
-            yield record
+        yield from parsed(file, str(path), form, text_field=text_field)
 
 
-def begins_with(path: Path, prefix: Prefix, *, whole: bool = False) -> bool:
-    """Whether the file's first lines are those of `prefix`; `whole`: whether it has no others."""
-    size, crc = prefix.bytes, 0
-    with open(path, "rb") as file:
-        while size > 0 and (block := file.read(min(size, 1 << 20))):
-            crc, size = zlib.crc32(block, crc), size - len(block)
-        rest = file.read(1 << 10)
-    ended = not rest.strip(b"\r\n") if whole else not prefix.bytes or rest[:1] in (b"", b"\r", b"\n")
-    return size == 0 and crc == prefix.crc and ended
+def line_crc(line: bytes) -> int:
+    """Tells whether a line has changed; the line end does not count, which the last line may lack."""
+    return zlib.crc32(line.rstrip(b"\r\n"))
+
+
+def chained(crc: int, of_lines: int = 0) -> int:
+    """The CRC of some lines and the one after them, from that of the lines and that of the one."""
+    return zlib.crc32(crc.to_bytes(4, "little"), of_lines)
 
 
 def parsed(
@@ -114,7 +93,7 @@ def parsed(
 ) -> Iterator[Record]:
     """The records of these lines, the first of which has the index `first`; `before` and `file`: see Record."""
     for index, raw in enumerate(lines, first):
-        record = Record(index, path, before=before, file=file)
+        record = Record(index, path, before=before, file=file, crc=line_crc(raw))
         if record.line == 1:
             raw = raw.removeprefix(codecs.BOM_UTF8)
         try:
@@ -141,12 +120,9 @@ def _fill(record: Record, line: str, form: str, text_field: str) -> None:
     except (ValueError, RecursionError) as error:  # numbers too long, brackets too deep
         record.refuse(f"JSON that cannot be read ({error})")
         return
-    if not isinstance(fields, dict):
-        record.refuse(f"not an object with the text in its field {text_field!r}")
-        return
-    record.name = fields.get("id")
-    if isinstance(fields.get(text_field), str):
-        fill_text(record, fields[text_field])
+    text, record.name = (fields.get(text_field), fields.get("id")) if isinstance(fields, dict) else (None, None)
+    if isinstance(text, str):
+        fill_text(record, text)
     else:
         record.refuse(f"not an object with the text in its field {text_field!r}")
     if why := _unwritable(record.name):  # of a failed record as well: its name is written too

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
@@ -36,24 +38,35 @@ def run(args: argparse.Namespace) -> int:
     policy = failures.policy_of(args.on_error, form)
     with Journal(args.output, settings).locked(resume=args.resume, overwrite=args.overwrite) as journal:
         if journal.complete:
-            if "input" not in journal.facts:
-                raise InputError(f"{args.output} is complete, and was written with --ray: nothing to resume.")
-            _check_input(args, journal.facts["input"], whole=True)
+            _check_complete(args, journal.facts, total)
             say(f"{args.output} is complete: nothing to resume.")
         else:
             writer = Writer(form, policy, journal)
-            _check_input(args, writer.read)
+            _check_input(args, writer)
             _generate(args, form, total, writer, journal)
         return summary(args, form, total, journal.facts.get("failed", 0), references, wanted)
 
 
-def _check_input(args: argparse.Namespace, read: Sequence[int], *, whole: bool = False) -> None:
-    """InputError if the lines that an earlier run has done are others now; those behind them may have been mended."""
-    if not records.begins_with(args.input, records.Prefix(*read), whole=whole):
-        what = (
-            "it is complete, and the input has changed since" if whole else "what it has done of the input has changed"
+def _check_input(args: argparse.Namespace, writer: Writer) -> None:
+    """InputError if lines that an earlier run has done are others now; all others may have been mended."""
+    with open(args.input, "rb") as lines:
+        if not writer.knows(lines):
+            raise InputError(
+                f"Cannot resume {args.output}: lines of {args.input} that it has done have changed; "
+                "--overwrite starts again."
+            )
+
+
+def _check_complete(args: argparse.Namespace, facts: dict[str, Any], total: int) -> None:
+    if "input" not in facts:
+        raise InputError(f"{args.output} is complete, and was written with --ray: nothing to resume.")
+    with open(args.input, "rb") as lines:
+        crc = functools.reduce(lambda before, line: records.chained(records.line_crc(line), before), lines, 0)
+    if (facts.get("records"), facts["input"]) != (total, crc):
+        raise InputError(
+            f"Cannot resume {args.output}: it is complete, and {args.input} has changed since; "
+            "--overwrite starts again."
         )
-        raise InputError(f"Cannot resume {args.output}: {what} ({args.input}); --overwrite starts again.")
 
 
 def references_of(args: argparse.Namespace, total: int) -> tuple[list[str], list[str]]:
@@ -69,7 +82,9 @@ def references_of(args: argparse.Namespace, total: int) -> tuple[list[str], list
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that decide what a run writes."""
-    return {name: value for name, value in vars(args).items() if name not in _FREE}
+    decisive = {name: value for name, value in vars(args).items() if name not in _FREE}
+    # Between the others one may change: what was written is the same.
+    return decisive | {"on_error": failures.SKIP if args.on_error == failures.SKIP else None}
 
 
 def files_of_model(args: argparse.Namespace) -> list[Path]:
@@ -77,7 +92,7 @@ def files_of_model(args: argparse.Namespace) -> list[Path]:
     output = Path(args.output).name
     paths: list[Path] = []
     for name in {args.model, args.tokenizer or args.model}:
-        if Path(name).is_dir():
+        if os.path.isdir(name):
             paths += [path for path in Path(name).iterdir() if not path.name.startswith((".", output))]
     return [path for path in paths if path.is_file()]
 
@@ -91,8 +106,8 @@ def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer, j
 
     known = prepare.prepared(args, say)
     policy = failures.policy_of(args.on_error, form)
-    limit = None if args.truncate else known.limit
-    failures.scan(islice(read(), writer.next, None), policy, limit, known.count_tokens)
+    lengths = None if known.limit is None or args.truncate else failures.Lengths(known.limit, known.count_tokens)
+    failures.scan(islice(read(), writer.next, None), policy, lengths)
     with WorkerPool(args.workers, tokenizing.build, known.spec) as pool:  # starts while the model is loaded
         generator = prepare.generator_of(
             args,

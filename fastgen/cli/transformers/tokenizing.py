@@ -14,10 +14,10 @@ class TokenizerSpec(NamedTuple):
     """How to load the tokenizer; sent to each worker."""
 
     name: str
-    task_prefix: str
-    source_lang: str | None
-    target_lang: str | None
-    truncate_to: int | None
+    task_prefix: str = ""
+    source_lang: str | None = None
+    target_lang: str | None = None
+    truncate_to: int | None = None
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,9 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec.name, trust_remote_code=False)
-    except TypeError as error:  # of a file that is not there
-        raise InputError(
-            f"{spec.name} has no tokenizer that can be loaded ({first_line(error)}): --tokenizer names another."
-        ) from error
-    except (OSError, ValueError, KeyError, ImportError, AttributeError) as error:
-        raise InputError(f"Cannot load the tokenizer {spec.name!r}: {first_line(error)}.") from error
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
+        why = first_line(error).rstrip(": ")
+        raise InputError(f"Cannot load the tokenizer {spec.name!r}: {why}; --tokenizer names another.") from error
     if spec.source_lang is not None:
         if not hasattr(tokenizer, "src_lang"):
             raise InputError(f"The tokenizer of {spec.name!r} has no languages: --source-lang is not for this model.")

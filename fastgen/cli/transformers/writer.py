@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from itertools import islice
 
 from fastgen.cli.transformers import records
 from fastgen.cli.transformers.failures import Policy, outputs_of
-from fastgen.cli.transformers.records import Prefix
 from fastgen.pipeline.resume import Journal
 
 _SHOWN_ERRORS = 10
@@ -22,16 +23,25 @@ class Writer:
         """Goes on from what the journal's earlier run noted, if there was one."""
         self._form, self._policy, self._journal = form, policy, journal
         self.next = self.failed = self.errors_shown = 0
-        self.read = Prefix(0, 0)  # the input, up to the last record that need not be done again
-        self._held: dict[int, str] = {}
+        self._crc = 0  # of the input's lines before `next`
+        self._held: dict[int, tuple[str, int]] = {}  # text, and CRC of the input's line
         with journal.earlier() as notes:
             for note in notes:
-                self._held.update({int(index): str(text) for index, text in note["held"]})
+                self._held.update({int(index): (str(text), int(crc)) for index, text, crc in note["held"]})
                 for index in range(self.next, int(note["next"])):
                     self._held.pop(index, None)
-                self.next, self.failed = int(note["next"]), int(note["failed"])
-                self.read = Prefix(*map(int, note["input"]))
+                self.next, self.failed, self._crc = int(note["next"]), int(note["failed"]), int(note["input"])
         self._note_facts()
+
+    def knows(self, lines: Iterable[bytes]) -> bool:
+        """Whether the lines of the input that need not be done again are those that an earlier run has done."""
+        missing, crc, last = set(self._held), 0, max((self.next - 1, *self._held))
+        for index, line in enumerate(islice(lines, last + 1)):
+            if index < self.next:
+                crc = records.chained(records.line_crc(line), crc)
+            elif index in missing and records.line_crc(line) == self._held[index][1]:
+                missing.remove(index)
+        return not missing and crc == self._crc
 
     @property
     def done(self) -> int:
@@ -46,7 +56,7 @@ class Writer:
         """`texts` of a batch, `per_record` for each record that can be used."""
         batch, scores, per_record = note
         pairs = iter(zip(texts, scores, strict=True))
-        new: list[tuple[int, str]] = []
+        new: list[tuple[int, str, int]] = []
         for record in batch:
             outputs = outputs_of(record, pairs, per_record)
             if record.index < self.next or record.index in self._held:
@@ -54,27 +64,25 @@ class Writer:
             self._show(record)
             self.failed += record.error is not None
             is_out = self._policy.leaves_out(record)
-            new.append((record.index, "" if is_out else records.render(record, outputs, self._form)))
-            if record.ends is not None and record.ends.bytes > self.read.bytes:
-                self.read = record.ends
-        self._held.update(new)
+            text = "" if is_out else records.render(record, outputs, self._form)
+            new.append((record.index, text, record.crc))
+        self._held.update({index: (text, crc) for index, text, crc in new})
         ready: list[str] = []
-        while (text := self._held.pop(self.next, None)) is not None:
-            ready.append(text)
+        while (entry := self._held.pop(self.next, None)) is not None:
+            ready.append(entry[0])
+            self._crc = records.chained(entry[1], self._crc)
             self.next += 1
         self._note_facts()
         self._journal.write("".join(ready))
         held = [entry for entry in new if entry[0] >= self.next]
-        self._journal.batch(next=self.next, held=held, failed=self.failed, input=self.read)
+        self._journal.batch(next=self.next, held=held, failed=self.failed, input=self._crc)
 
     def _note_facts(self) -> None:
-        self._journal.facts = {"failed": self.failed, "input": self.read}
+        self._journal.facts = {"failed": self.failed, "records": self.next, "input": self._crc}
 
     def _show(self, record: records.Record) -> None:
         if record.error is not None and self.errors_shown <= _SHOWN_ERRORS:
-            more = self.errors_shown == _SHOWN_ERRORS
-            print(
-                f"fastgen-generate-transformers: {'more errors are in the output' if more else record.error}",
-                file=sys.stderr,
-            )
+            more = "more lines can't be used: the end says how many."
+            text = more if self.errors_shown == _SHOWN_ERRORS else record.error
+            print(f"fastgen-generate-transformers: {text}", file=sys.stderr)
             self.errors_shown += 1
