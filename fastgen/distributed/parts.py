@@ -15,6 +15,7 @@ import uuid
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow
@@ -24,6 +25,7 @@ from pyarrow import fs
 from fastgen.cli.transformers import records
 from fastgen.cli.transformers.failures import Policy
 from fastgen.distributed import blocks
+from fastgen.files import private_folder
 from fastgen.pipeline.errors import InputError, first_line
 from fastgen.pipeline.resume import differences
 
@@ -57,7 +59,9 @@ class Mark:
 class Parts:
     """The parts at a path or URI."""
 
-    def __init__(self, path: str, form: str) -> None:
+    def __init__(self, path: str, form: str, *, private: bool = False) -> None:
+        """`private`: the folder is for this user alone."""
+        self._private = private
         self.path, self.form = path if "://" in path else os.path.abspath(path), form
         self._fs, self._folder = blocks.opened(path)
 
@@ -71,6 +75,8 @@ class Parts:
         """
         settings = json.loads(json.dumps(settings, default=str))
         try:
+            if self._private:
+                private_folder(Path(self.path))
             known = self._read(SETTINGS)
             if known is None and [name for name in self._names("") if not name.startswith("_")]:
                 raise InputError(f"{self.path} is not empty, and no run wrote it: choose another folder.")
@@ -105,7 +111,8 @@ class Parts:
                     self._fs.delete_file(f"{self._folder}/{name}")
             return found
         except OSError as error:
-            raise InputError(f"Cannot use {self.path}: {first_line(error)}.") from error
+            why = error.strerror or first_line(error)
+            raise InputError(f"Cannot use {self.path}: {why}; remove it, or choose another output.") from error
 
     def exist(self) -> bool:
         """Whether a run has begun here."""

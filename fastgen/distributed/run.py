@@ -23,7 +23,6 @@ from fastgen.distributed.connection import connected
 from fastgen.distributed.parts import Mark, Parts
 from fastgen.distributed.placement import nodes_of, placement
 from fastgen.distributed.worker import BlockWorker, Done, Job
-from fastgen.files import private_folder
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
             raise InputError(f"{output} is a folder: --shards leaves the parts in it.")
         if any(output.exists() and Path(file.path).exists() and output.samefile(file.path) for file in files):
             raise InputError(f"{output} is the input: choose another file for the output.")
-        folder = Path(f"{output}.parts")
-        parts = Parts(str(folder), form)
+        parts = Parts(f"{output}.parts", form, private=True)
         # With parts of a run that was killed, the file is an older one's, or what that run had put together.
         goes_on = args.resume and parts.exist()
         with Journal(output, settings).locked(
@@ -72,23 +70,12 @@ def run(args: argparse.Namespace) -> int:
             elif journal.resuming:
                 raise InputError(f"Cannot resume {output}: it was begun without --ray; go on without it.")
             else:
-                _make_private(folder)
                 marks = _generate(args, form, corpus, parts, settings)
                 failed = sum(mark.failed for mark in marks.values())
                 journal.facts = {"failed": failed, _CORPUS: _stamp(corpus)}
                 _merge(parts, corpus, marks, journal)
             parts.remove()
             return summary(args, form, total, journal.facts.get("failed", 0), references, wanted)
-
-
-def _make_private(folder: Path) -> None:
-    """The folder, for this user alone; InputError if others have it, or could write to it."""
-    try:
-        private_folder(folder)
-    except OSError as error:
-        raise InputError(
-            f"Cannot use {folder}: {error.strerror or error}; remove it, or choose another output."
-        ) from error
 
 
 def _check_complete(output: Path, facts: dict[str, Any], corpus: list[Block]) -> None:
