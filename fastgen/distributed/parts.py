@@ -104,9 +104,11 @@ class Parts:
             for name in self._names(""):
                 if name.startswith("_writing."):  # of writers that died
                     self._fs.delete_file(f"{self._folder}/{name}")
-            found = {block.number: mark for block in corpus if (mark := self.mark(block)) is not None}
+            marks = {f"{_MARKS}/{name}" for name in self._names(_MARKS)}
+            marked = [block for block in corpus if _mark_name(block.number) in marks]
+            found = {block.number: mark for block in marked if (mark := self.mark(block)) is not None}
             keep = {name for number in found for name in (self.name(number), _mark_name(number))}
-            for name in [*self._parts(), *(f"{_MARKS}/{name}" for name in self._names(_MARKS))]:
+            for name in [*self._parts(), *marks]:
                 if name not in keep:  # of lines that the input no longer has, or has changed
                     self._fs.delete_file(f"{self._folder}/{name}")
             return found

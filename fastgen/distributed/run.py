@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
                 failed = sum(mark.failed for mark in marks.values())
                 journal.facts = {"failed": failed, _CORPUS: _stamp(corpus)}
                 _merge(parts, corpus, marks, journal)
-            parts.remove()
+            if parts.exist():
+                parts.remove()
             return summary(args, form, total, journal.facts.get("failed", 0), references, wanted)
 
 

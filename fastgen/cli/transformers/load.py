@@ -103,7 +103,7 @@ def asking_the_hub(names: Iterable[str], warn: Callable[[str], None]) -> Iterato
         return
     verbosity = hub_logging.get_verbosity()
     hub_logging.set_verbosity_error()
-    text = f"still looking for {asked[0]}: the model hub is slow, or out of reach."
+    text = f"still looking for {asked[0]}: the model hub is slow, or out of reach (HF_HUB_OFFLINE=1 does without it)."
     said = threading.Timer(_PATIENCE_SECONDS, warn, [text])
     said.daemon = True
     said.start()
