@@ -46,14 +46,14 @@ def test_text_is_stocks_and_the_batch_is_kept_full(
 
 
 def test_jsonl_has_all_hypotheses_scores_and_errors(source: Path, texts: list[str], tmp_path: Path, spans: Any) -> None:
-    lines = [*texts[:9], "", *texts[9:]]
-    source.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    lines = [*[text.encode() for text in texts[:9]], b"\xff", b"", *[text.encode() for text in texts[9:]]]
+    source.write_bytes(b"".join(line + b"\n" for line in lines))
     flags = [*FLAGS, "--num-return-sequences", 2]
     assert run(MODEL, source, tmp_path / "out.jsonl", *flags, *REFILL) == 1
     assert was_refilled(spans)
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()]
     assert [entry["line"] for entry in found] == list(range(1, len(lines) + 1))
-    assert "error" in found.pop(9)
+    assert "error" in found.pop(9) and found.pop(9)["outputs"] == [{"text": ""}] * 2
     wanted, scores = stock(texts, num_return_sequences=2)
     assert [output["text"] for entry in found for output in entry["outputs"]] == wanted
     assert [output["score"] for entry in found for output in entry["outputs"]] == pytest.approx(scores, abs=1e-4)
