@@ -715,6 +715,15 @@ def test_a_causal_model_goes_on_from_its_prompts(tmp_path: Path, texts: list[str
 # What misleads.
 
 
+def test_flags_of_json_say_where_it_ends(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(MODEL, source, tmp_path / "out.txt", *FLAGS, "--bad-words-ids", "[[5, 6") == 1
+    said = "Argument --bad-words-ids: '[[5, 6' is not JSON: Expecting ',' delimiter at character 7; --help lists"
+    assert said in capsys.readouterr().err
+    for text, wanted in (("[END]", "[END]"), ('["a", "b"]', ["a", "b"]), ("5", "5"), ('"', '"')):
+        args = generate_transformers.parser().parse_args(["m", "i", "o", "--stop-strings", text])
+        assert flags_of_generation.given(args) == {"stop_strings": wanted}
+
+
 def test_a_name_that_is_too_long_is_a_sentence(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

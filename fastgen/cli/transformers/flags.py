@@ -42,11 +42,23 @@ def _number(text: str) -> float:
 
 
 def _literal(text: str) -> Any:
-    """JSON (numbers, lists, true, null), or the text itself: for fields of several types."""
+    """JSON (numbers, lists, true, null), or a word: for fields of several types."""
     try:
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        if text.lstrip()[:1] in ("[", "{", '"'):  # no word begins so
+            what = f"{text!r} is not JSON: {error.msg} at character {error.pos + 1}"
+            raise argparse.ArgumentTypeError(what) from None
+        return text
+
+
+def _list_or_text(text: str) -> Any:
+    """A list in JSON, or the text itself, which may be any: "[END]"."""
+    try:
+        found = json.loads(text)
     except json.JSONDecodeError:
         return text
+    return found if isinstance(found, list) else text
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"bool": _boolean, "int": _whole, "float": _number, "str": str}
@@ -98,7 +110,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "generation", "Every field of transformers' GenerationConfig; the model's own generation config is the default."
     )
     for name, kind in field_types().items():
-        parse = _PARSERS.get(kind, _literal)
+        parse = _list_or_text if name == "stop_strings" else _PARSERS.get(kind, _literal)
         optional: dict[str, Any] = {"nargs": "?", "const": True} if kind == "bool" else {}
         group.add_argument(
             flag_of(name),
