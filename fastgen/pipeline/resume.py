@@ -100,7 +100,8 @@ class Journal:
         """The results, cut back to what stands. The run counts as finished at the end, if no exception ends it."""
         with writing(self.results):
             self._raw = _Counted(self.results, self._kept.bytes, self._kept.crc)
-        if not self._replaces and os.fstat(self._raw.fileno()).st_size:  # somebody has written it since the run began
+        size = os.fstat(self._raw.fileno()).st_size
+        if size and not self._replaces:  # somebody has written it since the run began
             self._raw.close()
             raise self._in_the_way()
         with writing(self.path):
@@ -109,7 +110,8 @@ class Journal:
                 self._notes.write(_line({"settings": self._settings}))
             self._notes.flush()
         with writing(self.results):
-            self._raw.truncate(self._kept.bytes)
+            if size != self._kept.bytes:
+                self._raw.truncate(self._kept.bytes)
             self._file = io.TextIOWrapper(io.BufferedWriter(self._raw), encoding="utf-8", newline="\n")
         try:
             yield self._file
