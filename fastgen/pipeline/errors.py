@@ -45,10 +45,12 @@ def why_unloadable(error: BaseException) -> str:
 
     torch says there at length how to switch its check off, after which the checkpoint could run any code.
     """
-    text = str(error)
-    if "Weights only load failed" not in text:
+    cause: BaseException | None = error
+    while cause is not None and "Weights only load failed" not in str(cause):  # hosts wrap it
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
         return first_line(error)
-    found = _GLOBAL.search(text)
+    found = _GLOBAL.search(str(cause))
     what = f"it names {found[1]}, which" if found else "it holds more than weights, which"
     return f"{what} could run any code here; ask for the weights alone, as safetensors or a state dict"
 

@@ -38,6 +38,8 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(spec.name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         why = first_line(error).rstrip(": ")
+        if isinstance(error, TypeError):  # transformers 4 opens a file of no name
+            raise InputError(f"{spec.name} has no tokenizer ({why}): --tokenizer names another.") from error
         raise InputError(f"Cannot load the tokenizer {spec.name!r}: {why}; --tokenizer names another.") from error
     if spec.source_lang is not None:
         if not hasattr(tokenizer, "src_lang"):
