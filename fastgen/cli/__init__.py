@@ -1,4 +1,4 @@
-"""Commands."""
+"""The commands, a module each."""
 
 import sys
 

@@ -63,84 +63,31 @@ def parser() -> argparse.ArgumentParser:
     ray.add_argument("--cpus-per-replica", type=share, metavar="X", help="default: 1 beside a GPU, else the node's")
     ray.add_argument("--gpus-per-replica", type=share, metavar="X", help="default: 1 where there are GPUs")
     bounds = result.add_argument_group("limits")
-    bounds.add_argument(
-        "--max-rows",
-        type=positive_number,
-        default=limits.rows,
-        metavar="N",
-        help="inputs times beams that decode together in a replica (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-queued",
-        type=positive_number,
-        default=512,
-        metavar="N",
-        help="inputs that wait in a replica; beyond, the answer is 429 (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-inputs",
-        type=positive_number,
-        default=limits.inputs,
-        metavar="N",
-        help="inputs of a request (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-input-tokens",
-        type=positive_number,
-        default=limits.input_tokens,
-        metavar="N",
-        help="tokens of an input, where the model has room for them (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-new-tokens",
-        type=positive_number,
-        default=limits.new_tokens,
-        metavar="N",
-        help="tokens that are generated for an input (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-beams",
-        type=positive_number,
-        default=limits.beams,
-        metavar="N",
-        help="beams or samples of an input (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-body",
-        type=positive_number,
-        default=limits.body_bytes,
-        metavar="BYTES",
-        help="bytes of a request's body (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--timeout",
-        type=positive_number,
-        default=int(limits.seconds),
-        metavar="SECONDS",
-        help="time for an answer; then the client gets 504 (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--receive-timeout",
-        type=positive_number,
-        default=int(limits.receive_seconds),
-        metavar="SECONDS",
-        help="time for a request's body; then the client gets 408; as long, a connection without a request is kept "
-        "(default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-receiving",
-        type=positive_number,
-        default=limits.receiving,
-        metavar="N",
-        help="bodies that a replica receives at the same time; beyond, the answer is 503 (default: %(default)s)",
-    )
-    bounds.add_argument(
-        "--max-connections",
-        type=positive_number,
-        default=limits.connections,
-        metavar="N",
-        help="connections to each machine; beyond, the answer is 503 (default: %(default)s)",
-    )
+    for flag, default, unit, what in (
+        ("--max-rows", limits.rows, "N", "inputs times beams that decode together in a replica"),
+        ("--max-queued", 512, "N", "inputs that wait in a replica; beyond, the answer is 429"),
+        ("--max-inputs", limits.inputs, "N", "inputs of a request"),
+        ("--max-input-tokens", limits.input_tokens, "N", "tokens of an input, where the model has room for them"),
+        ("--max-new-tokens", limits.new_tokens, "N", "tokens that are generated for an input"),
+        ("--max-beams", limits.beams, "N", "beams or samples of an input"),
+        ("--max-body", limits.body_bytes, "BYTES", "bytes of a request's body"),
+        ("--timeout", int(limits.seconds), "SECONDS", "time for an answer; then the client gets 504"),
+        (
+            "--receive-timeout",
+            int(limits.receive_seconds),
+            "SECONDS",
+            "time for a request's body; then the client gets 408; as long, a connection without a request is kept",
+        ),
+        (
+            "--max-receiving",
+            limits.receiving,
+            "N",
+            "bodies that a replica receives at the same time; beyond, the answer is 503",
+        ),
+        ("--max-connections", limits.connections, "N", "connections to each machine; beyond, the answer is 503"),
+    ):
+        text = f"{what} (default: %(default)s)"
+        bounds.add_argument(flag, type=positive_number, default=default, metavar=unit, help=text)
     return result
 
 

@@ -9,15 +9,14 @@ from collections.abc import Iterator
 
 DONE = 0
 INPUT_ERROR = 1
-DIFFERENT, UNUSABLE = 1, 2  # of the commands that compare, fastgen-bench, fastgen-check and fastgen-demo: the input is
+# Of the commands that compare, fastgen-bench, fastgen-check and fastgen-demo: an output differs; the input is unusable.
+DIFFERENT, UNUSABLE = 1, 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 EXIT_CODES = (
     f"exit codes: {DONE} done; {INPUT_ERROR} input error (a file, a line, a flag, a full disk: one sentence on "
     f"standard error says which; what was finished is kept); {INTERRUPTED} interrupted (Ctrl-C, SIGTERM)"
 )
-
-
 _GLOBAL = re.compile(r"GLOBAL (\S+)")  # what torch's errors call a function or class
 
 

@@ -38,10 +38,10 @@ class Prepared(NamedTuple):
     language: int | None  # the token of the output's
     limit: int | None  # tokens of an input
 
-    def count_tokens(self, texts: list[str]) -> list[int]:
-        """How many tokens each of these texts has as an input of the model."""
-        encoded = tokenizing.handler(self.tokenizer, self.spec)(tokenizing.Encode(texts))
-        return [len(tokens) for tokens in encoded]
+    def token_counter(self) -> Callable[[list[str]], list[int]]:
+        """What says how many tokens each of some texts has as an input of the model."""
+        handle = tokenizing.handler(self.tokenizer, self.spec)  # once: it looks for the language in the vocabulary
+        return lambda texts: [len(tokens) for tokens in handle(tokenizing.Encode(texts))]
 
 
 def prepared(args: argparse.Namespace, warn: Callable[[str], None] = lambda text: None) -> Prepared:
@@ -53,7 +53,7 @@ def prepared(args: argparse.Namespace, warn: Callable[[str], None] = lambda text
         if name is not None:
             check_path(name, what)
     languages = (args.source_lang, args.target_lang)
-    spec = tokenizing.TokenizerSpec(args.tokenizer or args.model, args.task_prefix, *languages, None)
+    spec = tokenizing.TokenizerSpec(args.tokenizer or args.model, args.task_prefix, *languages)
     with asking_the_hub((args.model, spec.name), warn):
         config = load_config(args.model)
         if idle := flags.without_effect(given, checked(args.model, config, given)):

@@ -76,9 +76,17 @@ def line_crc(line: bytes) -> int:
     return zlib.crc32(line.rstrip(b"\r\n"))
 
 
-def chained(crc: int, of_lines: int = 0) -> int:
-    """The CRC of some lines and the one after them, from that of the lines and that of the one."""
-    return zlib.crc32(crc.to_bytes(4, "little"), of_lines)
+def chained(crc: int, line_crc: int) -> int:
+    """The CRC of some lines and the line after them: from the CRC of the lines, 0 of none, and that of the line."""
+    return zlib.crc32(line_crc.to_bytes(4, "little"), crc)
+
+
+def lines_crc(lines: Iterable[bytes]) -> int:
+    """The CRC of all these lines, one after the other."""
+    crc = 0
+    for line in lines:
+        crc = chained(crc, line_crc(line))
+    return crc
 
 
 def parsed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -35,13 +34,12 @@ def run(args: argparse.Namespace) -> int:
     if args.output.exists() and args.output.samefile(args.input):
         raise InputError(f"{args.output} is the input: choose another file for the output.")
     settings = settings_of(args) | contents(*files_of_model(args))
-    policy = failures.policy_of(args.on_error, form)
     with Journal(args.output, settings).locked(resume=args.resume, overwrite=args.overwrite) as journal:
         if journal.complete:
             _check_complete(args, journal.facts, total)
             say(f"{args.output} is complete: nothing to resume.")
         else:
-            writer = Writer(form, policy, journal)
+            writer = Writer(form, failures.policy_of(args.on_error, form), journal)
             _check_input(args, writer)
             _generate(args, form, total, writer, journal)
         return summary(args, form, total, journal.facts.get("failed", 0), references, wanted)
@@ -61,7 +59,7 @@ def _check_complete(args: argparse.Namespace, facts: dict[str, Any], total: int)
     if "input" not in facts:
         raise InputError(f"{args.output} is complete, and was written with --ray: nothing to resume.")
     with open(args.input, "rb") as lines:
-        crc = functools.reduce(lambda before, line: records.chained(records.line_crc(line), before), lines, 0)
+        crc = records.lines_crc(lines)
     if (facts.get("records"), facts["input"]) != (total, crc):
         raise InputError(
             f"Cannot resume {args.output}: it is complete, and {args.input} has changed since; "
@@ -105,9 +103,8 @@ def _generate(args: argparse.Namespace, form: str, total: int, writer: Writer, j
         return records.read(args.input, form, text_field=args.text_field)
 
     known = prepare.prepared(args, say)
-    policy = failures.policy_of(args.on_error, form)
-    lengths = None if known.limit is None or args.truncate else failures.Lengths(known.limit, known.count_tokens)
-    failures.scan(islice(read(), writer.next, None), policy, lengths)
+    lengths = None if known.limit is None or args.truncate else failures.Lengths(known.limit, known.token_counter())
+    failures.scan(islice(read(), writer.next, None), writer.policy, lengths)
     with WorkerPool(args.workers, tokenizing.build, known.spec) as pool:  # starts while the model is loaded
         generator = prepare.generator_of(
             args,

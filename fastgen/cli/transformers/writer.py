@@ -21,7 +21,7 @@ class Writer:
 
     def __init__(self, form: str, policy: Policy, journal: Journal) -> None:
         """Goes on from what the journal's earlier run noted, if there was one."""
-        self._form, self._policy, self._journal = form, policy, journal
+        self._form, self.policy, self._journal = form, policy, journal
         self.next = self.failed = self.errors_shown = 0
         self._crc = 0  # of the input's lines before `next`
         self._held: dict[int, tuple[str, int]] = {}  # text, and CRC of the input's line
@@ -35,13 +35,14 @@ class Writer:
 
     def knows(self, lines: Iterable[bytes]) -> bool:
         """Whether the lines of the input that need not be done again are those that an earlier run has done."""
-        missing, crc, last = set(self._held), 0, max((self.next - 1, *self._held))
-        for index, line in enumerate(islice(lines, last + 1)):
-            if index < self.next:
-                crc = records.chained(records.line_crc(line), crc)
-            elif index in missing and records.line_crc(line) == self._held[index][1]:
+        rest = iter(lines)
+        if records.lines_crc(islice(rest, self.next)) != self._crc:
+            return False
+        missing = set(self._held)
+        for index, line in enumerate(islice(rest, max(missing, default=self.next - 1) + 1 - self.next), self.next):
+            if index in missing and records.line_crc(line) == self._held[index][1]:
                 missing.remove(index)
-        return not missing and crc == self._crc
+        return not missing
 
     @property
     def done(self) -> int:
@@ -63,14 +64,14 @@ class Writer:
                 continue  # of an earlier run
             self._show(record)
             self.failed += record.error is not None
-            is_out = self._policy.leaves_out(record)
+            is_out = self.policy.leaves_out(record)
             text = "" if is_out else records.render(record, outputs, self._form)
             new.append((record.index, text, record.crc))
         self._held.update({index: (text, crc) for index, text, crc in new})
         ready: list[str] = []
         while (entry := self._held.pop(self.next, None)) is not None:
             ready.append(entry[0])
-            self._crc = records.chained(entry[1], self._crc)
+            self._crc = records.chained(self._crc, entry[1])
             self.next += 1
         self._note_facts()
         self._journal.write("".join(ready))
