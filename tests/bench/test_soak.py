@@ -195,6 +195,68 @@ def test_nothing_else_is_rounding(stock: Any, ours: Any, exact: Any) -> None:
     assert verdict.kind == judge.DIFFERENT, verdict
 
 
+def _greedy(error: float, dtype: torch.dtype = torch.float32, gap: float = 3e-5, heeds: bool = True) -> judge.Run:
+    """A search of two steps; the second step's best two are `gap` apart, and the second best is `error` too good."""
+
+    def run(logits_processor: Any = (), **_: Any) -> Any:
+        tokens, steps = [5], []
+        for scores in ([0.0, 1.0, -1.0], [0.0, 1.0, 1.0 - gap + error]):
+            given = torch.tensor([scores], dtype=dtype)
+            for processor in logits_processor:
+                given = processor(torch.tensor([tokens]), given) if heeds else (processor(None, given), given)[1]
+            tokens.append(int(given.argmax()))
+            steps.append(given)
+        return transformers.generation.utils.GenerateDecoderOnlyOutput(
+            sequences=torch.tensor([tokens]), scores=tuple(steps)
+        )
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "stock, ours, gap, kind",
+    [
+        pytest.param(-2e-5, 3.9e-5, 1e-5, judge.ROUNDING, id="as wrong as stock"),
+        pytest.param(-2e-5, 4.5e-5, 1e-5, judge.DIFFERENT, id="over twice as wrong"),
+        pytest.param(-1e-5, 1.9e-5, 1.5e-5, judge.DIFFERENT, id="a gap that stock's error cannot turn round"),
+        pytest.param(0.0, 3e-5, 2e-5, judge.DIFFERENT, id="stock is right"),
+    ],
+)
+def test_choices_may_be_as_wrong_as_stocks(stock: float, ours: float, gap: float, kind: str) -> None:
+    """Stock's own two candidates are `gap - stock` apart: no near-tie in any of these."""
+    runs = _greedy(stock, gap=gap), _greedy(ours, gap=gap)
+    exact = _greedy(0.0, torch.float64, gap=gap)
+    assert judge.judged(*runs, 1, exact=exact).kind == kind
+    assert judge.judged(*runs, 1).kind == judge.DIFFERENT
+
+
+def test_a_choice_that_scores_do_not_explain_is_no_rounding() -> None:
+    """With stock's scores at every step, fastgen still takes another token; or float64 does not run."""
+
+    def raises(**_: Any) -> Any:
+        raise ValueError("no float64")
+
+    stock, exact = _greedy(-2e-5, gap=1e-5), _greedy(0.0, torch.float64, gap=1e-5)
+    assert judge.judged(stock, _greedy(3e-5, gap=1e-5, heeds=False), 1, exact=exact).kind == judge.DIFFERENT
+    assert judge.judged(stock, _greedy(3e-5, gap=1e-5), 1, exact=raises).kind == judge.DIFFERENT
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours", "kind"),
+    [
+        (-0.15, 0.05, judge.ROUNDING),
+        (-0.15, 0.45, judge.DIFFERENT),
+        (0.0, 0.15, judge.DIFFERENT),
+        (0.0, 0.05, judge.NEAR_TIE),
+    ],
+)
+def test_logits_of_half_precision_may_be_as_wrong_as_stocks(stock: float, ours: float, kind: str) -> None:
+    runs = _greedy(stock, torch.bfloat16, gap=0.01), _greedy(ours, torch.bfloat16, gap=0.01)
+    assert judge.judged(*runs, 1, "bfloat16", _greedy(0.0, torch.float64, gap=0.01)).kind == kind
+    alone = judge.judged(*runs, 1, "bfloat16").kind
+    assert alone == (kind if kind == judge.NEAR_TIE else judge.DIFFERENT)
+
+
 def test_outputs_that_differ_without_a_choice_are_wrong() -> None:
     scores = (torch.tensor([[0.0, 1.0, 1.0]]),)
     output = transformers.generation.utils.GenerateDecoderOnlyOutput(sequences=torch.tensor([[5, 1]]), scores=scores)

@@ -396,7 +396,7 @@ def test_resume_with_another_checkpoint_or_other_data_is_refused(
         stat = path.stat()
         path.write_bytes(path.read_bytes())  # of the same length
         assert generate.main([*flags, "--resume"]) == 1
-        assert f"another content of {path}." in capsys.readouterr().err
+        assert f"another content of {path}; --overwrite starts again." in capsys.readouterr().err
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert generate.main([*flags, "--resume"]) == 0
 

@@ -133,8 +133,8 @@ def _check_call(mode: Mode, model: Any, inputs: dict[str, Any], options: dict[st
             torch.manual_seed(harness.SEED)
             return generate(model, copy.deepcopy(inputs), **{**options, **more})
 
-    def exact() -> Any:
-        return by_host(copy.deepcopy(model).double(), harness.in_float64(inputs))
+    def exact(**more: Any) -> Any:
+        return by_host(copy.deepcopy(model).double(), harness.in_float64(inputs), **more)
 
     report.reset()
     verdict = judge.judged(stock, ours, options["num_beams"], mode.half, exact)

@@ -65,6 +65,9 @@ def _played(number: int, call: dict[str, Any], mode: Mode, stock: Any, ours: Any
             torch.manual_seed(call["seed"])
             return generate(model, copy.deepcopy(inputs), **{**copy.deepcopy(call["options"]), **more})
 
+    def by_host_in_float64(**more: Any) -> Any:
+        return by_host(copy.deepcopy(stock).double(), **more)
+
     def by_stock(**more: Any) -> Any:
         failed.append(True)
         result = by_host(stock, **more)
@@ -83,7 +86,7 @@ def _played(number: int, call: dict[str, Any], mode: Mode, stock: Any, ours: Any
     beams = call["options"]["num_beams"]
     half = str(ours.dtype).removeprefix("torch.")
     half = half if half in HALF_TOLERANCE else mode.half
-    verdict = judged(by_stock, by_fastgen, beams, half, lambda: by_host(copy.deepcopy(stock).double()))
+    verdict = judged(by_stock, by_fastgen, beams, half, by_host_in_float64)
     return Played(number, verdict, seen[0], bool(failed))
 
 

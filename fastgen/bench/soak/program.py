@@ -27,7 +27,7 @@ class Counts:
     calls: int = 0
     errors: int = 0  # that stock raised, and fastgen alike
     near_ties: int = 0  # in single precision
-    rounding: int = 0  # calls with scores beyond the tolerance, but at most twice as wrong as stock's
+    rounding: int = 0  # calls beyond the tolerances, with scores at most twice as wrong as stock's
     half: int = 0  # calls in half precision whose tokens part, with logits of the same tokens within the tolerance
     tiers: collections.Counter[str] = field(default_factory=collections.Counter)
     reasons: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -53,7 +53,7 @@ class Counts:
             *(f"  {count:6} {reason}" for reason, count in self.reasons.most_common()),
             f"errors, the same on both: {self.errors}",
             f"near-ties: {self.near_ties}",
-            f"scores beyond the tolerance, but at most twice as far from those in float64 as stock's: {self.rounding}",
+            f"rounding, with scores at most twice as far from those in float64 as stock's: {self.rounding}",
             f"parted in half precision, with stock's logits for the same tokens: {self.half}",
         ]
         return "\n".join(lines)
