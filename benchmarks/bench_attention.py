@@ -4,7 +4,7 @@
     python benchmarks/bench_attention.py --rows 5 --keys 100 1000 --blocks 96
 
 "fused" is torch's scaled_dot_product_attention, "products" two batched matrix products with a softmax between; where
-there is no native operator, fastgen.attention takes the latter below `_FUSED_FROM_KEYS` keys.
+there is no native operator, fastgen.layers.attention takes the latter below `_FUSED_FROM_KEYS` keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from measuring import OtherProcesses, begin, cpu_model, options, write
 from torch import Tensor
 from tqdm import tqdm
 
-from fastgen import attention, ops
+from fastgen import ops
+from fastgen.ops import attention as ops_attention
 
 NEVER = sys.maxsize
 
@@ -51,10 +52,10 @@ def seconds(call: Callable[[], Any], at_least: float) -> float:
 
 
 def plain(fused_from: int, query: Tensor, key: Tensor, *rest: Any) -> Tensor:
-    """As fastgen.attention does it where there is no native operator, with the choice of the variant made."""
-    attention._FUSED_FROM_KEYS = fused_from
-    folded = attention.fold_beams(query, *key.shape[:2])
-    return attention.unfold_beams(attention.folded_attention(folded, key, *rest))
+    """As fastgen.layers.attention does it where there is no native operator, with the choice of the variant made."""
+    ops_attention._FUSED_FROM_KEYS = fused_from
+    folded = ops_attention.fold_beams(query, *key.shape[:2])
+    return ops_attention.unfold_beams(ops_attention.folded_attention(folded, key, *rest))
 
 
 VARIANTS: dict[str, Callable[..., Tensor]] = {

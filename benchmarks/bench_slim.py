@@ -31,10 +31,11 @@ from measuring import OtherProcesses, aligned, begin, environment, options, say_
 from tqdm import tqdm
 
 import fastgen
-from fastgen import attention, gpu_attention
-from fastgen.cache import planner, slim
-from fastgen.cache.slim import Choice, InputCache, Projections
+from fastgen.cache.slim import latent, planner
+from fastgen.cache.slim.latent import Choice, InputCache, Projections
 from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.layers import attention, attention_kernels
+from fastgen.ops.attention import fold_beams, unfold_beams
 from fastgen.optimizer.transformers.versions import CACHE
 
 NUMBER = 4  # bytes
@@ -358,7 +359,7 @@ def measure_on_a_gpu(dtype: torch.dtype, batch: int = 64, beams: int = 5) -> dic
         """The whole of E's attention, with this between the projections."""
 
         def whole() -> torch.Tensor:
-            absorbed = slim._by_heads(query[:, :, 0].float(), cache.projections.key.float())[:, :, None]
+            absorbed = latent._by_heads(query[:, :, 0].float(), cache.projections.key.float())[:, :, None]
             return cache._projected_back(attend(absorbed, stored[0], None, scale), dtype)
 
         return whole
@@ -368,7 +369,7 @@ def measure_on_a_gpu(dtype: torch.dtype, batch: int = 64, beams: int = 5) -> dic
             query, *repeated, scale=scale
         ).transpose(1, 2),
         "tree of keys and values": lambda: attention.beam_attention(query, keys, values, None, scale),
-        "E copied to float32": through(slim._attended),
+        "E copied to float32": through(latent._attended),
         "E by two products": through(_two_products),
         **{
             f"E read once, {terms} term{'s' * (terms > 1)}": through(
@@ -385,7 +386,7 @@ def measure_on_a_gpu(dtype: torch.dtype, batch: int = 64, beams: int = 5) -> dic
     for name, side in sides.items():
         try:
             error = float((side()[:beams] - exact).abs().max())
-            found["sides"][name] = {"milliseconds": gpu_attention._milliseconds(lambda _, s=side: s(), query)}
+            found["sides"][name] = {"milliseconds": attention_kernels._milliseconds(lambda _, s=side: s(), query)}
             found["sides"][name]["error"] = error
         except (RuntimeError, TypeError) as failure:  # a product that this torch lacks, shared memory
             found["sides"][name] = {"failure": f"{type(failure).__name__}: {failure}"[:200]}
@@ -394,10 +395,10 @@ def measure_on_a_gpu(dtype: torch.dtype, batch: int = 64, beams: int = 5) -> dic
 
 def _two_products(query: torch.Tensor, latent: torch.Tensor, bias: None, scale: float) -> torch.Tensor:
     """What a kernel has to beat: E is read twice, in half precision, by torch's own batched products."""
-    rows = attention.fold_beams(query, len(latent), 1)[:, 0].flatten(1, 2) * scale  # [B, H*M, C]
+    rows = fold_beams(query, len(latent), 1)[:, 0].flatten(1, 2) * scale  # [B, H*M, C]
     scores = torch.bmm(rows.to(latent.dtype), latent[:, 0].mT, out_dtype=torch.float32)
     sums = torch.bmm(scores.softmax(-1).to(latent.dtype), latent[:, 0], out_dtype=torch.float32)
-    return attention.unfold_beams(sums.unflatten(1, (1, query.shape[1], -1)))
+    return unfold_beams(sums.unflatten(1, (1, query.shape[1], -1)))
 
 
 def table_of_a_gpu(found: dict[str, Any]) -> str:

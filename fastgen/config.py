@@ -27,7 +27,6 @@ class Config:
     tier: str = "auto"  # the best that a request allows, or the best to try
     history: int = 32  # calls that status() remembers
     packing: str = "auto"  # products of our own, on packed weights or not: where a timing says so, "always", or "off"
-    compile: bool = False  # run decode steps through torch.compile
     replay: str = "auto"  # on the CPU, record decode steps and replay them: of one sentence, "always", or "off"
     cache: str = "auto"  # what is stored of each position: what a plan says, keys and values ("kv"), or a slim cache
     cache_threshold: float = 0.0  # slim caches leave out of a sum what weighs less: an approximation unless it is 0
@@ -36,7 +35,7 @@ class Config:
     verify: int = 0  # every so many accelerated calls of a model, one is decoded by the host too and compared; 0: none
 
     def __post_init__(self) -> None:
-        for name in ("strict", "compile", "cuda_graphs"):
+        for name in ("strict", "cuda_graphs"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {value!r}.")
         for name, choices in (
@@ -72,7 +71,7 @@ def flag(variable: str) -> bool:
 
 
 def native() -> str:
-    """FASTGEN_NATIVE: "0", "build", "required", or "" for the automatic choice (see fastgen.ops.native)."""
+    """FASTGEN_NATIVE: "0", "build", "required", or "" for the automatic choice (see fastgen.ops.library)."""
     text = os.environ.get("FASTGEN_NATIVE", "")
     if text.strip().lower() not in NATIVE:
         raise ValueError(f"FASTGEN_NATIVE must be 0, build or required, or not be set, not {text!r}.")
@@ -82,7 +81,7 @@ def native() -> str:
 def from_environment() -> Config:
     """The settings of FASTGEN_STRICT, FASTGEN_TIER and so on, defaults where a variable is unset."""
     native()  # not a setting that can be changed later, but a mistake in it should show at once as well
-    options: dict[str, Any] = {name: flag(f"FASTGEN_{name.upper()}") for name in ("strict", "compile", "cuda_graphs")}
+    options: dict[str, Any] = {name: flag(f"FASTGEN_{name.upper()}") for name in ("strict", "cuda_graphs")}
     for name in ("tier", "packing", "replay", "cache", "foreign_code"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             options[name] = text.lower()

@@ -10,15 +10,33 @@ import textwrap
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any, TypeVar
 
 from fastgen import config
 
 TIERS = ("fast", "compat", "stock")
 _WIDTH = 100
 _logger = logging.getLogger("fastgen")
+_providers: dict[str, Callable[[], Any]] = {}
+_Provider = TypeVar("_Provider", bound=Callable[[], Any])
+
+
+def provides(field: str) -> Callable[[_Provider], _Provider]:
+    """Decorate a function that says what a field of `Status` is; until its module is loaded, that is the default."""
+
+    def added(provider: _Provider) -> _Provider:
+        _providers[field] = provider
+        return provider
+
+    return added
+
+
+def provided() -> dict[str, Any]:
+    """The fields of `Status` that other modules know."""
+    return {field: provider() for field, provider in _providers.items()}
 
 
 class FallbackError(RuntimeError):
@@ -38,7 +56,7 @@ class Call:
     steps: int | None = None
     seconds: float | None = None
     cache_bytes: int | None = None
-    cache: str | None = None  # what was stored of each position: "kv", or slim caches: see fastgen.cache.slim
+    cache: str | None = None  # what was stored of each position: "kv", or slim caches: see fastgen.cache.slim.latent
     plan: str | None = None  # what was predicted for it and for others, or why it could not be another
 
 
@@ -70,7 +88,6 @@ class Status:
     packed_bytes: int = 0
     buffer_bytes: int = 0  # buffers, in use or not, and what arenas keep for later
     operators: dict[str, str] = field(default_factory=dict)  # how each runs; empty until they are first used
-    compiled: dict[str, str] = field(default_factory=dict)  # how each model has fared with `compile=True`, by class
     encoders: dict[str, int] = field(default_factory=dict)  # batches read without padding: see `encoders`
     replayed: dict[str, str] = field(default_factory=dict)  # what became of replaying steps, by class of the model
     verified: str = ""  # what became of calls that the host decoded too, see `verify`
@@ -93,8 +110,6 @@ class Status:
             lines.append(f"buffers kept for later calls: {size(self.buffer_bytes)}")
         if self.verified:
             lines += textwrap.wrap(f"verified: {self.verified}", _WIDTH, subsequent_indent="  ")
-        for model, how in self.compiled.items():
-            lines += textwrap.wrap(f"compiled {model}: {how}", _WIDTH, subsequent_indent="  ")
         for model, how in self.replayed.items():
             lines += textwrap.wrap(f"replaying {model}: {how}", _WIDTH, subsequent_indent="  ")
         if self.calls:
@@ -288,6 +303,7 @@ def set_operators(how: dict[str, str]) -> None:
         _operators.update(how)
 
 
+@provides("operators")
 def operators() -> dict[str, str]:
     """How each operator runs; empty until they are first used."""
     with _lock:
@@ -300,6 +316,7 @@ def note_encoder(read: int, positions: int) -> None:
         _encoders.update(batches=1, read=read, positions=positions)
 
 
+@provides("encoders")
 def encoders() -> dict[str, int]:
     """The `batches` that encoders read in groups of like length, their `positions`, and how many were `read`."""
     with _lock:

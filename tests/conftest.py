@@ -104,14 +104,14 @@ def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Every step is recorded and replayed, by a tape and as a CUDA graph does; nothing is known of calls before."""
     from emulated_graph import Graph
 
-    from fastgen.decoding import recordings, replay, replays
-    from fastgen.decoding.tape import Tape
+    from fastgen.replay import replayer, statistics, store
+    from fastgen.replay.tape import Tape
 
     recording = {"tape": Tape, "graph": Graph}[request.param]
-    monkeypatch.setitem(replay.RECORDINGS, "cpu", recording)
+    monkeypatch.setitem(replayer.RECORDINGS, "cpu", recording)
     fastgen.configure(replay="always")
-    replays.release()
+    statistics.release()
     yield recording
     fastgen.configure(replay="off")
-    replays.release()
-    recordings.release()
+    statistics.release()
+    store.release()

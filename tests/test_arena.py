@@ -14,8 +14,9 @@ import torch
 from racing import share_nothing
 
 import fastgen
-from fastgen import arena, memory, ops
-from fastgen.arena import Arena
+from fastgen import ops
+from fastgen.memory import arena, limits
+from fastgen.memory.arena import Arena
 
 pytestmark = [
     pytest.mark.native,
@@ -146,7 +147,7 @@ def test_a_models_memory_goes_with_it_or_on_release_or_when_memory_is_short(monk
         elif end == "release":
             fastgen.release()
         else:
-            monkeypatch.setattr(memory, "free", lambda end=end: 4 * LEAST if end == "plenty" else LEAST)
+            monkeypatch.setattr(limits, "free", lambda end=end: 4 * LEAST if end == "plenty" else LEAST)
             arena.settle()
         assert arena.nbytes() == (LEAST if end == "plenty" else 0), end
 

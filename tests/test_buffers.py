@@ -10,8 +10,8 @@ import torch
 from racing import share_nothing
 
 import fastgen
-from fastgen import buffers, memory
-from fastgen.buffers import Buffers
+from fastgen.memory import buffers, limits
+from fastgen.memory.buffers import Buffers
 
 pytestmark = pytest.mark.skipif(not buffers._COUNTS, reason="this torch does not count references to memory")
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def test_release() -> None:
 
 def test_nothing_is_kept_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     owner = Buffers(model := torch.nn.Identity())
-    monkeypatch.setattr(memory, "free", lambda: SIZE * memory._SHARE - 1)
+    monkeypatch.setattr(limits, "free", lambda: SIZE * limits._SHARE - 1)
     assert taken(owner).numel() == SIZE // 4 and buffers.nbytes() == 0
     del model
 

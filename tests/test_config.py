@@ -15,7 +15,6 @@ VARIABLES = (
     "FASTGEN_TIER",
     "FASTGEN_HISTORY",
     "FASTGEN_PACKING",
-    "FASTGEN_COMPILE",
     "FASTGEN_NATIVE",
 )
 
@@ -41,7 +40,6 @@ def test_defaults(environment: pytest.MonkeyPatch) -> None:
         ("FASTGEN_TIER", "compat", "tier", "compat"),
         ("FASTGEN_TIER", "FAST", "tier", "fast"),
         ("FASTGEN_PACKING", "off", "packing", "off"),
-        ("FASTGEN_COMPILE", "1", "compile", True),
         ("FASTGEN_HISTORY", "7", "history", 7),
         ("FASTGEN_HISTORY", "0", "history", 0),
     ],
@@ -56,7 +54,7 @@ def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, 
     ("variable", "text", "message"),
     [
         ("FASTGEN_STRICT", "maybe", "FASTGEN_STRICT must be 0 or 1, not 'maybe'."),
-        ("FASTGEN_COMPILE", "all", "FASTGEN_COMPILE must be 0 or 1, not 'all'."),
+        ("FASTGEN_CUDA_GRAPHS", "all", "FASTGEN_CUDA_GRAPHS must be 0 or 1, not 'all'."),
         ("FASTGEN_NATIVE", "1", "FASTGEN_NATIVE must be 0, build or required, or not be set, not '1'."),
         ("FASTGEN_TIER", "faster", "FASTGEN_TIER must be one of auto, fast, compat, stock, not 'faster'."),
         ("FASTGEN_PACKING", "no", "FASTGEN_PACKING must be one of auto, always, off, not 'no'."),
@@ -101,7 +99,7 @@ def test_configure_changes_what_it_names_only() -> None:
         ({"cache": "e"}, ValueError, "cache must be one of auto, kv, x, h, k, v, not 'e'."),
         ({"cache_threshold": "0"}, TypeError, "cache_threshold must be a number, not '0'."),
         ({"cache_threshold": 1}, ValueError, "cache_threshold must be at least 0 and less than 1, not 1."),
-        ({"compile": "yes"}, TypeError, "compile must be True or False, not 'yes'."),
+        ({"cuda_graphs": "yes"}, TypeError, "cuda_graphs must be True or False, not 'yes'."),
         ({"history": "3"}, TypeError, "history must be a whole number, not '3'."),
         ({"history": True}, TypeError, "history must be a whole number, not True."),
         ({"history": -1}, ValueError, "history must be 0 or more, not -1."),
@@ -109,7 +107,7 @@ def test_configure_changes_what_it_names_only() -> None:
             {"beams": 4},
             TypeError,
             "there is no option 'beams': "
-            "the options are strict, tier, history, packing, compile, replay, cache, cache_threshold, cuda_graphs, "
+            "the options are strict, tier, history, packing, replay, cache, cache_threshold, cuda_graphs, "
             "foreign_code, verify.",
         ),
         (

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from fastgen import _import_hook
-from fastgen._import_hook import cancel, when_imported
+from fastgen.patching import import_hook
+from fastgen.patching.import_hook import cancel, when_imported
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAF = "hooked.inner.leaf"
@@ -59,7 +59,7 @@ def watch() -> Iterator[Callable[..., list[ModuleType]]]:
     yield watch
     for name, callback in watched:
         cancel(name, callback)
-    assert LEAF not in _import_hook._callbacks
+    assert LEAF not in import_hook._callbacks
 
 
 def test_later_import(leaf: Path, watch: Callable[..., list[ModuleType]]) -> None:
@@ -115,8 +115,8 @@ def test_several_callbacks_in_order(leaf: Path) -> None:
 
 def test_the_last_cancel_restores_the_finders(leaf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # fastgen itself may be watching its hosts in this process
-    monkeypatch.setattr(_import_hook, "_callbacks", {})
-    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if f is not _import_hook._finder])
+    monkeypatch.setattr(import_hook, "_callbacks", {})
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if f is not import_hook._finder])
     before = list(sys.meta_path)
     when_imported(LEAF, print)
     when_imported("hooked", print)
@@ -126,7 +126,7 @@ def test_the_last_cancel_restores_the_finders(leaf: Path, monkeypatch: pytest.Mo
     assert len(sys.meta_path) == len(before) + 1
     cancel("hooked", print)
     assert sys.meta_path == before
-    assert _import_hook._callbacks == {}
+    assert import_hook._callbacks == {}
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["watched before", "watched from inside"])
@@ -212,7 +212,7 @@ def test_another_import_hook_that_asks_all_finders(
 
     seen = watch()
     finders = list(sys.meta_path)
-    finders.insert(finders.index(_import_hook._finder) + after, Other())
+    finders.insert(finders.index(import_hook._finder) + after, Other())
     monkeypatch.setattr(sys, "meta_path", finders)
     module = importlib.import_module(LEAF)
     assert seen == [module]
@@ -232,7 +232,7 @@ import importlib, sys, threading, types, warnings
 warnings.simplefilter("error")
 
 def install(patches, module):
-    from fastgen._patching import require_signature
+    from fastgen.patching.patch_set import require_signature
     patches.replace(module, "added", 1)
     require_signature(module.GenerationMixin._beam_search, ["self", "input_ids", "scorer"])
     patches.replace(module.GenerationMixin, "_beam_search", lambda self, *args: "fast")
@@ -561,7 +561,7 @@ def test_import_fastgen_imports_nothing_heavy() -> None:
         import sys
         import fastgen
         fastgen.status()
-        heavy = ("torch", "transformers", "fairseq", "numpy", "fastgen.optimizer", "fastgen.attention")
+        heavy = ("torch", "transformers", "fairseq", "numpy", "fastgen.optimizer", "fastgen.layers.attention")
         print([name for name in heavy if name in sys.modules])
     """)
     assert loaded.strip() == "[]"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fastgen._patching import MISSING, PatchSet, SeamMismatch, require_signature
+from fastgen.patching.patch_set import MISSING, PatchSet, SeamMismatch, require_signature
 
 
 class Base:

@@ -10,34 +10,35 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen import memory, packing, products
-from fastgen.products import Products
+from fastgen.layers import linear, packed_weights
+from fastgen.layers.linear import Products
+from fastgen.memory import limits
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (33, 257), (1000, 130)]
 
 
 @pytest.fixture(autouse=True)
 def _empty() -> Iterator[None]:
-    packing.release()
-    products._verdicts.clear()
+    packed_weights.release()
+    linear._verdicts.clear()
     yield
-    packing.release()
-    products._verdicts.clear()
+    packed_weights.release()
+    linear._verdicts.clear()
 
 
 @pytest.fixture(autouse=True, params=["packed", "oneDNN", "skinny"])
 def kind(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """How all products of the test are done that stock does not do."""
     if request.param == "oneDNN":
-        monkeypatch.setattr(packing, "_native", lambda: None)
-    elif products._skinny() is None:
+        monkeypatch.setattr(packed_weights, "_native", lambda: None)
+    elif linear._skinny() is None:
         pytest.skip("there is no native operator here")
-    packing.unavailable.cache_clear()
-    if (why := packing.unavailable()) is not None:
+    packed_weights.unavailable.cache_clear()
+    if (why := packed_weights.unavailable()) is not None:
         pytest.skip(f"no packed products here: {why}")
-    monkeypatch.setattr(products, "_SKINNY_ROWS", 100 if request.param == "skinny" else 0)
+    monkeypatch.setattr(linear, "_SKINNY_ROWS", 100 if request.param == "skinny" else 0)
     yield request.param
-    packing.unavailable.cache_clear()
+    packed_weights.unavailable.cache_clear()
 
 
 packed_only = pytest.mark.parametrize("kind", ["packed", "oneDNN"], indirect=True)
@@ -68,7 +69,7 @@ def test_product(kind: str, shape: tuple[int, int], rows: tuple[int, ...], bias:
         theirs = (stock(layer, x) - exact).abs().max()
         assert ours == 1 and output.shape == exact.shape
         assert (output - exact).abs().max() <= 2 * theirs + 1e-6
-    assert packing.count() == (kind != "skinny")
+    assert packed_weights.count() == (kind != "skinny")
 
 
 @packed_only
@@ -142,7 +143,7 @@ def test_a_changed_weight(change: Any) -> None:
 def test_an_unchanged_weight_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     multiply(layer, rows)
-    monkeypatch.setattr(packing, "pack", None)
+    monkeypatch.setattr(packed_weights, "pack", None)
     assert multiply(layer, rows)[1] == 1
 
 
@@ -162,12 +163,12 @@ def test_left_to_stock(case: str) -> None:
     decode = Products("always")
     with torch.set_grad_enabled(case == "grad"), torch.autocast("cpu", enabled=case == "autocast"):
         decode(layer, rows, stock)
-    assert decode.count == 0 and packing.count() == 0
+    assert decode.count == 0 and packed_weights.count() == 0
 
 
 def test_the_random_stream_is_left_alone() -> None:
     layer, rows = torch.nn.Linear(256, 256), torch.randn(4, 256)
-    packing.unavailable.cache_clear()
+    packed_weights.unavailable.cache_clear()
     before = torch.get_rng_state()
     multiply(layer, rows, "auto")
     assert torch.equal(torch.get_rng_state(), before)
@@ -183,9 +184,9 @@ def test_modes() -> None:
 def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product of the trial is right, and each shape is decided once for all its layers."""
     clock = [0.0]
-    linear = torch.nn.functional.linear
-    product: Any = packing.multiply if kind != "skinny" else products._skinny()
-    monkeypatch.setattr(products, "_skinny", lambda: slow if kind == "skinny" else None)
+    stock = torch.nn.functional.linear
+    product: Any = packed_weights.multiply if kind != "skinny" else linear._skinny()
+    monkeypatch.setattr(linear, "_skinny", lambda: slow if kind == "skinny" else None)
 
     def slow(rows: Any, weights: Any, bias: Any) -> Any:
         clock[0] += 1.0 if pays else 3.0
@@ -193,11 +194,11 @@ def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.Monk
 
     def timed_linear(*arguments: Any) -> Any:
         clock[0] += 2.0
-        return linear(*arguments)
+        return stock(*arguments)
 
-    monkeypatch.setattr(packing, "multiply", slow)
-    monkeypatch.setattr(products.nn.functional, "linear", timed_linear)
-    monkeypatch.setattr(products.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(packed_weights, "multiply", slow)
+    monkeypatch.setattr(linear.nn.functional, "linear", timed_linear)
+    monkeypatch.setattr(linear.time, "perf_counter", lambda: clock[0])
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(2)))
     rows = torch.randn(4, 256)
     decode = Products("auto")
@@ -205,17 +206,17 @@ def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.Monk
         for _ in range(10):
             for layer in model:
                 torch.testing.assert_close(decode(layer, rows, stock), stock(layer, rows))
-    assert packing.count() == (2 if pays and kind != "skinny" else 0)
+    assert packed_weights.count() == (2 if pays and kind != "skinny" else 0)
     assert decode.count == (20 if pays else 0)
-    assert set(products._verdicts.values()) == {pays}
-    assert len(products._verdicts) == (2 if kind == "skinny" and not pays else 1)
+    assert set(linear._verdicts.values()) == {pays}
+    assert len(linear._verdicts) == (2 if kind == "skinny" and not pays else 1)
 
 
 def test_deterministic_algorithms_leave_the_clock_out() -> None:
     layer, rows = torch.nn.Linear(256, 256), torch.randn(4, 256)
     torch.use_deterministic_algorithms(True)
     try:
-        assert multiply(layer, rows, "auto")[1] == 0 and not products._verdicts
+        assert multiply(layer, rows, "auto")[1] == 0 and not linear._verdicts
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -225,8 +226,8 @@ def test_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(weight: Any) -> Any:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    assert packing.unavailable() is None
-    monkeypatch.setattr(packing, "pack", fail)
+    assert packed_weights.unavailable() is None
+    monkeypatch.setattr(packed_weights, "pack", fail)
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     output, packed = multiply(layer, rows)
     assert packed == 0 and torch.equal(output, stock(layer, rows))
@@ -234,34 +235,34 @@ def test_no_memory_for_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @packed_only
 def test_nothing_is_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free", lambda: 48 * 64 * 4 * memory._SHARE - 1)
+    monkeypatch.setattr(limits, "free", lambda: 48 * 64 * 4 * limits._SHARE - 1)
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
-    assert multiply(layer, rows)[1] == 0 and packing.nbytes() == 0
-    free = memory.free
+    assert multiply(layer, rows)[1] == 0 and packed_weights.nbytes() == 0
+    free = limits.free
     monkeypatch.undo()
-    assert free() and (memory.free() or 2**40) > 2**20
+    assert free() and (limits.free() or 2**40) > 2**20
 
 
 @packed_only
 def test_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "pack", lambda weight: SimpleNamespace().missing)
-    monkeypatch.setattr(packing, "_native", lambda: None)
-    packing.unavailable.cache_clear()
+    monkeypatch.setattr(packed_weights, "pack", lambda weight: SimpleNamespace().missing)
+    monkeypatch.setattr(packed_weights, "_native", lambda: None)
+    packed_weights.unavailable.cache_clear()
     try:
-        assert "no packed products" in (packing.unavailable() or "")
+        assert "no packed products" in (packed_weights.unavailable() or "")
         assert multiply(torch.nn.Linear(48, 64), torch.randn(4, 48))[1] == 0
     finally:
         monkeypatch.undo()
-        packing.unavailable.cache_clear()
+        packed_weights.unavailable.cache_clear()
 
 
 @packed_only
 def test_a_copy_goes_with_its_layer() -> None:
     layer = torch.nn.Linear(48, 64)
     multiply(layer, torch.randn(4, 48))
-    assert packing.nbytes() == 48 * 64 * 4
+    assert packed_weights.nbytes() == 48 * 64 * 4
     del layer
-    assert packing.nbytes() == 0
+    assert packed_weights.nbytes() == 0
 
 
 # ---------------------------------------------------------------------------------------------- siblings
@@ -299,15 +300,15 @@ def _same(block: Block, x: Any, outputs: list[Any]) -> None:
 def widths(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of outputs of each product that was computed."""
     found: list[int] = []
-    product: Any = packing.multiply if kind != "skinny" else products._skinny()
+    product: Any = packed_weights.multiply if kind != "skinny" else linear._skinny()
 
     def counted(rows: Any, weights: Any, bias: Any) -> Any:
         output = product(rows, weights, bias)
         found.append(output.shape[-1])
         return output
 
-    monkeypatch.setattr(packing, "multiply", counted)
-    monkeypatch.setattr(products, "_skinny", lambda: counted)
+    monkeypatch.setattr(packed_weights, "multiply", counted)
+    monkeypatch.setattr(linear, "_skinny", lambda: counted)
     return found
 
 
@@ -325,17 +326,19 @@ def test_siblings_share_a_product_from_the_second_step_on(kind: str, block: Bloc
     _same(block, x, block.run(x, _calls(decode)))
     assert widths == [80, 32, 128]
     if kind == "skinny":
-        assert packing.count() == packing.nbytes() == 0
+        assert packed_weights.count() == packed_weights.nbytes() == 0
         return
     # and the next call, which finds the copies
     widths.clear()
     _same(block, x, block.run(x, _calls(Products("always"))))
     assert widths == [80, 32, 128]
-    assert packing.count() == 6
+    assert packed_weights.count() == 6
     panel = 64 if kind == "packed" else 1  # outputs that a copy is filled up to
-    assert packing.nbytes() == sum(-(-out // panel) * panel * size * 4 for out, size in [(80, 32), (32, 80), (128, 32)])
-    packing.release()
-    assert packing.count() == packing.nbytes() == 0
+    assert packed_weights.nbytes() == sum(
+        -(-out // panel) * panel * size * 4 for out, size in [(80, 32), (32, 80), (128, 32)]
+    )
+    packed_weights.release()
+    assert packed_weights.count() == packed_weights.nbytes() == 0
 
 
 @torch.no_grad()
@@ -383,7 +386,7 @@ def test_siblings_that_part(kind: str, block: Block, widths: list[int]) -> None:
         torch.testing.assert_close(call(block.up, hidden), stock(block.up, hidden))
     assert widths[0] == 48
     _same(block, x, block.run(x, call))
-    assert packing.count() == (6 if kind != "skinny" else 0)
+    assert packed_weights.count() == (6 if kind != "skinny" else 0)
 
 
 def test_siblings_in_inference_mode(block: Block, widths: list[int]) -> None:
@@ -401,7 +404,7 @@ def test_siblings_in_inference_mode(block: Block, widths: list[int]) -> None:
 def test_siblings_without_memory(block: Block, widths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Products("always")
     x = torch.randn(4, 32)
-    monkeypatch.setattr(packing, "join", lambda siblings: False)
+    monkeypatch.setattr(packed_weights, "join", lambda siblings: False)
     for _ in range(3):
         widths.clear()
         _same(block, x, block.run(x.clone(), _calls(decode)))
@@ -412,7 +415,7 @@ def test_siblings_without_memory(block: Block, widths: list[int], monkeypatch: p
 @torch.no_grad()
 def test_copies_and_weights_as_they_are_in_one_call(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt has many rows, the steps after it few: siblings are joined for either."""
-    if (skinny := products._skinny()) is None:
+    if (skinny := linear._skinny()) is None:
         pytest.skip("there is no native operator here")
     done: list[tuple[str, int]] = []
 
@@ -423,16 +426,16 @@ def test_copies_and_weights_as_they_are_in_one_call(block: Block, monkeypatch: p
 
         return multiply
 
-    monkeypatch.setattr(products, "_SKINNY_ROWS", 4)
-    monkeypatch.setattr(packing, "multiply", counted("packed", packing.multiply))
-    monkeypatch.setattr(products, "_skinny", lambda: counted("skinny", skinny))
+    monkeypatch.setattr(linear, "_SKINNY_ROWS", 4)
+    monkeypatch.setattr(packed_weights, "multiply", counted("packed", packed_weights.multiply))
+    monkeypatch.setattr(linear, "_skinny", lambda: counted("skinny", skinny))
     decode = Products("always")
     for rows in (9, 9, 3, 3, 9, 3):
         x = torch.randn(rows, 32)
         _same(block, x, block.run(x, _calls(decode)))
     steps = [("packed", 9, 6), ("packed", 9, 3), ("skinny", 3, 6), ("skinny", 3, 3), ("packed", 9, 3), ("skinny", 3, 3)]
     assert done == [(name, rows) for name, rows, count in steps for _ in range(count)]
-    assert packing.count() == 6
+    assert packed_weights.count() == 6
 
 
 # ---------------------------------------------------------------------------------------------- halves
@@ -449,13 +452,13 @@ def of_halves(size: int = 80, width: int = 70) -> Any:
 def read(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[list[torch.dtype]]:
     """The dtypes of the weights that each product reads."""
     found: list[list[torch.dtype]] = []
-    product: Any = products._skinny()
+    product: Any = linear._skinny()
 
     def counted(rows: Any, weights: Any, bias: Any) -> Any:
         found.append([weight.dtype for weight in weights])
         return product(rows, weights, bias)
 
-    monkeypatch.setattr(products, "_skinny", lambda: counted)
+    monkeypatch.setattr(linear, "_skinny", lambda: counted)
     return found
 
 
@@ -466,9 +469,9 @@ def test_weights_that_are_halves_are_read_as_such(read: list[list[torch.dtype]])
     output, ours = multiply(layer, rows)
     assert ours == 1 and read == [[torch.float16]]
     assert torch.equal(output, torch.ops.fastgen.skinny_linear(rows, [layer.weight], layer.bias)), "to the last digit"
-    assert packing.count() == 1 and packing.nbytes() == layer.weight.nbytes // 2
+    assert packed_weights.count() == 1 and packed_weights.nbytes() == layer.weight.nbytes // 2
     multiply(layer, rows)
-    assert packing.count() == 1 and len(read) == 2
+    assert packed_weights.count() == 1 and len(read) == 2
 
 
 @skinny_only
@@ -481,7 +484,7 @@ def test_one_other_number_is_enough_for_float32(place: int, value: float, read: 
     for _ in range(2):
         output, _ = multiply(layer, rows)
         torch.testing.assert_close(output, stock(layer, rows), equal_nan=True)
-    assert read == [[torch.float32]] * 2 and packing.count() == 0
+    assert read == [[torch.float32]] * 2 and packed_weights.count() == 0
 
 
 @skinny_only
@@ -503,13 +506,13 @@ def test_halves_where_memory_is_short_or_the_clock_against_them(
 ) -> None:
     layer, rows = of_halves(512, 512), torch.randn(2, 512)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "free", lambda: 1000)
+        patch.setattr(limits, "free", lambda: 1000)
         multiply(layer, rows)
-    assert read == [[torch.float32]] and packing.count() == 0
+    assert read == [[torch.float32]] and packed_weights.count() == 0
     for pays in (False, True):
-        products._verdicts.clear()
+        linear._verdicts.clear()
         # Against stock it always pays here.
-        monkeypatch.setattr(products, "_is_faster", lambda *args, pays=pays: pays or args[-1] is None)
+        monkeypatch.setattr(linear, "_is_faster", lambda *args, pays=pays: pays or args[-1] is None)
         multiply(layer, rows, "auto")
         assert read[-1] == [torch.float16 if pays else torch.float32]
 
@@ -546,7 +549,7 @@ def test_screened_products(read: list[list[torch.dtype]]) -> None:
         rows = torch.randn(2, 128)
         output, whole = decode(layer, rows, stock), stock(layer, rows)
         assert torch.equal(output.argmax(-1), whole.argmax(-1)) and (output == -torch.inf).sum() > 7000
-    assert not read and packing.count() == 1 and 0.25 < packing.nbytes() / layer.weight.nbytes < 0.3
+    assert not read and packed_weights.count() == 1 and 0.25 < packed_weights.nbytes() / layer.weight.nbytes < 0.3
     assert torch.equal(Products("always")(layer, rows, stock).argmax(-1), whole.argmax(-1)) and len(read) == 1
 
 
@@ -588,10 +591,10 @@ def test_screening_where_memory_is_short_or_the_clock_against_it(
 ) -> None:
     layer, rows = torch.nn.Linear(512, 512), torch.randn(2, 512)
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "free", lambda: 1000)
-        assert (_watched(layer, rows)(layer, rows, stock) > -torch.inf).all() and packing.count() == 0
+        patch.setattr(limits, "free", lambda: 1000)
+        assert (_watched(layer, rows)(layer, rows, stock) > -torch.inf).all() and packed_weights.count() == 0
     for pays in (False, True):
-        products._verdicts.clear()
-        monkeypatch.setattr(products, "_is_faster", lambda *args, pays=pays: pays or args[-1] is None)
+        linear._verdicts.clear()
+        monkeypatch.setattr(linear, "_is_faster", lambda *args, pays=pays: pays or args[-1] is None)
         output = _watched(layer, rows, "auto")(layer, rows, stock)
         assert bool((output == -torch.inf).any()) is pays

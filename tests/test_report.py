@@ -176,7 +176,7 @@ def test_a_reason_of_the_hosts_version_is_told_once(monkeypatch: pytest.MonkeyPa
     assert len(caught) == 1
 
 
-@pytest.mark.parametrize("module", ["fastgen.decoding.replay", "transformers.generation.utils", "torch.nn"])
+@pytest.mark.parametrize("module", ["fastgen.replay.replayer", "transformers.generation.utils", "torch.nn"])
 def test_a_warning_is_of_the_users_line(module: str) -> None:
     there: dict[str, object] = {"__name__": module, "report": report}
     exec("def run(): report.warn('slower than it could be')", there)

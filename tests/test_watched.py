@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastgen.decoding.watched import are_interrupted, are_of, is_watched  # noqa: E402, needs torch
+from fastgen.patching.replaced_code import are_interrupted, are_of, is_watched  # noqa: E402, needs torch
 
 
 class _Function:

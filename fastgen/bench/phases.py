@@ -37,9 +37,9 @@ class Phases:
     17% longer, the faster ones more; it is time that passes in all phases alike.
 
     What it cannot tell apart: of steps that fastgen has recorded and replays, which operator runs. So inside the block
-    they are not replayed (`replay="off"`): of one sentence or few the real time is less. Compiled steps
-    (`compile=True`) are the rest of the decoder as a whole. And on a GPU what is under way is not what was called:
-    there the process is to run with CUDA_LAUNCH_BLOCKING=1, which costs time of its own, on all sides.
+    they are not replayed (`replay="off"`): of one sentence or few the real time is less. And on a GPU
+    what is under way is not what was called: there the process is to run with CUDA_LAUNCH_BLOCKING=1, which costs time
+    of its own, on all sides.
     """
 
     def __init__(self, model: Any, host: str = "transformers", interval: float = INTERVAL) -> None:

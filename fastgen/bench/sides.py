@@ -87,7 +87,6 @@ SIDES: dict[str, Side] = {
         _ours("fastgen.generate, refilled", "the batch kept full: refill=True", runner="lists"),
         options={"refill": True},
     ),
-    "fastgen-compiled": _ours("fastgen, compiled", "compile=True; compiling is not timed", compile="1"),
 }
 
 

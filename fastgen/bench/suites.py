@@ -96,7 +96,7 @@ def peers(quick: bool) -> list[Section]:
             [*_SHOWN, "phases"],
         ),
     ]
-    modes, lists = (*MODES, "fastgen-compiled"), (*OURS, "fastgen-lists", "fastgen-refill")
+    modes, lists = MODES, (*OURS, "fastgen-lists", "fastgen-refill")
     if quick:
         return sections
     return [

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fastgen.buffers import Buffers
-from fastgen.cache.slim import Slim, keys_and_values
+from fastgen.cache.slim.latent import Slim, keys_and_values
+from fastgen.memory.buffers import Buffers
 
 FIRST_STEPS = 64  # steps allocated at first
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.

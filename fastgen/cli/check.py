@@ -131,9 +131,9 @@ def _surroundings() -> str:
     from fastgen import ops
 
     device = torch.device("cpu")  # where the tiny models are
-    how = fastgen.status().operators
-    plain = sorted({text for text in how.values() if not text.startswith("native")})
-    operators = "native" if ops.is_native(device) else "; ".join(plain)
+    is_native = ops.is_native(device)  # loads them, so that the status knows
+    plain = sorted({text for text in fastgen.status().operators.values() if not text.startswith("native")})
+    operators = "native" if is_native else "; ".join(plain)
     return (
         f"fastgen {fastgen.__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"CPU with {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; operators: {operators}"

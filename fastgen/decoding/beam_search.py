@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.buffers import Buffers
+from fastgen.memory.buffers import Buffers
 
 _DEAD = -1.0e9  # the host's mark of a beam that must not be chosen
 

@@ -1,10 +1,10 @@
 """Attention to a latent on CUDA devices, in Triton: keys and values are one tensor, and each part of it is read once.
 
 After the decoding kernels of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1), whose queries
-are absorbed by the keys' projection as those of `fastgen.cache.slim` are: all heads and beams of a sentence are rows
-over one latent. A tile of the latent is loaded once and serves both products, with an online softmax between; tiles of
-rows that share it are launched side by side, so that all but the first find it in the L2 cache. Keys are split among
-blocks and joined as in `fastgen.ops.triton_attention`.
+are absorbed by the keys' projection as those of `fastgen.cache.slim.latent` are: all heads and beams of a sentence are
+rows over one latent. A tile of the latent is loaded once and serves both products, with an online softmax between;
+tiles of rows that share it are launched side by side, so that all but the first find it in the L2 cache. Keys are
+split among blocks and joined as in `fastgen.ops.triton_attention`.
 
 Importing this needs Triton, which torch's wheels for CUDA bring along.
 """

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fastgen.memory import is_out_of_memory
+from fastgen.memory.limits import is_out_of_memory
 
 Unit = TypeVar("Unit")
 Result = TypeVar("Result")

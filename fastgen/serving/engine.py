@@ -19,7 +19,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fastgen.cli.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
-from fastgen.memory import is_out_of_memory
+from fastgen.memory.limits import is_out_of_memory
 from fastgen.optimizer.transformers.refill import Call, Found, Running, unrefillable
 from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory

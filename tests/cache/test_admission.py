@@ -8,8 +8,8 @@ pytest.importorskip("torch", reason="the caches need torch")
 
 import torch
 
-from fastgen.cache.admission import LIMIT, Sample, judge
-from fastgen.cache.slim import Projections
+from fastgen.cache.slim.accuracy import LIMIT, Sample, judge
+from fastgen.cache.slim.latent import Projections
 
 
 def sample(smallest: float = 1.0, dtype: torch.dtype = torch.float32, size: int = 8) -> Sample:
@@ -71,7 +71,7 @@ def test_what_does_not_hold_the_input() -> None:
 
 def test_an_input_that_errs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check would notice a cache that computes something else."""
-    from fastgen.cache.slim import InputCache
+    from fastgen.cache.slim.latent import InputCache
 
     attend = InputCache.attend
     monkeypatch.setattr(InputCache, "attend", lambda self, *rest: attend(self, *rest) * 1.0001)

@@ -10,9 +10,9 @@ pytest.importorskip("torch", reason="the caches need torch")
 
 import torch
 
-from fastgen.cache import planner
-from fastgen.cache.planner import Call, Geometry, Rates
-from fastgen.cache.slim import Choice
+from fastgen.cache.slim import planner
+from fastgen.cache.slim.latent import Choice
+from fastgen.cache.slim.planner import Call, Geometry, Rates
 
 WHISPER_LARGE = Geometry(32, 32, 20, 20, 64, 1280, 1280)
 RATES = Rates(

@@ -8,8 +8,8 @@ pytest.importorskip("torch", reason="the caches need torch")
 
 import torch
 
-from fastgen.attention import beam_attention
-from fastgen.cache.slim import InputCache, KeyCache, Projections, Slim, condition, rotated, slim_cache
+from fastgen.cache.slim.latent import InputCache, KeyCache, Projections, Slim, condition, rotated, slim_cache
+from fastgen.layers.attention import beam_attention
 
 # batch, beams, query heads, key heads, head size, value size, width of the input, positions
 SHAPES = [

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # models and judge, whatever pyt
 import torch
 
 import fastgen
-from fastgen import packing
+from fastgen.layers import packed_weights
 
 torch.set_num_threads(int(os.environ.get("FASTGEN_TEST_THREADS", "1")))
 
@@ -40,9 +40,9 @@ def _undisturbed() -> Iterator[None]:
 @pytest.fixture
 def always_packed() -> Iterator[None]:
     """Every product that can be is packed, and no copy is there before."""
-    if (reason := packing.unavailable()) is not None:
+    if (reason := packed_weights.unavailable()) is not None:
         pytest.skip(f"no packed products here: {reason}")
-    packing.release()
+    packed_weights.release()
     fastgen.configure(packing="always")
     yield
-    packing.release()
+    packed_weights.release()

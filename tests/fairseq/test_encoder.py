@@ -12,7 +12,7 @@ import pytest
 import torch
 from fairseq.sequence_generator import EnsembleModel
 
-from fastgen import packing
+from fastgen.layers import packed_weights
 from fastgen.optimizer.fairseq import encoder
 
 pytestmark = pytest.mark.usefixtures("always_packed")
@@ -36,7 +36,7 @@ def test_states(name: str, lengths: tuple[int, ...]) -> None:
     stock, ours = _both(models.load(name), models.batch(lengths))
     # Of up to 12 rows products read the weights where they are.
     is_packed = len(lengths) * (max(lengths) + 1) > 12
-    assert packing.count() == 6 * len(models.load(name).encoder.layers) * is_packed
+    assert packed_weights.count() == 6 * len(models.load(name).encoder.layers) * is_packed
     assert stock.keys() == ours.keys()
     torch.testing.assert_close(stock["encoder_out"], ours["encoder_out"], rtol=1e-5, atol=1e-5)
     assert torch.equal(stock["encoder_padding_mask"][0], ours["encoder_padding_mask"][0])
@@ -95,7 +95,7 @@ def test_what_stays_the_hosts(change: Callable[[Any], None], packed: int) -> Non
     model = copy.deepcopy(models.load("post-norm"))
     change(model)
     stock, ours = _both(model, models.batch())
-    assert packing.count() == packed * len(model.encoder.layers)
+    assert packed_weights.count() == packed * len(model.encoder.layers)
     torch.testing.assert_close(stock["encoder_out"], ours["encoder_out"], rtol=1e-5, atol=1e-5)
     if change is _hooked_layers:
         assert all(layer.calls == layer.fc1.calls == 2 for layer in model.encoder.layers)
@@ -111,8 +111,8 @@ def test_a_source_of_padding_alone() -> None:
 def test_hypotheses() -> None:
     for name in ("post-norm", "bart"):
         judge.compare(lambda name=name: models.generate(name, models.batch()))
-        assert packing.count() == 6 * 2 + 10 * 3 + 1
-        packing.release()
+        assert packed_weights.count() == 6 * 2 + 10 * 3 + 1
+        packed_weights.release()
 
 
 def test_padding_that_is_read_would_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,9 @@ import torch
 from emulated_graph import Graph
 from fairseq import search, sequence_generator
 
-from fastgen.decoding import collecting_search, replay, replays
-from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
+from fastgen.decoding import fairseq_beam_search
+from fastgen.decoding.fairseq_beam_search import CollectingPolicy, CollectingSearch
+from fastgen.replay import replayer, statistics
 
 DEVICE = torch.device("cpu")
 
@@ -47,23 +48,23 @@ def test_nobody_leaves_and_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("recording")
-def test_steps_of_the_search_are_replayed(recording: type[replay.Recording]) -> None:
+def test_steps_of_the_search_are_replayed(recording: type[replayer.Recording]) -> None:
     for name, options in (("post-norm", dict(beam_size=4)), ("lm", dict(beam_size=3))):
         model = models.load(name)
         run = partial(models.prompted, name) if name == "lm" else partial(models.generate, name, models.batch())
         with judge.configured(tier="fast"):
-            before = copy.copy(replays.counts(model))
+            before = copy.copy(statistics.counts(model))
             judge.ours(partial(run, min_len=12, max_len_b=20, **options))
-            after = replays.counts(model)
+            after = statistics.counts(model)
         assert after.captures - before.captures == 2, "the model's step, and the search's"
         assert after.replays - before.replays > 16
 
 
 @pytest.mark.usefixtures("recording")
-def test_the_end_is_learnt_a_step_late(recording: type[replay.Recording]) -> None:
+def test_the_end_is_learnt_a_step_late(recording: type[replayer.Recording]) -> None:
     """With nothing that waits for a value, sentences leave and the search ends a step after they could."""
     judge.compare(_staggered(), is_fast=True)
-    assert recording is not Graph or replays.counts(models.load("post-norm")).captures > 1
+    assert recording is not Graph or statistics.counts(models.load("post-norm")).captures > 1
 
 
 def _level(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,13 +87,13 @@ def _penalty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    hypothesis = collecting_search._hypothesis
+    hypothesis = fairseq_beam_search._hypothesis
 
     def of_the_first(state: Any, *args: Any) -> Any:
         state.ended_path.zero_()
         return hypothesis(state, *args)
 
-    monkeypatch.setattr(collecting_search, "_hypothesis", of_the_first)
+    monkeypatch.setattr(fairseq_beam_search, "_hypothesis", of_the_first)
 
 
 @pytest.mark.parametrize("mutate", [_level, _beyond_the_best, _penalty, _path])

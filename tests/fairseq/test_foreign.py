@@ -24,8 +24,8 @@ from torch import nn
 
 import fastgen
 from fastgen.bench.soak import modes
-from fastgen.cache import admission
-from fastgen.decoding import replays
+from fastgen.cache.slim import accuracy
+from fastgen.replay import statistics
 
 LONG = dict(beam_size=3, min_len=8, max_len_b=12)
 
@@ -105,7 +105,7 @@ def test_a_decoder_that_is_a_property(options: dict[str, Any], packing: str) -> 
 def test_a_decoder_that_is_a_property_in_recorded_steps() -> None:
     with judge.configured(replay="always"):
         judge.compare(lambda: models.generate(multilingual(), models.batch(), **LONG))
-    assert replays.counts(multilingual()).replays
+    assert statistics.counts(multilingual()).replays
 
 
 def test_an_ensemble_of_models_with_properties() -> None:
@@ -567,7 +567,7 @@ def test_no_trial_where_it_would_show(change: Any, path: str) -> None:
 def test_a_trial_of_fairseqs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing of the user's would see it, there is one."""
     looked: list[int] = []
-    noted = admission.judge
+    noted = accuracy.judge
     monkeypatch.setattr("fastgen.optimizer.fairseq.slim.judge", lambda *args: looked.append(1) or noted(*args))
     model = changed(bool)
     with judge.configured(cache="k"):

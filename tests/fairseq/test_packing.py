@@ -12,7 +12,7 @@ import torch
 from fairseq.modules.quant_noise import quant_noise
 
 import fastgen
-from fastgen import packing
+from fastgen.layers import packed_weights
 
 pytestmark = pytest.mark.usefixtures("always_packed")
 
@@ -28,18 +28,18 @@ def test_translators(name: str) -> None:
     for beams in (1, 4):
         judge.compare(lambda beams=beams: models.generate(model, models.batch(), beam_size=beams))
     layers = 6 * len(model.encoder.layers) + (10 + (name == "prophetnet")) * len(model.decoder.layers)
-    assert packing.count() == layers + (name != "adaptive")
+    assert packed_weights.count() == layers + (name != "adaptive")
     assert not any("forward" in vars(module) for module in model.modules())
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
 def test_language_models_and_ensembles() -> None:
     judge.compare(lambda: models.prompted("lm", beam_size=3))
-    packed = packing.count()
+    packed = packed_weights.count()
     assert packed == 6 * 3 + 1
     two = [models.load("post-norm"), models.load("post-norm", seed=1)]
     judge.compare(lambda: models.generate(two, models.batch(), lm_model=models.load("lm"), lm_weight=0.3))
-    assert packing.count() == packed + 2 * 43
+    assert packed_weights.count() == packed + 2 * 43
 
 
 def test_weights_that_change() -> None:
@@ -75,7 +75,9 @@ def test_hooks_and_changed_layers() -> None:
     third.fc1.forward = lambda rows: forward(rows) + 0.1
     expected = judge.compare(lambda: models.generate(model, models.batch()))
     assert seen
-    assert packing.count() == 12  # the encoder's: of the decoder, which hooks might edit between two layers, are none
+    assert (
+        packed_weights.count() == 12
+    )  # the encoder's: of the decoder, which hooks might edit between two layers, are none
     with pytest.raises(AssertionError):
         judge.assert_same(expected, judge.stock(lambda: models.generate("pre-norm", models.batch())))
 
@@ -98,7 +100,7 @@ def test_an_edit_within_a_call() -> None:
         return models.generate(model, models.batch())
 
     models.generate("pre-norm", models.batch())
-    assert packing.count() == 43
+    assert packed_weights.count() == 43
     judge.assert_same(run(3), judge.stock(lambda: run(3)))
     with pytest.raises(AssertionError):
         judge.assert_same(run(3), run(0))
@@ -107,4 +109,4 @@ def test_an_edit_within_a_call() -> None:
 def test_off() -> None:
     fastgen.configure(packing="off")
     judge.compare(lambda: models.generate("post-norm", models.batch()))
-    assert packing.count() == 0
+    assert packed_weights.count() == 0

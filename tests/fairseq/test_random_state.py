@@ -15,8 +15,8 @@ from fairseq.modules import LayerDropModuleList
 from fairseq.sequence_generator import SequenceGenerator
 from torch import nn
 
-from fastgen.decoding import replays
 from fastgen.optimizer.fairseq import refill
+from fastgen.replay import statistics
 
 SAMPLING = functools.partial(search.Sampling, sampling_topk=7)
 
@@ -50,7 +50,7 @@ def test_layerdrop(name: str, strategy: Any, setting: dict[str, Any]) -> None:
     compare(
         lambda: models.generate(model, sample, prefix=prefix, beam_size=3, max_len_b=12, strategy=strategy), **setting
     )
-    assert not replays.counts(model).captures
+    assert not statistics.counts(model).captures
 
 
 @pytest.mark.parametrize("parts", [("encoder",), ("decoder",)], ids=str)

@@ -19,11 +19,11 @@ from fairseq.sequence_generator import SequenceGenerator
 import fastgen
 from fastgen.cache import tree
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding import recordings, replay, replays
-from fastgen.decoding.collecting_search import CollectingSearch
+from fastgen.decoding.fairseq_beam_search import CollectingSearch
 from fastgen.optimizer.fairseq.session import Session
 from fastgen.optimizer.fairseq.state import State
 from fastgen.optimizer.fairseq.unchanged import snapshot
+from fastgen.replay import replayer, statistics, store
 
 pytestmark = pytest.mark.usefixtures("recording")
 
@@ -42,12 +42,12 @@ def _captures(model: Any, *args: Any, tier: str = "compat", **options: Any) -> i
     """Compare a call with stock's; how many steps it has captured: the model's, and in our loop the search's."""
     run = partial(_run, model, *args, **options)
     expected = judge.stock(run)
-    before = copy.copy(replays.counts(model))
+    before = copy.copy(statistics.counts(model))
     with judge.configured(tier=tier):
         result, (call,) = judge.ours(run)
     assert call.tier == tier
     judge.assert_same(expected, result)
-    after = replays.counts(model)
+    after = statistics.counts(model)
     assert after.replays > before.replays, "nothing was replayed"
     return after.captures - before.captures
 
@@ -55,7 +55,7 @@ def _captures(model: Any, *args: Any, tier: str = "compat", **options: Any) -> i
 def _recorded(name: str = "post-norm", tier: str = "compat") -> Any:
     """A model with one recording."""
     model = copy.deepcopy(models.load(name))
-    assert _captures(model, tier=tier) == (1 if tier == "compat" else 2) and recordings.count(model) == 1
+    assert _captures(model, tier=tier) == (1 if tier == "compat" else 2) and store.count(model) == 1
     return model
 
 
@@ -71,7 +71,7 @@ def test_one_tier_after_the_other() -> None:
     """The host's loop is given the best tokens of normalised scores, ours all."""
     model = _recorded()
     counts = [_captures(model, seed=seed, tier=tier) for seed, tier in enumerate(["fast", "compat", "fast", "compat"])]
-    assert counts == [2, 0, 0, 0] and recordings.count(model) == 2
+    assert counts == [2, 0, 0, 0] and store.count(model) == 2
 
 
 @pytest.mark.parametrize("tier", ["compat", "fast"])
@@ -88,7 +88,7 @@ def test_other_options_have_recordings_of_their_own() -> None:
     assert _captures(model, temperature=0.7) == 1
     assert _captures(model, beam_size=2) == 1
     assert _captures(model, strategy=None, unk_penalty=1.0, seed=1) == 0
-    assert recordings.count(model) == 3
+    assert store.count(model) == 3
 
 
 def test_what_a_call_has_returned_stays() -> None:
@@ -144,11 +144,11 @@ def test_a_class_that_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return forward(self, 2 * x, *args, **kwargs)
 
-    replays_before = replays.counts(model).replays
+    replays_before = statistics.counts(model).replays
     with monkeypatch.context() as patch:
         patch.setattr(transformer_layer.TransformerDecoderLayerBase, "forward", twice)
         judge.compare_fallback(partial(_run, model, seed=1), "has its own forward")
-    assert replays.counts(model).replays == replays_before, "the class is called, as whoever replaced it expects"
+    assert statistics.counts(model).replays == replays_before, "the class is called, as whoever replaced it expects"
     assert _captures(model, seed=1) == 0
 
 
@@ -173,10 +173,10 @@ def test_a_call_that_grew(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call grows into the same buffers."""
     monkeypatch.setattr(tree, "FIRST_STEPS", 5)
     monkeypatch.setattr(tree, "_REMEMBERED", 100)
-    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    monkeypatch.setattr(replayer, "_PATIENCE", 1)
     model = copy.deepcopy(models.load("post-norm"))
     counts = [_captures(model, seed=seed, tier=tier, min_len=20, max_len_b=20) for seed in (0, 0, 1, 0, 1)]
-    assert counts[0] > 2 and recordings.count(model) == 1
+    assert counts[0] > 2 and store.count(model) == 1
     assert counts[1] == counts[3] == counts[4] == 0, "as far as it grew in the same steps"
 
 
@@ -191,14 +191,14 @@ def _left(model: Any, seed: int, tier: str) -> tuple[int, list[int]]:
     sample, prefix = models.staggered(9)
     tokens = sample["net_input"]["src_tokens"]
     tokens[tokens > 3] = 4 + (tokens[tokens > 3] - 4 + seed) % models.WORDS
-    before = copy.copy(replays.counts(model))
+    before = copy.copy(statistics.counts(model))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BeamTree, "keep", noting)
         run = partial(models.generate, model, sample, prefix=prefix, beam_size=3, max_len_b=25)
         expected = judge.stock(run)
         with judge.configured(tier=tier):
             judge.assert_same(expected, judge.ours(run)[0])
-    after = replays.counts(model)
+    after = statistics.counts(model)
     assert after.replays > before.replays
     return after.captures - before.captures, left
 
@@ -207,32 +207,32 @@ def _left(model: Any, seed: int, tier: str) -> tuple[int, list[int]]:
 @pytest.mark.parametrize("tier", ["compat", "fast"])
 def test_sentences_leave(tier: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was captured before is kept; the next call begins where this one began, with all of its sentences."""
-    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    monkeypatch.setattr(replayer, "_PATIENCE", 1)
     model = copy.deepcopy(models.load("post-norm"))
     with judge.configured(cache=cache):
         first, left = _left(model, 0, tier)
-        assert left and first > 1 and recordings.count(model) == 1
+        assert left and first > 1 and store.count(model) == 1
         assert [_left(model, seed, tier)[0] < first for seed in (0, 1, 0)][::2] == [True, True]
 
 
 def test_no_room_for_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(models.load("post-norm"))
     with monkeypatch.context() as patch:
-        patch.setattr(recordings, "may_keep", lambda more, device: more == 0)
+        patch.setattr(store, "may_keep", lambda more, device: more == 0)
         _, left = _left(model, 0, "fast")
-        assert left and recordings.count(model) == 0
-    assert _left(model, 0, "fast")[1] == left and recordings.count(model) == 1
+        assert left and store.count(model) == 0
+    assert _left(model, 0, "fast")[1] == left and store.count(model) == 1
 
 
 @pytest.mark.parametrize("what", [(State, "rewind"), (Session, "rewind"), (BeamTree, "rewind")])
 def test_the_way_back_is_needed(what: tuple[type, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    monkeypatch.setattr(replayer, "_PATIENCE", 1)
     model = copy.deepcopy(models.load("post-norm"))
     monkeypatch.setattr(*what, lambda _: None)
     with pytest.raises(Exception, match=r"tokens differ|off by|shape|size|assert"):
         for _ in range(2):
             _left(model, 0, "fast")
-            assert recordings.count(model) == 1
+            assert store.count(model) == 1
 
 
 @pytest.mark.parametrize("tier", ["compat", "fast"])
@@ -243,13 +243,13 @@ def test_language_models(tier: str) -> None:
     for seed in (1, 2, 3):
         for sample in (models.prompts(seed=seed), models.prompts((1, 1, 1), seed=seed)):
             run = partial(models.prompted, model, sample, beam_size=3, max_len_b=20, min_len=18)
-            expected, before = judge.stock(run), copy.copy(replays.counts(model))
+            expected, before = judge.stock(run), copy.copy(statistics.counts(model))
             with judge.configured(tier=tier):
                 judge.assert_same(expected, judge.ours(run)[0])
-            after = replays.counts(model)
+            after = statistics.counts(model)
             assert after.replays > before.replays + 10
             counts.append(after.captures - before.captures)
-    assert min(counts[:2]) > 0 and counts[2:] == [0] * 4 and recordings.count(model) == 2
+    assert min(counts[:2]) > 0 and counts[2:] == [0] * 4 and store.count(model) == 2
 
 
 def _of_two(two: list[Any]) -> tuple[SequenceGenerator, Callable[..., Any]]:
@@ -273,13 +273,13 @@ def test_ensembles() -> None:
         if number == 3:
             _data(two[1])
         expected = judge.stock(partial(run, seed))
-        before = copy.copy(replays.counts(two[0]))
+        before = copy.copy(statistics.counts(two[0]))
         judge.assert_same(expected, judge.ours(partial(run, seed))[0])
-        after = replays.counts(two[0])
+        after = statistics.counts(two[0])
         assert after.replays > before.replays
         captures.append(after.captures - before.captures)
-    assert captures[0] > 0 and captures[1:3] == [0, 0] and recordings.count(generator.model) == 1
-    assert not recordings.count(two[0])
+    assert captures[0] > 0 and captures[1:3] == [0, 0] and store.count(generator.model) == 1
+    assert not store.count(two[0])
     assert "1 kept for later calls" in fastgen.status().replayed[type(two[0]).__name__]
     reference, model = weakref.ref(generator.model), weakref.ref(two[1])
     del generator, run, two, expected
@@ -318,9 +318,9 @@ def test_no_model_is_kept_alive() -> None:
 
 def test_released() -> None:
     model = _recorded()
-    assert recordings.nbytes(model) > 0
+    assert store.nbytes(model) > 0
     fastgen.release()
-    assert recordings.count(model) == 0 and _captures(model, seed=1) == 1
+    assert store.count(model) == 0 and _captures(model, seed=1) == 1
 
 
 def test_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def test_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
         patch.setattr(type(model.encoder), "forward", encode)
         judge.ours(partial(_run, model, seed=1))
-    assert recordings.count(model) == 0 and _captures(model, seed=1) == 1
+    assert store.count(model) == 0 and _captures(model, seed=1) == 1
 
 
 @pytest.mark.parametrize("what", [(State, "fill"), (CollectingSearch, "restart")])
@@ -351,6 +351,6 @@ def test_of_old_weights_no_recording_is_kept(cache: str) -> None:
         for _ in range(3):
             for _ in range(2):  # the first is judged on keys and values, if weights are to be inverted
                 judge.assert_same(judge.stock(run), judge.ours(run)[0])
-            assert recordings.count(model) == 1
+            assert store.count(model) == 1
             for layer in model.decoder.layers:
                 layer.self_attn.k_proj.weight.data.mul_(1.25)

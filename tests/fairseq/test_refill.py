@@ -17,7 +17,7 @@ from joined_samples import LENGTHS, PLENTY, SENTENCES, assert_same, each, genera
 
 import fastgen
 from fastgen import report
-from fastgen.cache.joint import JointTree
+from fastgen.cache.batch_tree import JointTree
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq import refill
 from fastgen.optimizer.fairseq.joint import Joint

@@ -12,8 +12,8 @@ import torch
 
 import fastgen
 from fastgen.cache import tree
-from fastgen.decoding import replay, replays
 from fastgen.optimizer.fairseq.replaying import ReplayedSteps
+from fastgen.replay import replayer, statistics
 
 pytestmark = pytest.mark.usefixtures("recording")
 
@@ -29,9 +29,9 @@ def _generated(name: str) -> Any:
 @pytest.mark.parametrize("name", [*models.TRANSLATORS, *models.LANGUAGE_MODELS])
 def test_identical(name: str) -> None:
     model = models.load(name)
-    before = copy.copy(replays.counts(model))
+    before = copy.copy(statistics.counts(model))
     judge.compare(_generated(name))
-    after = replays.counts(model)
+    after = statistics.counts(model)
     assert after.captures > before.captures and after.replays >= before.replays + 8
     assert "steps replayed" in fastgen.status().replayed[type(model).__name__]
 
@@ -40,21 +40,21 @@ def test_sentences_leave() -> None:
     sample, prefix = models.staggered(17)
     for name in ("pre-norm", "bart", "prophetnet"):
         judge.compare(lambda name=name: models.generate(name, sample, prefix=prefix, beam_size=3, max_len_b=25))
-        assert replays.counts(models.load(name)).replays > 5
+        assert statistics.counts(models.load(name)).replays > 5
 
 
 def test_slots_are_pruned_and_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "FIRST_STEPS", 3)
-    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    monkeypatch.setattr(replayer, "_PATIENCE", 1)
     judge.compare(lambda: models.generate("learned", models.batch([5, 9]), beam_size=3, max_len_b=40, min_len=40))
-    counts = replays.counts(models.load("learned"))
+    counts = statistics.counts(models.load("learned"))
     assert counts.captures > 1 and counts.replays > 10
 
 
 def test_ensembles() -> None:
     two = [models.load("post-norm"), models.load("learned", seed=1)]
     judge.compare(lambda: models.generate(two, models.batch(), **LONG))
-    assert replays.counts(two[0]).replays > 5
+    assert statistics.counts(two[0]).replays > 5
 
 
 def test_one_sentence() -> None:
@@ -70,20 +70,20 @@ def test_settings() -> None:
         ("auto", [5, 5], 14, False),
         ("always", [5, 5], 8, True),
     ):
-        replays.release()
+        statistics.release()
         fastgen.configure(replay=setting)
         judge.compare(lambda lengths=lengths, n=steps: models.generate("shared", models.batch(lengths), max_len_b=n))
-        assert (replays.counts(models.load("shared")).captures > 0) == are_replayed, (setting, lengths, steps)
+        assert (statistics.counts(models.load("shared")).captures > 0) == are_replayed, (setting, lengths, steps)
 
 
 def test_hooks_see_each_step() -> None:
     model, calls = copy.deepcopy(models.load("post-norm")), []
     handle = model.decoder.layers[0].fc1.register_forward_hook(lambda *_: calls.append(1))
     judge.compare(lambda: models.generate(model, models.batch(), **LONG))
-    assert len(calls) == 3 * 13 and not replays.counts(model).captures
+    assert len(calls) == 3 * 13 and not statistics.counts(model).captures
     handle.remove()
     judge.compare(lambda: models.generate(model, models.batch(), **LONG))
-    assert replays.counts(model).captures
+    assert statistics.counts(model).captures
 
 
 def test_positions_are_what_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,4 +103,4 @@ def test_autocast_sees_the_model() -> None:
     model = copy.deepcopy(models.load("post-norm"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         judge.ours(lambda: models.generate(model, models.batch(), **LONG))
-    assert not replays.counts(model).captures
+    assert not statistics.counts(model).captures

@@ -15,9 +15,9 @@ from joined_samples import assert_same, each, refilled, samples
 
 import fastgen
 from fastgen import report
-from fastgen.cache.inspection import Inspection
-from fastgen.decoding import recordings
+from fastgen.cache.slim.table import Inspection
 from fastgen.optimizer.fairseq.attention import Shared
+from fastgen.replay import store
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_recorded(name: str) -> None:
     for seed in range(3):
         sample = models.batch((9, 7), seed=seed)
         judge.compare(lambda sample=sample: models.generate([model], sample, beam_size=3, max_len_b=20))
-        assert recordings.count(model) >= 1
+        assert store.count(model) >= 1
     assert_stored("x+e")
 
 

@@ -15,10 +15,11 @@ import torch
 from fairseq import search
 
 import fastgen
-from fastgen import report, verification
+from fastgen import report
+from fastgen.optimizer import verification
 from fastgen.optimizer.fairseq import dispatch
 from fastgen.optimizer.fairseq.decoder import TreeEnsemble
-from fastgen.verification import DIFFERENT, NEAR_TIE, SAME, UNVERIFIED
+from fastgen.optimizer.verification import DIFFERENT, NEAR_TIE, SAME, UNVERIFIED
 
 SAMPLING = functools.partial(search.Sampling, sampling_topk=7)
 DIVERSE = functools.partial(search.DiverseSiblingsSearch, diversity_rate=0.5)

@@ -10,9 +10,10 @@ import torch
 import unilm_kit as kit
 
 import fastgen
-from fastgen import attention, report
-from fastgen.decoding import replays
+from fastgen import report
+from fastgen.layers import attention
 from fastgen.optimizer.transformers import streams, versions
+from fastgen.replay import statistics
 
 BATCHES = [(9, 4, 12), (6,), (2, 11, 5, 1, 7)]
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -77,7 +78,7 @@ def test_replayed() -> None:
             inputs = kit.padded(kit.sources(9, 4, 12, seed=seed))
             for options in (SEARCHES["plain"], SEARCHES["banned"]):
                 harness.compare(model, inputs, max_new_tokens=12, return_dict_in_generate=False, **options)
-    counted = replays.counts(model)
+    counted = statistics.counts(model)
     assert counted.replays > 50
 
 

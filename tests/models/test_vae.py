@@ -24,10 +24,10 @@ from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 import fastgen
 from fastgen import report
-from fastgen.decoding import replays
 from fastgen.models.vae import Gpt2VaeConfig, Gpt2VaeLMHeadModel
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.versions import CACHE, OLD_CACHE
+from fastgen.replay import statistics
 
 SIZE = 5  # of a latent
 WAYS = {
@@ -353,7 +353,7 @@ def test_replayed_steps(search: dict[str, Any], recording: Any) -> None:
     model = copy.deepcopy(load("both"))
     for seed in (0, 1):  # another call, of other latents
         harness.compare(model, inputs_of(model, seed), **search)
-    assert replays.counts(model).captures > 0 and replays.counts(model).replays > 10
+    assert statistics.counts(model).captures > 0 and statistics.counts(model).replays > 10
 
 
 def test_one_model_many_threads() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from references import reference
 from torch import Tensor
 
-from fastgen import attention
-from fastgen.ops import reference
+from fastgen.layers import attention
 
 EXAMPLES = 150 if "FASTGEN_TEST_CAPABILITY" in os.environ else 400  # test_topk.py starts these tests too
 CASES = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -13,15 +13,15 @@ import torch
 from build_kit import REAL, TOUCH, compiler, needs_compiler, use
 
 from fastgen import ops
-from fastgen.ops import builder, library_cache, native
-from fastgen.ops._schemas import SCHEMAS
+from fastgen.ops import builder, library, library_cache
+from fastgen.ops.operator import OPERATORS
 
 
 def test_without_a_compiler_plain_torch_serves_and_one_line_says_so(copy: Path, tmp_path: Path) -> None:
     run = use(tmp_path, copy, PATH=str(tmp_path), CXX="")
     assert run.returncode == 0, run.stderr
     reason = "plain torch (cpu: there is no C++ compiler)"
-    assert run.stdout.splitlines() == ["operators: " + ", ".join(f"{name} {reason}" for name in SCHEMAS)]
+    assert run.stdout.splitlines() == ["operators: " + ", ".join(f"{name} {reason}" for name in OPERATORS)]
     assert run.stderr == (
         "fastgen runs its cpu operators in plain torch, which is slower: there is no C++ compiler. Install one, such "
         "as g++. FASTGEN_NATIVE=0 says no more.\n"
@@ -43,8 +43,8 @@ def test_one_line_for_both_libraries(
     def refuse(library: str, *_: object) -> str:
         raise builder.Unavailable(reasons[library == "cuda"])
 
-    monkeypatch.setattr(native, "_load", refuse)
-    assert native._load_all(["cpu", "cuda"], "", ()) == dict(zip(("cpu", "cuda"), reasons, strict=True))
+    monkeypatch.setattr(library, "_load", refuse)
+    assert library._load_all(["cpu", "cuda"], "", ()) == dict(zip(("cpu", "cuda"), reasons, strict=True))
     assert capsys.readouterr().err == (
         f"fastgen runs its cpu and cuda operators in plain torch, which is slower: {said} "
         "FASTGEN_NATIVE=0 says no more.\n"
@@ -52,8 +52,8 @@ def test_one_line_for_both_libraries(
 
 
 def test_a_program_without_a_console(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(native.sys, "stderr", None)
-    native._say("a line")
+    monkeypatch.setattr(library.sys, "stderr", None)
+    library._say("a line")
     assert capsys.readouterr().out == ""
 
 
@@ -73,7 +73,7 @@ def test_build_without_a_compiler(copy: Path, tmp_path: Path) -> None:
 
 def test_switched_off(tmp_path: Path) -> None:
     run = use(tmp_path, FASTGEN_NATIVE="0", CXX=compiler(tmp_path, "exit 1"))
-    assert run.stdout.count("plain torch (cpu: FASTGEN_NATIVE=0)") == len(SCHEMAS), run.stderr
+    assert run.stdout.count("plain torch (cpu: FASTGEN_NATIVE=0)") == len(OPERATORS), run.stderr
     assert run.stderr == "" and not (tmp_path / "calls").exists()
 
 
@@ -145,11 +145,11 @@ def test_a_compiler_that_was_killed_gets_another_chance(
     monkeypatch.setenv("CXX", compiler(tmp_path, body))
     for _ in range(2):
         with pytest.raises(builder.BuildFailed, match="compiling the cpu operators with cxx failed"):
-            native._find("cpu", "")
+            library._find("cpu", "")
     (log,) = tmp_path.glob("*.log")
     assert log.name.endswith(".interrupted.log")
     compiler(tmp_path, TOUCH)
-    assert native._find("cpu", "").read_text() == "built\n"
+    assert library._find("cpu", "").read_text() == "built\n"
     assert not list(tmp_path.glob("*.log"))
 
 
@@ -158,12 +158,12 @@ def test_a_failed_build_keeps_no_other_compiler_from_trying(tmp_path: Path, monk
     monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
     monkeypatch.setenv("CXX", compiler(tmp_path, "echo error: an option is unknown; exit 1"))
     with pytest.raises(builder.BuildFailed, match="compiling"):
-        native._find("cpu", "")
+        library._find("cpu", "")
     with pytest.raises(builder.BuildFailed, match="an earlier build failed"):
-        native._find("cpu", "")
+        library._find("cpu", "")
     newer = Path(compiler(tmp_path, TOUCH))
     newer.write_text(newer.read_text().replace("test 1.0", "test 2.0"))
-    assert native._find("cpu", "").is_file()
+    assert library._find("cpu", "").is_file()
     assert not list(tmp_path.glob("*.log"))
 
 
@@ -201,7 +201,7 @@ def test_threads_build_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("CXX", compiler(tmp_path, TOUCH))
     monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
     found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(native._find("cpu", ""))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: found.append(library._find("cpu", ""))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -234,14 +234,14 @@ def test_the_cache_needs_no_compiler(copy: Path, tmp_path: Path) -> None:
     """Nor the one that built it: a process without any finds what another has left."""
     if not ops.is_native(torch.device("cpu")):
         pytest.skip("no native operators")
-    library = native._find("cpu", "")
+    found = library._find("cpu", "")
     assert "compiling" in use(tmp_path, copy, CXX=compiler(tmp_path, TOUCH)).stderr
     (built,) = tmp_path.glob("cpu-*.so")
     assert built.read_text() == "built\n"
     for suffix in (".so", ".sha256"):
-        shutil.copyfile(library.with_suffix(suffix), built.with_suffix(suffix))
+        shutil.copyfile(found.with_suffix(suffix), built.with_suffix(suffix))
     run = use(tmp_path, copy, PATH=str(tmp_path), CXX="", FASTGEN_NATIVE="required")
-    assert run.stdout.count("native (cpu)") == len(SCHEMAS), run.stderr
+    assert run.stdout.count("native (cpu)") == len(OPERATORS), run.stderr
     assert run.stderr == ""
 
 
@@ -250,9 +250,9 @@ def test_a_library_built_ahead_of_time_comes_first(tmp_path: Path, monkeypatch: 
     ready = tmp_path / f"cpu-{builder.source_key('cpu')}.so"
     ready.write_text("")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native._find("cpu", "") == native._find("cpu", "required") == ready
+    assert library._find("cpu", "") == library._find("cpu", "required") == ready
     with pytest.raises(builder.Unavailable):
-        native._find("cpu", "build")
+        library._find("cpu", "build")
 
 
 @pytest.mark.parametrize("variable", ["CXX", "CXXFLAGS"])
@@ -267,7 +267,7 @@ def test_a_user_without_a_home(copy: Path, tmp_path: Path, monkeypatch: pytest.M
     run = use(tmp_path, copy, FASTGEN_CACHE_DIR="", XDG_CACHE_HOME="", HOME="", CXX=compiler(tmp_path, TOUCH))
     assert run.returncode == 0, run.stderr
     reason = "there is no home directory to keep libraries in (set FASTGEN_CACHE_DIR)"
-    assert run.stdout.count(reason) == len(SCHEMAS)
+    assert run.stdout.count(reason) == len(OPERATORS)
     assert reason in run.stderr and len(run.stderr.splitlines()) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"copy", "cxx"}
 
@@ -291,7 +291,7 @@ def test_a_user_without_a_home(copy: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_a_cache_in_the_current_directory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTGEN_CACHE_DIR", path)
     with pytest.raises(builder.Unavailable, match="FASTGEN_CACHE_DIR must be an absolute path, not "):
-        native._find("cpu", "build")
+        library._find("cpu", "build")
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert builder.cuda_architectures() == ["8.0", "9.0"]
     for built, fits in (("8.0 9.0a+PTX 12.0", True), ("9.0", False)):
         (tmp_path / "cuda.arch").write_text(built)
-        assert native._fits_devices(tmp_path / "cuda.so") is fits
+        assert library._fits_devices(tmp_path / "cuda.so") is fits
 
     def refuse(device: int) -> None:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess. To use CUDA with\nmultiprocessing, ...")
@@ -346,7 +346,7 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ):
             function()
     with pytest.raises(builder.Unavailable, match="the CUDA devices can't be asked"):
-        native._load("cuda", "", ())
+        library._load("cuda", "", ())
 
 
 def test_the_host_compiler_of_nvcc(tmp_path: Path) -> None:
@@ -373,10 +373,10 @@ def test_the_standard_that_torch_asks_for(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_real_build_from_the_sources(tmp_path: Path) -> None:
     started = time.time()
     run = use(tmp_path, FASTGEN_NATIVE="build", CXXFLAGS="-O0")
-    assert run.stdout.count("native (cpu)") == len(SCHEMAS), run.stdout + run.stderr
+    assert run.stdout.count("native (cpu)") == len(OPERATORS), run.stdout + run.stderr
     assert len(run.stderr.splitlines()) == 1 and "fastgen: compiling its cpu operators with" in run.stderr
-    (library,) = tmp_path.glob("cpu-*.so")
-    assert library.stat().st_mtime >= started - 1
+    (built,) = tmp_path.glob("cpu-*.so")
+    assert built.stat().st_mtime >= started - 1
     cached = use(tmp_path, CXXFLAGS="-O0", FASTGEN_NATIVE="required")
     assert cached.stdout == run.stdout and cached.stderr == ""
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from references import reference
 from torch import Tensor
 
 from fastgen import ops
-from fastgen.ops import reference
 
 CASES = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int64)

@@ -18,8 +18,8 @@ import pytest
 from build_kit import REAL, TOUCH, compiler, needs_compiler, use
 
 from fastgen import files
-from fastgen.ops import builder, library_cache, native
-from fastgen.ops._schemas import SCHEMAS
+from fastgen.ops import builder, library, library_cache
+from fastgen.ops.operator import OPERATORS
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="native operators are built on POSIX systems")
 as_root = pytest.mark.skipif(os.name == "posix" and os.geteuid() != 0, reason="only root can give files away")
@@ -84,7 +84,7 @@ def test_a_folder_of_others_is_left_alone(spoil: Plant, why: str, mode: str, cac
     before = contents(cache)
     spoil(cache)
     with pytest.raises(library_cache.Untrusted, match=why):
-        native._find("cpu", mode)
+        library._find("cpu", mode)
     assert contents(cache) == before and not (tmp_path / "calls").exists()
 
 
@@ -92,7 +92,7 @@ def test_a_new_folder_is_not_made_where_others_may_rename_it(cache: Path, tmp_pa
     cache.rmdir()
     tmp_path.chmod(0o777)
     with pytest.raises(library_cache.Untrusted, match="others may rename what is in"):
-        native._find("cpu", "")
+        library._find("cpu", "")
     assert not cache.exists()
 
 
@@ -101,7 +101,7 @@ def test_a_folder_of_ones_own(mode: int, cache: Path) -> None:
     """Also one that others may read, as earlier versions made it, or that nobody may write to."""
     plant(target(cache))
     cache.chmod(mode)
-    assert native._find("cpu", "required").read_text() == "planted"
+    assert library._find("cpu", "required").read_text() == "planted"
     assert stat.S_IMODE(cache.stat().st_mode) == mode
 
 
@@ -109,10 +109,10 @@ def test_parents_that_are_safe(cache: Path, tmp_path: Path, monkeypatch: pytest.
     """A sticky one, as /tmp, and a link, which leads to where nobody else may rename anything."""
     plant(target(cache))
     tmp_path.chmod(0o1777)
-    assert native._find("cpu", "").parent == cache
+    assert library._find("cpu", "").parent == cache
     (tmp_path / "link").symlink_to(tmp_path)
     monkeypatch.setenv("FASTGEN_CACHE_DIR", str(tmp_path / "link/cache"))
-    assert native._find("cpu", "").parent == cache
+    assert library._find("cpu", "").parent == cache
 
 
 def test_a_group_of_ones_own(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_group_of_ones_own(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
     tmp_path.chmod(0o775)
     cache.chmod(0o775)
     monkeypatch.setattr(library_cache, "_is_own_group", lambda number: True)
-    assert native._find("cpu", "").parent == cache
+    assert library._find("cpu", "").parent == cache
     assert stat.S_IMODE(cache.stat().st_mode) == 0o755
 
 
@@ -167,7 +167,7 @@ def test_code_of_others_does_not_run(spoil: Plant, why: str, copy: Path, tmp_pat
     assert re.search(why, warning) and str(cache) in warning and warning.endswith(". FASTGEN_NATIVE=0 says no more.")
     reason = warning.partition("slower: ")[2].removesuffix(". FASTGEN_NATIVE=0 says no more.")
     # The status is wrapped, also at hyphens.
-    assert without_spaces(run.stdout).count(without_spaces(f"plain torch (cpu: {reason})")) == len(SCHEMAS)
+    assert without_spaces(run.stdout).count(without_spaces(f"plain torch (cpu: {reason})")) == len(OPERATORS)
     # The same library is run from a folder that is the user's own: what is tested here is the folder.
     os.chown(cache, os.geteuid(), os.getegid())
     cache.chmod(0o700)
@@ -203,7 +203,7 @@ def test_a_library_that_is_not_what_was_compiled_is_compiled_again(spoil: Plant,
     plant(target(cache))
     spoil(target(cache))
     for _ in range(2):
-        found = native._find("cpu", "")
+        found = library._find("cpu", "")
         assert found == target(cache) and not found.is_symlink() and found.read_text() == "built\n"
     assert (cache.parent / "calls").read_text().count("-shared") == 1
     if (other := cache.parent / "other.so").exists():
@@ -215,14 +215,14 @@ def test_without_a_compiler_a_damaged_library_is_named(cache: Path, monkeypatch:
     cut(target(cache))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(builder.Unavailable, match=f"CXX names, and {target(cache)} is left alone"):
-        native._find("cpu", "")
+        library._find("cpu", "")
 
 
 def test_a_second_name_of_a_library_does_no_harm(cache: Path) -> None:
     """As in a backup that shares its files."""
     plant(target(cache))
     os.link(target(cache), cache.parent / "second")
-    assert native._find("cpu", "").read_text() == "planted"
+    assert library._find("cpu", "").read_text() == "planted"
 
 
 @needs_compiler
@@ -231,10 +231,10 @@ def test_a_library_that_registers_nothing(copy: Path, tmp_path: Path) -> None:
     body = f'case "$*" in *-shared*) {link};; *) {TOUCH};; esac'
     run = use(tmp_path, copy, CXX=compiler(tmp_path, body))
     assert run.returncode == 0, run.stderr
-    missing = f"{target(tmp_path)} registers no {', '.join(SCHEMAS)}"
+    missing = f"{target(tmp_path)} registers no {', '.join(OPERATORS)}"
     (warning,) = run.stdout.splitlines()[1:]
     assert f"plain torch, which is slower: the library {missing}. FASTGEN_NATIVE=build tries again" in warning
-    assert run.stdout.splitlines()[0].count("plain torch (cpu: the library") == len(SCHEMAS)
+    assert run.stdout.splitlines()[0].count("plain torch (cpu: the library") == len(OPERATORS)
     required = use(tmp_path, copy, FASTGEN_NATIVE="required", CXX=compiler(tmp_path, body))
     assert f"RuntimeError: FASTGEN_NATIVE=required, but the library {missing}." in required.stderr
 
@@ -257,7 +257,7 @@ def test_the_modes_of_a_build(cache: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("CXX", compiler(tmp_path, f"{TOUCH}\n{note}"))
     cache.rmdir()
     monkeypatch.setenv("FASTGEN_CACHE_DIR", str(cache / "new/fastgen"))
-    name = native._find("cpu", "").stem
+    name = library._find("cpu", "").stem
     assert set((tmp_path / "modes").read_text().split()) == {"700"}
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert modes(cache) == {
@@ -273,7 +273,7 @@ def test_the_modes_of_a_build(cache: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_the_modes_of_a_failed_build(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", compiler(cache.parent, "exit 1"))
     with pytest.raises(builder.BuildFailed):
-        native._find("cpu", "")
+        library._find("cpu", "")
     assert set(modes(cache).values()) == {0o600} and len(modes(cache)) == 2
     assert len(list(cache.glob("*.log"))) == len(list(cache.glob("*.lock"))) == 1
 
@@ -284,7 +284,7 @@ def test_a_log_does_not_follow_a_link(cache: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CXX", compiler(cache.parent, "kill -9 $$"))
     target(cache).with_suffix(".interrupted.log").symlink_to(victim)
     with pytest.raises(builder.BuildFailed):
-        native._find("cpu", "")
+        library._find("cpu", "")
     assert victim.read_text() == "mine"
 
 
@@ -301,14 +301,14 @@ def test_a_lock_that_leads_elsewhere(make: Callable[[Path, Path], None], why: st
     victim.write_text("mine")
     make(target(cache).with_suffix(".lock"), victim)
     with pytest.raises(OSError, match=why):
-        native._find("cpu", "")
+        library._find("cpu", "")
     assert victim.read_text() == "mine" and not target(cache).exists()
 
 
 def test_a_lock_is_not_emptied(cache: Path) -> None:
     lock = target(cache).with_suffix(".lock")
     lock.write_text("noted")
-    assert native._find("cpu", "").is_file()
+    assert library._find("cpu", "").is_file()
     assert lock.read_text() == "noted"
 
 
@@ -317,7 +317,9 @@ START = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+import torch
 from fastgen import ops
+ops.is_native(torch.device("cpu"))
 """
 
 
@@ -360,7 +362,7 @@ def test_the_next_build_removes_what_a_killed_one_has_left(
     assert list(cache.glob("building-cpu-*"))
     (cache / "building-cpu-another-1").mkdir()  # another library's, whose lock is not held
     compiler(tmp_path, TOUCH)
-    assert native._find("cpu", "").read_text() == "built\n"
+    assert library._find("cpu", "").read_text() == "built\n"
     assert [path.name for path in cache.glob("building-*")] == ["building-cpu-another-1"]
 
 
@@ -369,7 +371,7 @@ def test_a_handler_of_the_users_stays(cache: Path, tmp_path: Path, monkeypatch: 
     before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     try:
         monkeypatch.setenv("CXX", compiler(tmp_path, f"kill -TERM {os.getpid()}\n{TOUCH}"))
-        assert native._find("cpu", "").is_file()
+        assert library._find("cpu", "").is_file()
         assert seen
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -378,7 +380,7 @@ def test_a_handler_of_the_users_stays(cache: Path, tmp_path: Path, monkeypatch: 
 def test_sigterm_is_as_it_was_after_a_build(cache: Path) -> None:
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        native._find("cpu", "")
+        library._find("cpu", "")
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)

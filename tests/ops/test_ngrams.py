@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from references import reference
 from torch import Tensor
-
-from fastgen.ops import reference
 
 CASES = settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from references import reference
 from test_attention import EXAMPLES
 from torch import Tensor
 from torch.nn import functional as F
 
 from fastgen import ops
-from fastgen.ops import reference
 
 CASES = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastgen.attention import stream_attention
+from fastgen.layers.attention import stream_attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

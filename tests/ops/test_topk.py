@@ -14,9 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from references import reference
 from torch import Tensor
-
-from fastgen.ops import reference
 
 CAPABILITY = "FASTGEN_TEST_CAPABILITY"
 EXAMPLES = 300 if CAPABILITY in os.environ else 1000

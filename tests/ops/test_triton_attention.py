@@ -13,11 +13,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from references import reference
 from torch import Tensor
 from triton_kit import run_in_the_interpreter, run_outside_the_interpreter
 
-from fastgen import attention, gpu_attention
-from fastgen.ops import reference
+from fastgen.layers import attention, attention_kernels
+from fastgen.ops import attention as ops_attention
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -86,7 +87,7 @@ def check(attend: Any, arguments: tuple[Tensor, Tensor, Tensor, Tensor | None], 
     output = attend(query, key, value, bias, 0.37, splits=splits)
     assert output.is_contiguous() and output.dtype == query.dtype
     doubles = [x if x is None else x.double() for x in arguments]
-    exact = attention.unfold_beams(_softmax(*doubles))
+    exact = ops_attention.unfold_beams(_softmax(*doubles))
     torch_s = reference.beam_attention(*arguments, 0.37).double() if query.is_cuda else exact
     is_row = exact.isfinite()
     assert output[~is_row].isnan().all(), "a row of -inf alone"
@@ -100,10 +101,10 @@ def check(attend: Any, arguments: tuple[Tensor, Tensor, Tensor, Tensor | None], 
 
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    folded = attention.fold_beams(query, *key.shape[:2])  # [B, Hkv, G, M, D]
+    folded = ops_attention.fold_beams(query, *key.shape[:2])  # [B, Hkv, G, M, D]
     scores = folded @ key[:, :, None].mT * 0.37
     if bias is not None:
-        scores = scores + attention._per_group(bias, *folded.shape[1:3])
+        scores = scores + ops_attention._per_group(bias, *folded.shape[1:3])
     return scores.softmax(-1) @ value[:, :, None]
 
 
@@ -252,11 +253,11 @@ def choose(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             return milliseconds if attend is kernel.beam_attention else 5.0
 
         kernel = type("kernel", (), {"beam_attention": staticmethod(ours), "unsupported": interpreted.unsupported})
-        monkeypatch.setattr(gpu_attention, "_kernel", lambda _: kernel)
-        monkeypatch.setattr(gpu_attention, "_milliseconds", timed)
-        monkeypatch.setattr(gpu_attention, "_verdicts", {})
+        monkeypatch.setattr(attention_kernels, "_kernel", lambda _: kernel)
+        monkeypatch.setattr(attention_kernels, "_milliseconds", timed)
+        monkeypatch.setattr(attention_kernels, "_verdicts", {})
         arguments = (*inputs({**CASE, **case}), 0.37, attention._plain)
-        first, again = (gpu_attention.kernel_for(*arguments) for _ in range(2))
+        first, again = (attention_kernels.kernel_for(*arguments) for _ in range(2))
         assert first is again
         return first is ours
 
@@ -287,32 +288,32 @@ def test_nor_one_that_fails(choose: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     finally:
         torch.use_deterministic_algorithms(False)
     assert choose(4.0)
-    monkeypatch.setattr(gpu_attention, "_kernel", lambda _: None)
-    assert gpu_attention.kernel_for(*inputs(CASE), 0.37, attention._plain) is None
+    monkeypatch.setattr(attention_kernels, "_kernel", lambda _: None)
+    assert attention_kernels.kernel_for(*inputs(CASE), 0.37, attention._plain) is None
 
 
 def test_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_attention._kernel.cache_clear()
+    attention_kernels._kernel.cache_clear()
     try:
         monkeypatch.setenv("FASTGEN_NATIVE", "0")
-        assert gpu_attention._kernel("triton_attention") is None
+        assert attention_kernels._kernel("triton_attention") is None
     finally:
-        gpu_attention._kernel.cache_clear()
+        attention_kernels._kernel.cache_clear()
 
 
 def test_milliseconds() -> None:
     query = torch.zeros(1)
-    assert 1.0 <= gpu_attention._milliseconds(lambda *_: time.sleep(0.001) or query, query) < 100
+    assert 1.0 <= attention_kernels._milliseconds(lambda *_: time.sleep(0.001) or query, query) < 100
 
 
 @pytest.mark.gpu
 def test_a_trial_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is taken, the result is right, and a graph may hold it once it has been tried."""
-    monkeypatch.setattr(gpu_attention, "_verdicts", {})
+    monkeypatch.setattr(attention_kernels, "_verdicts", {})
     arguments = inputs({**CASE, "keys": 4000}, "cuda")
     expected = attention._plain(*arguments, 0.37)
     torch.testing.assert_close(attention.beam_attention(*arguments, 0.37), expected)
-    assert len(gpu_attention._verdicts) == 1
+    assert len(attention_kernels._verdicts) == 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = attention.beam_attention(*arguments, 0.37)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from triton_kit import run_in_the_interpreter, run_outside_the_interpreter
 
-from fastgen import attention, gpu_attention
-from fastgen.cache import slim
-from fastgen.cache.slim import InputCache, Projections
+from fastgen.cache.slim import latent
+from fastgen.cache.slim.latent import InputCache, Projections
+from fastgen.layers import attention, attention_kernels
+from fastgen.ops.attention import fold_beams
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -90,7 +91,7 @@ def check(attend: Callable[..., Tensor], arguments: Any, terms: int, **how: Any)
     assert output.is_contiguous() and output.dtype == torch.float32
     assert output.shape == (query.shape[0], 1, query.shape[1], query.shape[3])
     query, latent, bias = (None if x is None else x.double() for x in (query, latent, bias))
-    folded = attention.fold_beams(query, latent.shape[0], 1)[:, 0]  # [B, H, M, C]
+    folded = fold_beams(query, latent.shape[0], 1)[:, 0]  # [B, H, M, C]
     scores = folded @ latent.mT * scale
     exact = (scores if bias is None else scores + bias).softmax(-1) @ latent  # [B, H, M, C]
     exact = exact.transpose(1, 2).flatten(0, 1)[:, None]
@@ -301,17 +302,17 @@ class Kernels:
         self.milliseconds = 4.0
         self.spoil: Callable[[Tensor], Tensor] = lambda output: output
         self.TERMS, self.unsupported, self._attend = module.TERMS, module.unsupported, module.latent_attention
-        monkeypatch.setattr(slim, "may_take_triton", lambda *tensors: not any(x.requires_grad for x in tensors))
-        monkeypatch.setattr(gpu_attention, "_kernel", {"triton_latent": self}.get)
-        monkeypatch.setattr(gpu_attention, "_milliseconds", self._timed)
-        monkeypatch.setattr(gpu_attention, "_verdicts", {})
+        monkeypatch.setattr(latent, "may_take_triton", lambda *tensors: not any(x.requires_grad for x in tensors))
+        monkeypatch.setattr(attention_kernels, "_kernel", {"triton_latent": self}.get)
+        monkeypatch.setattr(attention_kernels, "_milliseconds", self._timed)
+        monkeypatch.setattr(attention_kernels, "_verdicts", {})
 
     def latent_attention(self, *arguments: Any, terms: int) -> Tensor:
         self.calls.append(terms)
         return self.spoil(self._attend(*arguments, terms=terms))
 
     def _timed(self, attend: Any, *arguments: Any) -> float:
-        return 5.0 if attend is slim._attended else self.milliseconds
+        return 5.0 if attend is latent._attended else self.milliseconds
 
     def taken(self, layer: Layer) -> int | None:
         """The terms of the kernel that `attend` takes once all has been tried, None for torch's."""
@@ -344,10 +345,10 @@ def test_nor_where_the_latent_is_strong_where_keys_ignore_it(kernels: Kernels, m
     mine, its = layer.errors()
     assert mine <= 2 * its, (mine, its)
     kernels.TERMS = (1,)
-    gpu_attention._of_weights.clear()
+    attention_kernels._of_weights.clear()
     assert kernels.taken(layer) is None, "one alone is refused"
-    monkeypatch.setattr(gpu_attention.Trial, "is_exact", lambda *_: True)
-    gpu_attention._of_weights.clear()
+    monkeypatch.setattr(attention_kernels.Trial, "is_exact", lambda *_: True)
+    attention_kernels._of_weights.clear()
     assert kernels.taken(layer) == 1
     mine, its = layer.errors()
     assert mine > 4 * its, "rightly so"
@@ -367,7 +368,7 @@ def test_scores_beyond_float16(kernels: Kernels) -> None:
 
 def test_the_faster_one_is_taken(kernels: Kernels) -> None:
     assert kernels.taken(Layer()) == 1
-    gpu_attention._verdicts.clear()
+    attention_kernels._verdicts.clear()
     kernels.milliseconds = 6.0
     assert kernels.taken(Layer()) is None
 
@@ -388,7 +389,7 @@ def test_nor_one_that_fails(kernels: Kernels) -> None:
 
 def test_each_layers_weights_are_tried_and_shapes_timed_once(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = []
-    monkeypatch.setattr(gpu_attention, "_milliseconds", lambda *_: timed.append(1) or len(timed))
+    monkeypatch.setattr(attention_kernels, "_milliseconds", lambda *_: timed.append(1) or len(timed))
     one, other = Layer(), Layer(ignored=30.0)
     assert kernels.taken(one) == 1 and len(timed) == 2
     assert kernels.taken(other) == 2 and len(timed) == 4
@@ -401,13 +402,13 @@ def test_each_layers_weights_are_tried_and_shapes_timed_once(kernels: Kernels, m
 def test_nothing_is_tried_where_it_may_not(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer()
     expected = layer.attend()
-    gpu_attention._of_weights.clear()
-    gpu_attention._verdicts.clear()
+    attention_kernels._of_weights.clear()
+    attention_kernels._verdicts.clear()
     kernels.calls.clear()
     is_capturing = [True]
-    monkeypatch.setattr(gpu_attention, "_is_capturing", lambda _: is_capturing[0])
+    monkeypatch.setattr(attention_kernels, "_is_capturing", lambda _: is_capturing[0])
     torch.testing.assert_close(layer.attend(), expected, rtol=2e-3, atol=2e-3)
-    assert not kernels.calls and not gpu_attention._verdicts, "a graph is captured"
+    assert not kernels.calls and not attention_kernels._verdicts, "a graph is captured"
     is_capturing[0] = False
     assert kernels.taken(layer) == 1
     is_capturing[0] = True
@@ -455,18 +456,18 @@ def test_models_sizes_on_a_gpu(size: int, terms: int) -> None:
 @pytest.mark.parametrize("ignored", [0.0, 30.0])
 def test_a_trial_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ignored: float) -> None:
     """Whatever is taken is exact enough, and a graph may hold it once it has been tried."""
-    monkeypatch.setattr(gpu_attention, "_verdicts", {})
+    monkeypatch.setattr(attention_kernels, "_verdicts", {})
     layer = Layer(dtype, "cuda", ignored=ignored)
     mine, its = layer.errors()
     assert mine <= 2 * its, (mine, its)
-    assert gpu_attention._verdicts, "something was timed"
-    expected, tried = layer.attend(), len(gpu_attention._verdicts)
+    assert attention_kernels._verdicts, "something was timed"
+    expected, tried = layer.attend(), len(attention_kernels._verdicts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = layer.attend()
     output.fill_(math.nan)
     graph.replay()
-    assert torch.equal(output, expected) and len(gpu_attention._verdicts) == tried
+    assert torch.equal(output, expected) and len(attention_kernels._verdicts) == tried
 
 
 @pytest.mark.gpu

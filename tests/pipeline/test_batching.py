@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.memory import is_out_of_memory
+from fastgen.memory.limits import is_out_of_memory
 from fastgen.pipeline import batching
 from fastgen.pipeline.batching import AutoBatch, run_with_backoff
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils import _pytree as pytree
 
-from fastgen.decoding import tape
+from fastgen.replay import tape
 
 
 class Graph(tape.DecomposingMode):

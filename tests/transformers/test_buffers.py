@@ -13,7 +13,7 @@ import torch
 import zoo
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from fastgen import buffers
+from fastgen.memory import buffers
 from fastgen.optimizer.transformers.versions import CACHE
 
 pytestmark = pytest.mark.skipif(not buffers._COUNTS, reason="this torch does not count references to memory")

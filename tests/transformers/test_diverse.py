@@ -19,7 +19,7 @@ from transformers.generation import utils
 
 import fastgen
 from fastgen import report
-from fastgen.decoding.diverse_search import DiverseSearch
+from fastgen.decoding.diverse_beam_search import DiverseSearch
 from fastgen.optimizer.transformers import group_search, versions
 from fastgen.optimizer.transformers.versions import CACHE
 

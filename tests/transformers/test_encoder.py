@@ -15,7 +15,8 @@ import zoo
 from disguise import disguised
 
 import fastgen
-from fastgen import packing, report
+from fastgen import report
+from fastgen.layers import packed_weights
 from fastgen.optimizer.transformers import encoder
 
 NAMES = """bart bart_eager bart_distilled mbart marian m2m_100 pegasus blenderbot t5 mt5 umt5 bert2bert bert2gpt2
@@ -97,7 +98,7 @@ def test_states(name: str) -> None:
             torch.testing.assert_close(states[part], stock[part], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(packing.unavailable() is not None, reason="this torch has no packed products")
+@pytest.mark.skipif(packed_weights.unavailable() is not None, reason="this torch has no packed products")
 @pytest.mark.parametrize("is_mixed", [True, False])
 def test_on_packed_weights(is_mixed: bool) -> None:
     """Whether or not there is padding to leave out; the encoder's layers alone are packed."""
@@ -105,13 +106,13 @@ def test_on_packed_weights(is_mixed: bool) -> None:
     inputs = mixed("bart") if is_mixed else zoo.inputs_for("bart", ragged=False)
     with fastgen.disabled():
         stock = encoder_states(model, inputs)["encoder_outputs"].last_hidden_state
-    packing.release()
+    packed_weights.release()
     fastgen.configure(packing="always")
     states = encoder_states(model, inputs)["encoder_outputs"].last_hidden_state
-    assert packing.count() == 6 * len(model.get_encoder().layers)
+    assert packed_weights.count() == 6 * len(model.get_encoder().layers)
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(states[real], stock[real], rtol=1e-5, atol=1e-5)
-    packing.release()
+    packed_weights.release()
 
 
 def test_what_the_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:

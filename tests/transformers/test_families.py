@@ -12,7 +12,7 @@ import torch
 import zoo
 
 import fastgen
-from fastgen import packing
+from fastgen.layers import packed_weights
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.versions import CACHE
 
@@ -141,28 +141,28 @@ def test_identical_with_one_sentence_and_two_beams(family: str, tier: str) -> No
     harness.compare(zoo.load(family), inputs, tier=tier, num_beams=2, max_new_tokens=9, output_scores=True)
 
 
-@pytest.mark.skipif(packing.unavailable() is not None, reason="this torch has no packed products")
+@pytest.mark.skipif(packed_weights.unavailable() is not None, reason="this torch has no packed products")
 @pytest.mark.parametrize("tier", harness.TIERS)
 @pytest.mark.parametrize("family", zoo.ACCELERATED)
 def test_identical_on_packed_weights(family: str, tier: str) -> None:
-    packing.release()
+    packed_weights.release()
     fastgen.configure(packing="always")
     stock = _stock(family, "plain", False)
     harness.compare(zoo.load(family), _inputs(family), tier=tier, stock=stock, **SEARCHES["plain"], **TOKENS)
-    assert packing.count() > 0
-    packing.release()
+    assert packed_weights.count() > 0
+    packed_weights.release()
 
 
-@pytest.mark.skipif(packing.unavailable() is not None, reason="this torch has no packed products")
+@pytest.mark.skipif(packed_weights.unavailable() is not None, reason="this torch has no packed products")
 @pytest.mark.parametrize("tier", harness.TIERS)
 @pytest.mark.parametrize("family", sorted({"bart", "llama"}.intersection(zoo.ACCELERATED)))
 def test_the_prompt_is_read_on_packed_weights(family: str, tier: str) -> None:
     """One new token: there is no step but the prompt's."""
-    packing.release()
+    packed_weights.release()
     fastgen.configure(packing="always")
     harness.compare(zoo.load(family), _inputs(family), tier=tier, num_beams=2, max_new_tokens=1)
-    assert packing.count() > 0
-    packing.release()
+    assert packed_weights.count() > 0
+    packed_weights.release()
 
 
 # ---------------------------------------------------------------------------------------------- Whisper's own way

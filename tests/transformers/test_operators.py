@@ -18,10 +18,11 @@ from transformers.generation.logits_process import (
     NoRepeatNGramLogitsProcessor,
 )
 
-from fastgen import ops, packing
-from fastgen.decoding import foreign_code
+from fastgen import ops
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
+from fastgen.layers import packed_weights
 from fastgen.optimizer.transformers.processors import Processing
+from fastgen.patching import foreign_code
 
 needs_native = pytest.mark.skipif(not ops.is_native(torch.device("cpu")), reason="no native operators")
 TOKENS = dict(return_dict_in_generate=False, num_beams=4, max_new_tokens=12)
@@ -187,10 +188,10 @@ def test_weights_that_are_halves(family: str) -> None:
             harness.compare(
                 model, zoo.inputs_for(family), tier="fast" if search["num_beams"] > 1 else "compat", **search
             )
-            layers = [module for module in model.modules() if module in packing._halves]
+            layers = [module for module in model.modules() if module in packed_weights._halves]
             assert len(layers) >= 4
     for layer in layers:
-        assert torch.equal(packing._halves[layer].copy.float(), layer.weight)
+        assert torch.equal(packed_weights._halves[layer].copy.float(), layer.weight)
 
 
 # ---------------------------------------------------------------------------------------------- ties

@@ -22,16 +22,16 @@ from transformers.models.bart import modeling_bart
 from transformers.models.llama import modeling_llama
 
 import fastgen
-from fastgen import memory
 from fastgen.cache.tree import BeamTree, TreeLayer
-from fastgen.decoding import recordings, replay, replays
 from fastgen.decoding.beam_search import BeamSearch
-from fastgen.decoding.unchanged import Snapshot
+from fastgen.memory import limits
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import snapshot
 from fastgen.optimizer.transformers.versions import CACHE
+from fastgen.replay import replayer, statistics, store
+from fastgen.replay.guards import Snapshot
 
 pytestmark = [
     pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
@@ -47,9 +47,9 @@ def _inputs(family: str, seed: int = 0, **shape: Any) -> dict[str, Any]:
 
 def _captures(model: Any, inputs: dict[str, Any], *, proofs_alone: bool = False, **options: Any) -> int:
     """Compare a call with stock's; how many model steps it has captured (compat: the search is the host's)."""
-    before = copy.copy(replays.counts(model))
+    before = copy.copy(statistics.counts(model))
     harness.compare(model, inputs, **{"tier": "compat", **LONG, **options})
-    after = replays.counts(model)
+    after = statistics.counts(model)
     assert after.replays > before.replays or proofs_alone, "nothing was replayed"
     return after.captures - before.captures
 
@@ -57,12 +57,12 @@ def _captures(model: Any, inputs: dict[str, Any], *, proofs_alone: bool = False,
 def _recorded(family: str) -> Any:
     """A model with one recording, of calls like `_inputs(family)`."""
     model = copy.deepcopy(zoo.load(family))
-    assert _captures(model, _inputs(family)) == 1 and recordings.count(model) == 1
+    assert _captures(model, _inputs(family)) == 1 and store.count(model) == 1
     return model
 
 
 @pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
-def test_later_calls(family: str, recording: type[replay.Recording]) -> None:
+def test_later_calls(family: str, recording: type[replayer.Recording]) -> None:
     model = _recorded(family)
     assert "1 kept for later calls" in fastgen.status().replayed[type(model).__name__]
     for seed in (1, 2):
@@ -104,7 +104,7 @@ def test_what_the_user_passes_is_not_written_to(beams: int, length: int) -> None
         inputs = {"attention_mask": inputs["attention_mask"], "encoder_outputs": outputs}
         with harness.configured(tier="compat"):
             assert torch.equal(stock, zoo.generate(model, inputs, **options))
-    assert replays.counts(model).captures == 1
+    assert statistics.counts(model).captures == 1
     for now, before in zip(passed[::2], passed[1::2], strict=True):
         assert all(map(torch.equal, now, before))
 
@@ -129,7 +129,7 @@ def _growing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree is outgrown every few steps, and captured again at once."""
     monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 5)
     monkeypatch.setattr("fastgen.cache.tree._REMEMBERED", 100)
-    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    monkeypatch.setattr(replayer, "_PATIENCE", 1)
 
 
 @pytest.mark.parametrize("family", ["bart", "t5", "whisper", "llama", "gpt2", "gemma2"])
@@ -138,7 +138,7 @@ def test_a_call_that_grew(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _growing(monkeypatch)
     model = copy.deepcopy(zoo.load(family))
     counts = [_captures(model, _inputs(family, seed)) for seed in (0, 0, 1, 0, 1)]
-    assert counts[0] > 1 and recordings.count(model) == 1
+    assert counts[0] > 1 and store.count(model) == 1
     assert counts[1] == counts[3] == counts[4] == 0, "as far as it grew in the same steps"
     longer = dict(max_new_tokens=20, min_new_tokens=20)
     assert _captures(model, _inputs(family), **longer) > counts[0], "a longer one has a recording of its own"
@@ -151,16 +151,16 @@ def test_what_is_outgrown_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 4)
     sizes = []
     for patience, most in ((10, 100), (1, 100), (1, 2)):
-        recordings.release()
-        monkeypatch.setattr(replay, "_PATIENCE", patience)
+        store.release()
+        monkeypatch.setattr(replayer, "_PATIENCE", patience)
         monkeypatch.setattr("fastgen.cache.tree._REMEMBERED", most)
         for seed in (0, 0, 1):
             _captures(model, _inputs("llama", seed), **options)
-        (kept,) = recordings._kept[model].recordings.values()
+        (kept,) = store._kept[model].recordings.values()
         sizes.append(len(kept.state.tree._remembered))
         assert kept.captured.keys() <= kept.state.tree._remembered.keys()
         each = [sum(tensor.nbytes for tensor in here.values()) for here in kept.state.tree._remembered.values()]
-        assert recordings.nbytes(model) >= sum(each) > each[0]
+        assert store.nbytes(model) >= sum(each) > each[0]
         assert most > 2 or sum(each) <= 3 * max(each)
     assert max(sizes[0], sizes[2]) < sizes[1], sizes
 
@@ -178,10 +178,10 @@ def test_what_is_outgrown_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TreeLayer, "grow", noting)
     model = copy.deepcopy(zoo.load("llama"))
     with monkeypatch.context() as patch:
-        patch.setattr(recordings, "may_keep", lambda more, device: more == 0)
-        assert _captures(model, _inputs("llama")) > 1 and recordings.count(model) == 0
+        patch.setattr(store, "may_keep", lambda more, device: more == 0)
+        assert _captures(model, _inputs("llama")) > 1 and store.count(model) == 0
     assert held and not any(held)
-    assert _captures(model, _inputs("llama")) > 1 and any(held) and recordings.count(model) == 1
+    assert _captures(model, _inputs("llama")) > 1 and any(held) and store.count(model) == 1
 
 
 _LEAVING = dict(num_beams=4, max_new_tokens=20, min_new_tokens=0, early_stopping=True, length_penalty=-1.0)
@@ -210,7 +210,7 @@ def test_sentences_leave(family: str, is_slim: bool, monkeypatch: pytest.MonkeyP
     model = copy.deepcopy(zoo.load(family))
     with harness.configured(cache="x" if is_slim else "kv"):
         first, left = _left(model, _inputs(family, batch=6))
-        assert left and first > 2 and recordings.count(model) == 1
+        assert left and first > 2 and store.count(model) == 1
         for seed in (0, 1, 0):
             again, _ = _left(model, _inputs(family, seed, batch=6))
             assert again < first or seed, "what is captured after some have left alone"
@@ -220,11 +220,11 @@ def test_sentences_leave(family: str, is_slim: bool, monkeypatch: pytest.MonkeyP
 def test_no_room_for_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(zoo.load("bart"))
     with monkeypatch.context() as patch:
-        patch.setattr(recordings, "may_keep", lambda more, device: more == 0)
+        patch.setattr(store, "may_keep", lambda more, device: more == 0)
         # So few steps are left to each capture that none is replayed after its proof.
         _, left = _left(model, _inputs("bart", batch=6), proofs_alone=True)
-        assert left and recordings.count(model) == 0
-    assert _left(model, _inputs("bart", batch=6), proofs_alone=True)[1] == left and recordings.count(model) == 1
+        assert left and store.count(model) == 0
+    assert _left(model, _inputs("bart", batch=6), proofs_alone=True)[1] == left and store.count(model) == 1
 
 
 @pytest.mark.parametrize("spoiled", [BeamTree.rewind, TreeLayer.rewind, State.rewind, State.remember])
@@ -235,7 +235,7 @@ def test_the_way_back_is_needed(spoiled: Any, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Exception, match=r"differ|size|shape|nothing|count|assert|NoneType"):
         for _ in range(2):
             _left(model, _inputs("bart", batch=6))
-            assert recordings.count(model) == 1
+            assert store.count(model) == 1
 
 
 def test_what_the_result_holds_is_not_written_to() -> None:
@@ -385,7 +385,7 @@ def _changeable(change: Callable[[Any, Any], None]) -> tuple[Any, dict[str, Any]
 @pytest.mark.parametrize("packing", ["off", "always"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_has_changed(
-    change: Callable[[Any, Any], None], packing: str, recording: type[replay.Recording], monkeypatch: Any
+    change: Callable[[Any, Any], None], packing: str, recording: type[replayer.Recording], monkeypatch: Any
 ) -> None:
     if recording is Graph and packing == "always":
         pytest.skip("weights are packed on the CPU, where there are no graphs")
@@ -411,7 +411,7 @@ def test_the_snapshot_is_what_tells(change: Callable[[Any, Any], None], monkeypa
 @pytest.mark.parametrize("cache", ["kv", "x", "k"])
 @pytest.mark.parametrize("is_half", [False, True], ids=["float", "half"])
 def test_products_on_copies_of_weights_that_have_changed(
-    is_half: bool, cache: str, recording: type[replay.Recording]
+    is_half: bool, cache: str, recording: type[replayer.Recording]
 ) -> None:
     """Of each model one recording is kept: what holds old weights is let go."""
     if recording is Graph:
@@ -424,7 +424,7 @@ def test_products_on_copies_of_weights_that_have_changed(
         with harness.configured(packing="always", cache=cache):
             for _ in range(3):
                 harness.compare(model, _inputs("bart", batch=batch), tier="compat", **options)
-                assert recordings.count(model) == 1
+                assert store.count(model) == 1
                 for layer in model.get_decoder().layers:
                     for product in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.fc1, layer.fc2):
                         product.weight.data.normal_(std=0.4)
@@ -456,7 +456,7 @@ def test_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(BeamSearch, "running", choose)
             with pytest.raises(type(error)):
                 harness.run_fastgen(model, _inputs("bart", batch=5), tier="fast", num_beams=3, max_new_tokens=5)
-        assert recordings.count(model) == count
+        assert store.count(model) == count
     assert _captures(model, _inputs("bart", 1)) == 1
 
 
@@ -505,14 +505,14 @@ def test_what_cannot_be_looked_at_again(make: Callable[[], Any]) -> None:
     model = copy.deepcopy(zoo.load("bart"))
     model.get_decoder().something = make()
     for seed in range(2):
-        assert _captures(model, _inputs("bart", seed)) == 1 and recordings.count(model) == 0
+        assert _captures(model, _inputs("bart", seed)) == 1 and store.count(model) == 0
 
 
 def test_methods_and_closures_keep_no_model_alive() -> None:
     for value in (lambda model: model.generate, lambda model: lambda: model, lambda model: partial(print, model)):
         model = copy.deepcopy(zoo.load("bart"))
         model.something = value(model)
-        assert _captures(model, _inputs("bart")) == 1 and recordings.count(model) == 0
+        assert _captures(model, _inputs("bart")) == 1 and store.count(model) == 0
 
 
 class _OfAUser(modeling_bart.BartForConditionalGeneration):
@@ -530,7 +530,7 @@ def test_a_model_that_nobody_has_tested_shares_nothing(monkeypatch: pytest.Monke
         harness.compare(model, _inputs("bart", seed, ragged=False), expected="fallback", **LONG)
         with harness.configured(foreign_code="trial"):
             harness.compare(model, _inputs("bart", seed, ragged=False), **LONG)
-        assert recordings.count(model) == replays.counts(model).captures == 0
+        assert store.count(model) == statistics.counts(model).captures == 0
 
 
 def test_weights_that_the_model_has_no_longer_are_let_go() -> None:
@@ -540,27 +540,27 @@ def test_weights_that_the_model_has_no_longer_are_let_go() -> None:
     model.get_decoder().layers[0].fc1 = copy.deepcopy(model.get_decoder().layers[0].fc1)
     harness.compare(model, _inputs("bart"), **{**LONG, "num_beams": 2})
     gc.collect()
-    assert old() is None and recordings.count(model) == 1
+    assert old() is None and store.count(model) == 1
 
 
 def test_surroundings() -> None:
     """All that a step depends on tells recordings apart."""
     cpu = torch.device("cpu")
-    keys = [recordings.surroundings(cpu)]
+    keys = [store.surroundings(cpu)]
     for packing in ("off", "always"):
         with fastgen.configured(packing=packing):
-            keys.append(recordings.surroundings(cpu))
+            keys.append(store.surroundings(cpu))
     with torch.inference_mode():
-        keys.append(recordings.surroundings(cpu))
+        keys.append(store.surroundings(cpu))
     torch.use_deterministic_algorithms(True)
-    keys.append(recordings.surroundings(cpu))
+    keys.append(store.surroundings(cpu))
     torch.use_deterministic_algorithms(False)
     torch.set_default_dtype(torch.float64)
-    keys.append(recordings.surroundings(cpu))
+    keys.append(store.surroundings(cpu))
     torch.set_default_dtype(torch.float32)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        keys.append(recordings.surroundings(cpu))
-    assert len(set(keys)) == len(keys) and recordings.surroundings(cpu) == keys[0]
+        keys.append(store.surroundings(cpu))
+    assert len(set(keys)) == len(keys) and store.surroundings(cpu) == keys[0]
 
 
 def test_interrupted_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -571,10 +571,10 @@ def test_interrupted_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "may_keep", interrupt)
+        patch.setattr(limits, "may_keep", interrupt)
         with pytest.raises(KeyboardInterrupt):
             zoo.generate(model, _inputs("bart", 1), **LONG)
-    recordings.nbytes()
+    store.nbytes()
     harness.compare(model, _inputs("bart", 2), tier="compat", **LONG)
 
 
@@ -588,7 +588,7 @@ def test_the_source_is_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_leftovers_are_not_seen() -> None:
     """Whatever the last call has left in memory."""
     model = _recorded("llama")
-    (recording,) = recordings._kept[model].recordings.values()
+    (recording,) = store._kept[model].recordings.values()
     for layer in recording.state.tree.layers:
         for stored in layer.stored():
             stored.fill_(torch.nan)
@@ -620,7 +620,7 @@ def test_threads_have_their_own() -> None:
     for thread in threads:
         thread.join()
     assert all(map(torch.equal, stock, outputs))
-    assert 1 <= recordings.count(model) <= recordings._MOST
+    assert 1 <= store.count(model) <= store._MOST
 
 
 def test_a_call_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,14 +636,14 @@ def test_a_call_that_fails_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(BeamTree, "advance", failing)
         with pytest.raises(ValueError, match="six"):
             zoo.generate(model, _inputs("bart", 1), **LONG)
-    assert recordings.count(model) == 0
+    assert store.count(model) == 0
     assert _captures(model, _inputs("bart", 1)) == 1
 
 
 def test_they_die_with_the_model() -> None:
     model = _recorded("bart")
     Graph.made.clear()
-    (recording,) = recordings._kept[model].recordings.values()
+    (recording,) = store._kept[model].recordings.values()
     tree, weight = weakref.ref(recording.state.tree.layers[0].stored()[0]), weakref.ref(model.lm_head.weight)
     gone = weakref.ref(model)
     del recording
@@ -659,14 +659,14 @@ def test_they_die_with_the_model() -> None:
 def test_a_copy_of_the_model_has_none() -> None:
     model = _recorded("bart")
     other = copy.deepcopy(model)
-    assert recordings.count(other) == 0 and _captures(other, _inputs("bart", 1)) == 1
+    assert store.count(other) == 0 and _captures(other, _inputs("bart", 1)) == 1
 
 
 def test_release() -> None:
     model = _recorded("bart")
-    assert recordings.nbytes() > 0
+    assert store.nbytes() > 0
     fastgen.release()
-    assert recordings.count(model) == recordings.nbytes() == 0
+    assert store.count(model) == store.nbytes() == 0
     assert _captures(model, _inputs("bart", 1)) == 1
 
 
@@ -674,12 +674,12 @@ def test_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _recorded("bart")
     for beams in (2, 4, 5, 6):
         _captures(model, _inputs("bart"), num_beams=beams)
-    assert recordings.count(model) == recordings._MOST
+    assert store.count(model) == store._MOST
     assert _captures(model, _inputs("bart"), num_beams=2) == 0
     assert _captures(model, _inputs("bart")) == 1  # the oldest had gone
-    monkeypatch.setattr(memory, "may_keep", lambda size, taken: False)
+    monkeypatch.setattr(limits, "may_keep", lambda size, taken: False)
     _captures(model, _inputs("bart"))
-    assert recordings.count(model) == 0
+    assert store.count(model) == 0
 
 
 def test_nothing_is_widened_that_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

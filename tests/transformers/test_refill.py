@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen import report
-from fastgen.cache.joint import JointTree
+from fastgen.cache.batch_tree import JointTree
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.transformers import refill
 

@@ -19,10 +19,10 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.cache import tree
-from fastgen.decoding import replay, replays
-from fastgen.decoding.tape import Tape
 from fastgen.optimizer.transformers import modules, session, versions
 from fastgen.optimizer.transformers.versions import CACHE_LENGTH
+from fastgen.replay import replayer, statistics
+from fastgen.replay.tape import Tape
 
 pytestmark = [
     pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
@@ -38,13 +38,13 @@ def _inputs(family: str, **options: Any) -> dict[str, Any]:
 
 
 def _counts(model: Any) -> tuple[int, int]:
-    counts = replays.counts(model)
+    counts = statistics.counts(model)
     return counts.captures, counts.replays
 
 
 @pytest.mark.parametrize("tier", harness.TIERS)
 @pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
-def test_identical(family: str, tier: str, recording: type[replay.Recording]) -> None:
+def test_identical(family: str, tier: str, recording: type[replayer.Recording]) -> None:
     model = copy.deepcopy(zoo.load(family))
     # The model, and our search where nothing may wait for the device.
     parts = 2 if tier == "fast" and recording is Graph else 1
@@ -60,7 +60,7 @@ def test_identical(family: str, tier: str, recording: type[replay.Recording]) ->
 
 @pytest.mark.parametrize("tier", harness.TIERS)
 def test_a_model_that_waits_for_a_value(
-    tier: str, recording: type[replay.Recording], monkeypatch: pytest.MonkeyPatch
+    tier: str, recording: type[replayer.Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules, "_NUMBERING_UNLESS_TOLD", {})
     model = copy.deepcopy(zoo.load("trocr"))
@@ -75,7 +75,7 @@ def test_a_model_that_waits_for_a_value(
 @pytest.mark.parametrize("family", sorted({"bart", "t5", "llama", "mistral"}.intersection(zoo.ACCELERATED)))
 def test_slots_are_pruned_and_grow(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "FIRST_STEPS", 3)
-    monkeypatch.setattr(replay, "_PATIENCE", 1)
+    monkeypatch.setattr(replayer, "_PATIENCE", 1)
     model = copy.deepcopy(zoo.load(family))
     harness.compare(model, _inputs(family, batch=5), num_beams=3, min_new_tokens=30, max_new_tokens=30)
     assert _counts(model)[0] > 1 and _counts(model)[1] > 5  # the first replay of each capture is its proof
@@ -206,14 +206,14 @@ def test_inference_mode(family: str, search: str) -> None:
     assert _counts(model)[1] > 1 and "captured" in fastgen.status().replayed[type(model).__name__]
 
 
-class _Baking(replay.Captured):
+class _Baking(replayer.Captured):
     """A captured step that always computes what it computed first, as if its position were baked in."""
 
     def replay(self, leaves: list[Any]) -> Any:
         return super().replay(self._inputs)
 
 
-class _Scribbling(replay.Captured):
+class _Scribbling(replayer.Captured):
     """A captured step that writes to other memory than the model's own."""
 
     def replay(self, leaves: list[Any]) -> Any:
@@ -225,9 +225,9 @@ class _Scribbling(replay.Captured):
 
 
 @pytest.mark.parametrize("kind", [_Baking, _Scribbling])
-def test_a_recording_proves_itself(kind: type[replay.Captured], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_proves_itself(kind: type[replayer.Captured], monkeypatch: pytest.MonkeyPatch) -> None:
     """What replays another step is dropped before its result is used, with a warning and a reason."""
-    monkeypatch.setattr(replay, "Captured", kind)
+    monkeypatch.setattr(replayer, "Captured", kind)
     model, inputs = copy.deepcopy(zoo.load("llama")), _inputs("llama", batch=2)
     for call in range(2):
         with pytest.warns(RuntimeWarning, match="differs from the model's own step") if not call else nullcontext():

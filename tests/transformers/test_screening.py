@@ -15,9 +15,9 @@ from transformers import LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper
 
 import fastgen
-from fastgen import packing, products
-from fastgen.decoding import replays
+from fastgen.layers import linear, packed_weights
 from fastgen.optimizer.transformers import versions
+from fastgen.replay import statistics
 
 pytestmark = pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed")
 
@@ -29,19 +29,19 @@ UNSCREENED = {"blenderbot", "fsmt", "gemma2", "prophetnet"}
 
 @pytest.fixture(autouse=True)
 def _always() -> Iterator[None]:
-    if products._skinny() is None:
+    if linear._skinny() is None:
         pytest.skip("there is no native operator here")
-    packing.release()
+    packed_weights.release()
     with harness.configured(packing="always", replay="always"):
         yield
-    packing.release()
+    packed_weights.release()
 
 
 @pytest.fixture
 def screened(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The outputs of each screened product that was not replayed; not looked at, which no recorded step may."""
     found: list[torch.Tensor] = []
-    plan = products.Products._screened_plan
+    plan = linear.Products._screened_plan
 
     def noting(self: Any, layer: Any, rows: Any, skinny: Any) -> Any:
         made = plan(self, layer, rows, skinny)
@@ -55,7 +55,7 @@ def screened(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         made.product = noted
         return made
 
-    monkeypatch.setattr(products.Products, "_screened_plan", noting)
+    monkeypatch.setattr(linear.Products, "_screened_plan", noting)
     return found
 
 
@@ -78,7 +78,7 @@ def test_a_later_call_replays_them(batch: int, screened: list[torch.Tensor]) -> 
     for seed in range(3):
         screened.clear()
         harness.compare(model, _inputs("llama", seed, batch=batch), **GREEDY)
-    assert not screened and packing.count() and replays.counts(model).replays > 20
+    assert not screened and packed_weights.count() and statistics.counts(model).replays > 20
 
 
 def _final_bias(model: Any) -> dict[str, Any]:
@@ -243,13 +243,13 @@ def test_weights_that_change_between_calls() -> None:
 def test_negative_control(monkeypatch: pytest.MonkeyPatch) -> None:
     """If what is left out were decided by false codes, the comparison would tell."""
     model = copy.deepcopy(zoo.load("llama"))
-    codes_of = packing.screening_of
+    codes_of = packed_weights.screening_of
 
     def false_codes(layer: Any) -> Any:
         codes, scales, errors = codes_of(layer)
         return codes.flip(0).contiguous(), scales, errors * 0
 
-    monkeypatch.setattr(packing, "screening_of", false_codes)
+    monkeypatch.setattr(packed_weights, "screening_of", false_codes)
     with pytest.raises(AssertionError):
         harness.compare(model, _inputs("llama"), **GREEDY)
 

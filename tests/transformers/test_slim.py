@@ -20,12 +20,12 @@ from transformers.modeling_utils import AttentionInterface
 
 import fastgen
 from fastgen import report
-from fastgen.cache import planner
-from fastgen.cache.slim import Choice, InputCache
-from fastgen.decoding import recordings
+from fastgen.cache.slim import planner
+from fastgen.cache.slim.latent import Choice, InputCache
 from fastgen.optimizer.transformers import planning, refill, slim, versions
 from fastgen.optimizer.transformers.slim import SlimCaches
 from fastgen.optimizer.transformers.versions import CACHE
+from fastgen.replay import store
 
 pytestmark = pytest.mark.skipif(not versions.FINDS_EAGER, reason="this version keeps keys and values")
 ENCODER_DECODERS = """bart bart_distilled bart_eager bert2gpt2 blenderbot m2m_100 marian mbart mt5 pegasus
@@ -112,13 +112,13 @@ def test_recorded(family: str) -> None:
     model = copy.deepcopy(zoo.load(family))
     for seed in range(3):
         harness.compare(model, inputs_for(family, seed), **LONG)
-        assert recordings.count(model) == 1
+        assert store.count(model) == 1
     harness.compare(model, inputs_for(family, 3), **{**LONG, "tier": "auto"})
     assert_stored(kind_of(family))
     with harness.configured(cache="kv"):
         harness.compare(model, inputs_for(family), **LONG)
         assert_stored("kv")
-    assert recordings.count(model) == 2  # one of each kind
+    assert store.count(model) == 2  # one of each kind
 
 
 def test_a_plan_may_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ def test_one_alone_recorded(family: str, kind: str) -> None:
     with harness.configured(cache=kind):
         for seed in range(3):
             harness.compare(model, inputs_for(family, seed), **LONG)
-            assert recordings.count(model) == 1
+            assert store.count(model) == 1
     assert_stored(kind)
 
 
@@ -591,11 +591,6 @@ def test_an_attention_of_yours_is_given_keys_and_values(family: str, monkeypatch
         for _ in range(2):
             harness.compare(zoo.load(family), inputs_for(family), **options)
             assert_stored("kv")
-
-
-def test_compiled_steps_store_keys_and_values() -> None:
-    with harness.configured(compile=True):
-        assert "compiled" in str(slim.unsupported_reason(zoo.load("opt")))
 
 
 # ---------------------------------------------------------------------------------------------- negative controls

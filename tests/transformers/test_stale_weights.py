@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import fastgen
-from fastgen import packing, products, report
+from fastgen import report
+from fastgen.layers import linear, packed_weights
 from fastgen.optimizer.transformers import planning, refill, versions
 
 VOCABULARY, SIZE = 67, 32
@@ -170,10 +171,10 @@ def _slim(model: Any) -> tuple[dict[str, Any], list[Any]]:
 
 
 COPIES: dict[str, Any] = {
-    "packed": (_packed, lambda model: len(packing._copies)),
-    "joint": (_joint, lambda model: len(packing._joint)),
-    "halves": (_halves, lambda model: len(packing._halves)),
-    "screening": (_screening, lambda model: len(packing._screenings)),
+    "packed": (_packed, lambda model: len(packed_weights._copies)),
+    "joint": (_joint, lambda model: len(packed_weights._joint)),
+    "halves": (_halves, lambda model: len(packed_weights._halves)),
+    "screening": (_screening, lambda model: len(packed_weights._screenings)),
     "slim": (_slim, lambda model: len(planning._judged[model].caches.kept)),
 }
 
@@ -181,7 +182,7 @@ COPIES: dict[str, Any] = {
 def _skip_without(kind: str) -> None:
     if kind in ("slim", "screening") and not versions.FINDS_EAGER:
         pytest.skip("this version keeps keys and values, and computes all logits")
-    if kind in ("halves", "screening") and products._skinny() is None:
+    if kind in ("halves", "screening") and linear._skinny() is None:
         pytest.skip("there is no native operator here")
 
 
@@ -215,7 +216,7 @@ def test_the_old_copies_would_give_other_tokens(kind: str, monkeypatch: pytest.M
     model = model_of()
     prepare, count = COPIES[kind]
     options, layers = prepare(model)
-    monkeypatch.setattr(packing, "state_of", lambda weight: None)
+    monkeypatch.setattr(packed_weights, "state_of", lambda weight: None)
     monkeypatch.setattr(planning, "state_of_weights", lambda weights: None)
     with harness.configured(cache="k" if kind == "slim" else "kv"):
         generate(model, **options)
@@ -229,12 +230,12 @@ def test_an_edit_that_is_undone_costs_no_copy(monkeypatch: pytest.MonkeyPatch) -
     model = model_of()
     before = generate(model)
     weight = model.model.decoder.layers[0].fc2.weight
-    kept, packed = weight.detach().clone(), packing._copies.copy()
+    kept, packed = weight.detach().clone(), packed_weights._copies.copy()
     assert packed
     with torch.no_grad():
         weight.zero_()
         weight.copy_(kept)
-    monkeypatch.setattr(packing, "pack", None)
+    monkeypatch.setattr(packed_weights, "pack", None)
     assert generate(model).equal(before)
 
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import fastgen
 from fastgen import ops
-from fastgen.decoding import foreign_code
 from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.patching import foreign_code
 
 # Operators and large allocations of a step in our fast tier, the most of transformers 5.23, 5.17 and 4.57.
 BOUNDS = {"bart": (280, 2), "gpt2": (239, 27), "llama": (327, 7), "t5": (326, 2)}

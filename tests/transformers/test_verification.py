@@ -16,10 +16,11 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import BaseModelOutput
 
 import fastgen
-from fastgen import report, verification
+from fastgen import report
+from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import dispatch, judge
 from fastgen.optimizer.transformers.decoder import TreeDecoder
-from fastgen.verification import DIFFERENT, NEAR_TIE, SAME, UNVERIFIED
+from fastgen.optimizer.verification import DIFFERENT, NEAR_TIE, SAME, UNVERIFIED
 
 SEARCHES: dict[str, dict[str, Any]] = {
     "beams": dict(num_beams=3, max_new_tokens=10),

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import fastgen
-from fastgen import report, verification
+from fastgen import report
 from fastgen.cache.tree import BeamTree
+from fastgen.optimizer import verification
 
 whisper = pytest.importorskip("whisper")
 from whisper.decoding import DecodingOptions  # noqa: E402

@@ -11,7 +11,7 @@ from typing import Any
 from fastgen.cli.fairseq import lines
 from fastgen.cli.fairseq.batches import Batches
 from fastgen.cli.fairseq.generation import Done, Generation
-from fastgen.memory import is_out_of_memory
+from fastgen.memory.limits import is_out_of_memory
 from fastgen.optimizer.fairseq.refill import in_order
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.offline import STRETCH

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from fastgen.cli.transformers.batches import Batch, Source
 from fastgen.cli.transformers.hypotheses import Hypotheses, hypotheses_of
 from fastgen.cli.transformers.records import Record
-from fastgen.memory import is_out_of_memory
+from fastgen.memory.limits import is_out_of_memory
 from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory, run_with_backoff
 from fastgen.pipeline.errors import InputError, first_line

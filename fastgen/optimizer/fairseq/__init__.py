@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from fastgen._patching import PatchSet, SeamMismatch, require_signature
 from fastgen.optimizer.fairseq import checkpoints, seams
+from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_signature
 
 TESTED = "0.12.3.1"  # the newest version of the host
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.attention import fold_beams, unfold_beams
-from fastgen.cache.slim import Slim, attend, keys_and_values
+from fastgen.cache.slim.latent import Slim, attend, keys_and_values
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
+from fastgen.layers.attention import fold_beams, unfold_beams
 from fastgen.optimizer.fairseq.session import Session, Source
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import arena, config
-from fastgen.buffers import Buffers
-from fastgen.cache.slim import Choice, Slim, identity_of
+from fastgen import config
+from fastgen.cache.slim.latent import Choice, Slim, identity_of
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding import recordings
-from fastgen.decoding.collecting_search import CollectingPolicy, CollectingSearch
-from fastgen.decoding.replay import Replayer
+from fastgen.decoding.fairseq_beam_search import CollectingPolicy, CollectingSearch
+from fastgen.layers.linear import Products
+from fastgen.memory import arena
+from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.fairseq.attention import Shared, TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.encoder import with_own_products
 from fastgen.optimizer.fairseq.foreign import called_one_by_one, layers_of
@@ -28,7 +28,8 @@ from fastgen.optimizer.fairseq.state import State
 from fastgen.optimizer.fairseq.streams import TreeStreamAttention, attends_in_streams
 from fastgen.optimizer.fairseq.unchanged import snapshot
 from fastgen.optimizer.fairseq.views import replaced, standing_in, with_layers, with_products
-from fastgen.products import Products
+from fastgen.replay import store
+from fastgen.replay.replayer import Replayer
 from fastgen.report import FallbackError
 
 _PROMPT_LOGITS = 2**24  # computed at a time: all positions of long prompts would take gigabytes
@@ -124,19 +125,19 @@ class TreeEnsemble(StandIn):
         # A language model that is fused in runs over the same tree.
         may_share = self.request.generator.lm_model is None
         self._width = len(source_of(encoder_outs[0])[0]) if encoder_outs else None
-        self._replayed.see(encoder_outs, recordings.SOURCE_STEP if may_share else None)
+        self._replayed.see(encoder_outs, store.SOURCE_STEP if may_share else None)
         if not may_share:
             return
         state = self._state()
         self._key = self._key_of(state)
         if self._key is None:
             return
-        kept = recordings.take_up(self.owner, self._key, state, self.replayer)
+        kept = store.take_up(self.owner, self._key, state, self.replayer)
         if kept is not None:
             self.session, self._replayed = kept.session, kept.replayed
             self._products, self._search = kept.products, kept.search
             self._replayed.replayer = self.replayer
-        recordings.remember(self.session.tree, self.replayer, self._device)
+        store.remember(self.session.tree, self.replayer, self._device)
 
     def search(self, policy: CollectingPolicy) -> CollectingSearch:
         """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
@@ -160,15 +161,15 @@ class TreeEnsemble(StandIn):
         state.rewind()
         if self._key_of(state) == self._key:
             self._is_handed_on = True
-            recording = recordings.recorded(state, tree, self.replayer)
-            recordings.keep(self.owner, self._key, recording, lambda: snapshot(models), self._device)
+            recording = store.recorded(state, tree, self.replayer)
+            store.keep(self.owner, self._key, recording, lambda: snapshot(models), self._device)
 
     def _shrink(self, replayer: Replayer) -> None:
         """Sentences leave; there will be two copies for a while."""
         tree = self.session.tree
         is_first = tree.remembers and not tree.departures
-        if is_first and not recordings.may_keep(self._state().nbytes(), self._device):
-            recordings.forget(tree, replayer, self._search and self._search[1])
+        if is_first and not store.may_keep(self._state().nbytes(), self._device):
+            store.forget(tree, replayer, self._search and self._search[1])
         replayer.shrink()
 
     def close(self) -> None:
@@ -190,7 +191,7 @@ class TreeEnsemble(StandIn):
         return State(self.session, self._replayed, self._products, self._search)
 
     def _key_of(self, state: State) -> Hashable:
-        surroundings = recordings.surroundings(self._device)
+        surroundings = store.surroundings(self._device)
         temperature, averaged = self.request.generator.temperature, type(self.inner).forward_decoder
         # An ensemble's models may be exchanged while others hold on to the old ones.
         models = tuple(map(id, self.inner.models))

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import arena, config, memory, report, verification
-from fastgen.decoding import replays
+from fastgen import config, report
+from fastgen.memory import arena, limits
+from fastgen.optimizer import verification
 from fastgen.optimizer.fairseq import fast, verifying
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
@@ -19,11 +20,12 @@ from fastgen.optimizer.fairseq.requests import Request, has_own_blocker, is_dive
 from fastgen.optimizer.fairseq.shortlist import Shortlist, is_shortened
 from fastgen.optimizer.fairseq.slim import look_at
 from fastgen.optimizer.fairseq.views import standing_in
+from fastgen.replay import statistics
 
 _JOINED = "the sentences of several searches share a tree"
 
 
-@memory.relief()
+@limits.relief()
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run our search or the host's, `stock`, over the tree or as it is, and return its hypotheses."""
     if not verification.is_on():
@@ -75,7 +77,7 @@ def _run(request: Request, stock: Callable[..., Any]) -> Any:
                 look_at(request, result)
             arena.settle()
             if ensemble.replayer is not None:
-                replays.note(request.generator.model.single_model, ensemble.replayer, ensemble.owner)
+                statistics.note(request.generator.model.single_model, ensemble.replayer, ensemble.owner)
     if ensemble is None or ensemble.reason:
         _record(request, "stock", ensemble.reason if ensemble else reason, start)
         return result

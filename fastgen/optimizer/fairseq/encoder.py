@@ -11,10 +11,10 @@ from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor
 
 from fastgen import config
+from fastgen.layers.linear import Products
 from fastgen.optimizer.fairseq.foreign import layers_of, own_name
 from fastgen.optimizer.fairseq.requests import own_method, unsupported_attention
 from fastgen.optimizer.fairseq.views import has_hooks, is_plain, replaced, standing_in, with_layers, with_products
-from fastgen.products import Products
 
 
 def with_own_products(ensemble: Any) -> Any:

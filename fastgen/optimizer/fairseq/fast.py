@@ -9,7 +9,7 @@ import torch
 from fairseq import search
 from torch import Tensor
 
-from fastgen.decoding.collecting_search import CollectingPolicy
+from fastgen.decoding.fairseq_beam_search import CollectingPolicy
 from fastgen.optimizer.fairseq.decoder import TreeEnsemble
 from fastgen.optimizer.fairseq.foreign import called_one_by_one
 from fastgen.optimizer.fairseq.requests import Request, has_own_blocker, is_own, own_rule

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fastgen import config
-from fastgen.cache.admission import Sample, Verdict, judge
-from fastgen.cache.inspection import KINDS, Inspection, Layer
+from fastgen.cache.slim.accuracy import Sample, Verdict, judge
+from fastgen.cache.slim.table import KINDS, Inspection, Layer
 from fastgen.optimizer.fairseq.requests import Request, unsupported_reason
 from fastgen.optimizer.fairseq.slim import SENTENCES, read
 

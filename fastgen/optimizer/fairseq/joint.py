@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import arena, config, report
-from fastgen.buffers import Buffers
-from fastgen.cache.joint import JointTree, Seats
+from fastgen import config, report
+from fastgen.cache.batch_tree import JointTree, Seats
 from fastgen.cache.tree import BeamTree, additive_mask
+from fastgen.layers.linear import Products
+from fastgen.memory import arena
+from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.fairseq.decoder import over_the_tree
 from fastgen.optimizer.fairseq.foreign import layers_of
 from fastgen.optimizer.fairseq.refill import Part
@@ -20,7 +22,6 @@ from fastgen.optimizer.fairseq.session import Session, Source
 from fastgen.optimizer.fairseq.shortlist import is_shortened, unnormalised
 from fastgen.optimizer.fairseq.slim import fixed_choice
 from fastgen.optimizer.fairseq.views import replaced, standing_in
-from fastgen.products import Products
 
 
 class Joint:

@@ -11,13 +11,13 @@ from fairseq import search
 from torch import Tensor
 
 from fastgen import config
-from fastgen.decoding import replays
-from fastgen.decoding.replay import Replayer
-from fastgen.decoding.watched import are_of, is_watched
 from fastgen.optimizer.fairseq.foreign import called_one_by_one, layers_of
 from fastgen.optimizer.fairseq.requests import Request
 from fastgen.optimizer.fairseq.streams import has_streams
 from fastgen.optimizer.fairseq.views import replaced, standing_in
+from fastgen.patching.replaced_code import are_of, is_watched
+from fastgen.replay import statistics
+from fastgen.replay.replayer import Replayer
 
 
 def replayer_for(request: Request) -> Replayer | None:
@@ -25,7 +25,7 @@ def replayer_for(request: Request) -> Replayer | None:
     ensemble, source = request.generator.model, request.source
     assert source is not None
     rows, steps = request.batch * request.beams, request.max_steps
-    if not replays.are_wanted(ensemble.single_model, source.device.type, request.batch, rows, steps):
+    if not statistics.are_wanted(ensemble.single_model, source.device.type, request.batch, rows, steps):
         return None
     if config.current().cache_threshold:  # what is left out differs from step to step
         return None

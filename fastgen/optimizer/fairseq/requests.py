@@ -16,10 +16,10 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
-from fastgen import verification
-from fastgen.decoding import foreign_code
-from fastgen.decoding.watched import are_interrupted
+from fastgen.optimizer import verification
 from fastgen.optimizer.fairseq import foreign, streams
+from fastgen.patching import foreign_code
+from fastgen.patching.replaced_code import are_interrupted
 
 _ENSEMBLES = (EnsembleModel, EnsembleModelWithAlignment)
 _STRATEGIES = tuple(

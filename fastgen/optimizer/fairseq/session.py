@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.cache.slim import Slim, kind_of
+from fastgen.cache.slim.latent import Slim, kind_of
 from fastgen.cache.tree import BeamTree
 
 

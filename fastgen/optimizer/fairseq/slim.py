@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import config, report
-from fastgen.cache import planner
-from fastgen.cache.admission import Sample, judge
-from fastgen.cache.slim import Choice, Projections, Slim, slim_cache, state_of_weights
+from fastgen.cache.slim import planner
+from fastgen.cache.slim.accuracy import Sample, judge
+from fastgen.cache.slim.latent import Choice, Projections, Slim, slim_cache, state_of_weights
 from fastgen.cache.tree import additive_mask
-from fastgen.decoding import recordings
+from fastgen.memory.release import keeper
 from fastgen.optimizer.fairseq.foreign import called_one_by_one, layers_of, watched
 from fastgen.optimizer.fairseq.requests import Request, calls_back
 from fastgen.optimizer.fairseq.streams import STREAMS, attends_in_streams, has_streams
 from fastgen.optimizer.fairseq.views import is_plain, replaced
+from fastgen.replay import store
 
 SENTENCES = 2  # are looked at, of the call that keys and values alone are judged on
 # Keys and values that are stored stay what they were made of, and those that follow from something else would not.
@@ -95,6 +96,7 @@ _judged: weakref.WeakKeyDictionary[nn.Module, _Judged] = weakref.WeakKeyDictiona
 _UNTRIED = "none of its outputs has been looked at yet: that of this call will be"
 
 
+@keeper
 def release() -> None:
     """Forget what has been judged, and the inverted weights with it."""
     _judged.clear()
@@ -139,7 +141,7 @@ def look_at(request: Request, hypotheses: list[Any]) -> None:
         try:
             read(request, hypotheses, models, _Noting())
             for owner in (*models, request.generator.model):
-                recordings.drop(owner)  # steps recorded with weights inverted before: no call will take them again
+                store.drop(owner)  # steps recorded with weights inverted before: no call will take them again
         except Exception as error:  # of the host's own code, as is all that is tried: what was searched for is found
             report.log(f"{request.model_name} stores keys and values: a trial failed ({type(error).__name__}: {error})")
 

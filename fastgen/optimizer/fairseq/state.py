@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from fastgen.cache.slim import identity_of
-from fastgen.decoding.collecting_search import CollectingSearch
+from fastgen.cache.slim.latent import identity_of
+from fastgen.decoding.fairseq_beam_search import CollectingSearch
+from fastgen.layers.linear import Products
 from fastgen.optimizer.fairseq.replaying import ReplayedSteps
 from fastgen.optimizer.fairseq.session import Session
-from fastgen.products import Products
 
 
 @dataclass

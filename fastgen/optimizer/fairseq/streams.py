@@ -13,7 +13,7 @@ from fairseq.models.transformer import TransformerDecoderBase
 from fairseq.modules.multihead_attention import MultiheadAttention
 from torch import Tensor
 
-from fastgen.attention import stream_attention
+from fastgen.layers.attention import stream_attention
 from fastgen.optimizer.fairseq.attention import TreeSelfAttention
 
 _HOME = "fastgen.models.prophetnet"  # which nobody has to load who has no such model

@@ -9,7 +9,7 @@ from typing import Any
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
 
-from fastgen.decoding.unchanged import Host, Snapshot
+from fastgen.replay.guards import Host, Snapshot
 
 _HOST = Host(configs=(argparse.Namespace, FairseqDataclass), ignored=(Dictionary,))
 

@@ -1,4 +1,4 @@
-"""A search that the host runs too, and its hypotheses compared: see `fastgen.verification`."""
+"""A search that the host runs too, and its hypotheses compared: see `fastgen.optimizer.verification`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from fairseq import search
 from torch import Tensor
 
-from fastgen import verification
+from fastgen.optimizer import verification
 from fastgen.optimizer.fairseq.requests import Request, calls_back, is_interrupted
 
 _HOST = "fairseq"

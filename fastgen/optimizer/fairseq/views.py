@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastgen.decoding.watched import is_replaced
-from fastgen.products import Products
+from fastgen.layers.linear import Products
+from fastgen.patching.replaced_code import is_replaced
 
 
 class Proxy:

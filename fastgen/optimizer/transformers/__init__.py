@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from fastgen import config, report
-from fastgen._patching import PatchSet, SeamMismatch, require_signature
+from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_signature
 
 TESTED = "5.24.0"  # the newest version of the host
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
-from fastgen.buffers import Buffers
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
-from fastgen.decoding.static_search import StaticSearch
-from fastgen.decoding.token_search import TokenSearch
+from fastgen.decoding.sampling import TokenSearch
+from fastgen.decoding.static_beam_search import StaticSearch
+from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import chunks, versions
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.cache import stock_cache

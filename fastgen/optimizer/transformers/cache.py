@@ -18,10 +18,10 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from fastgen.cache.joint import Seats
-from fastgen.cache.slim import Slim, keys_and_values
+from fastgen.cache.batch_tree import Seats
+from fastgen.cache.slim.latent import Slim, keys_and_values
 from fastgen.cache.tree import BeamTree, TreeLayer
-from fastgen.optimizer.transformers.session import Session, traced
+from fastgen.optimizer.transformers.session import Session
 from fastgen.optimizer.transformers.slim import SlimCaches
 from fastgen.report import OfThisVersion
 
@@ -127,8 +127,6 @@ class TreeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        if (compiled := traced()) is not None:
-            return compiled.append(self.session, key_states, value_states, layer_idx)
         layers = self.session.tree.layers
         while len(layers) <= layer_idx:
             window = self.windows[len(layers)] if len(layers) < len(self.windows) else None

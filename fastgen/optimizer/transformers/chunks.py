@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fastgen import memory, report
+from fastgen import report
+from fastgen.memory import limits
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.requests import Request
@@ -60,7 +61,7 @@ def _bytes_per_token(model: Any, length: int) -> int:
 
 def _free_memory(device: torch.device) -> int | None:
     if device.type == "cpu":
-        return memory.free()
+        return limits.free()
     if device.type != "cuda":
         return None
     # What torch keeps for itself is free too.

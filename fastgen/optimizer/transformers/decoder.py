@@ -11,15 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import arena
-from fastgen.buffers import Buffers
-from fastgen.cache.slim import kind_of
+from fastgen.cache.slim.latent import kind_of
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding import recordings, replay
 from fastgen.decoding.beam_search import BeamSearch
-from fastgen.decoding.static_search import StaticSearch
-from fastgen.decoding.token_search import TokenSearch
-from fastgen.decoding.watched import are_interrupted
+from fastgen.decoding.sampling import TokenSearch
+from fastgen.decoding.static_beam_search import StaticSearch
+from fastgen.memory import arena
+from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import modules, versions
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.requests import Request
@@ -27,6 +25,9 @@ from fastgen.optimizer.transformers.session import Session
 from fastgen.optimizer.transformers.slim import Kept
 from fastgen.optimizer.transformers.state import State
 from fastgen.optimizer.transformers.unchanged import snapshot
+from fastgen.patching.replaced_code import are_interrupted
+from fastgen.replay import store
+from fastgen.replay.replayer import Replayer
 
 NOT_ROWS = (versions.CACHE, "cache_position")  # of the host's inputs, those that have no row per beam
 
@@ -42,7 +43,7 @@ class TreeDecoder:
         self,
         request: Request,
         tree: BeamTree | None = None,
-        replayer: replay.Replayer | None = None,
+        replayer: Replayer | None = None,
         may_screen: bool = False,
         kept: Mapping[torch.nn.Module, Kept] | None = None,
     ) -> None:
@@ -123,7 +124,7 @@ class TreeDecoder:
         self._key = self._key_of(state)
         if self._key is None:
             return
-        kept = recordings.take_up(self.model, self._key, state, self.replayer)
+        kept = store.take_up(self.model, self._key, state, self.replayer)
         if kept is None:
             # From now on in memory of its own: later calls will write to it.
             self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
@@ -131,7 +132,7 @@ class TreeDecoder:
             for field in dataclasses.fields(kept):
                 setattr(self, field.name, getattr(kept, field.name))
         self._hand_source()
-        recordings.remember(self.tree, self.replayer, self._device)
+        store.remember(self.tree, self.replayer, self._device)
 
     def hand_on(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
@@ -141,11 +142,11 @@ class TreeDecoder:
         state.rewind()
         if self._key_of(state) == self._key:
             self._is_handed_on = True
-            recording = recordings.recorded(state, tree, self.replayer)
-            recordings.keep(self.model, self._key, recording, lambda: snapshot(self.model), self._device)
+            recording = store.recorded(state, tree, self.replayer)
+            store.keep(self.model, self._key, recording, lambda: snapshot(self.model), self._device)
 
     def _key_of(self, state: State) -> Hashable:
-        key = state.shape(), recordings.surroundings(self._device), self._is_screened
+        key = state.shape(), store.surroundings(self._device), self._is_screened
         return None if None in key else key
 
     def _state(self) -> State:
@@ -162,7 +163,7 @@ class TreeDecoder:
         length = self.source_mask.shape[1]
         if any(x.shape[-2] != length for x in (states, *self.cache.stored())):
             return
-        if not (more := -length % recordings.SOURCE_STEP):
+        if not (more := -length % store.SOURCE_STEP):
             return
         self.encoder_outputs = type(outputs)(last_hidden_state=F.pad(states, (0, 0, 0, more)))
         self.source_mask = F.pad(self.source_mask, (0, more))
@@ -240,15 +241,15 @@ class TreeDecoder:
         self.source_mask = selected(self.source_mask, sentences, batch)
         self._hand_source()
 
-    def _shrink(self, replayer: replay.Replayer) -> None:
+    def _shrink(self, replayer: Replayer) -> None:
         if self._whole is None and self.tree.remembers:
             whole = self._state()
             # There will be two copies for a while.
-            if recordings.may_keep(whole.nbytes(), self._device):
+            if store.may_keep(whole.nbytes(), self._device):
                 whole.remember()
                 self._whole = whole
             else:
-                recordings.forget(self.tree, replayer, self.search and self.search[1])
+                store.forget(self.tree, replayer, self.search and self.search[1])
         replayer.shrink()
 
     def cache_bytes(self) -> int:

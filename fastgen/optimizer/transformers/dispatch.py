@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from fastgen import config, memory, report
-from fastgen.decoding import replays
+from fastgen import config, report
+from fastgen.memory import limits
 from fastgen.optimizer.transformers import beam_search, graphs, planning, verifying
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import disproof
 from fastgen.optimizer.transformers.requests import Request, unsupported_reason
 from fastgen.optimizer.transformers.screening import may_screen
+from fastgen.replay import statistics
 
 
 class Intercepted(BaseException):  # no user's `except Exception` is to see it
@@ -40,7 +41,7 @@ def intercepting() -> Iterator[None]:
         _local.intercepts = False
 
 
-@memory.relief()
+@limits.relief()
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search` or `_sample`."""
     if getattr(_local, "intercepts", False):
@@ -68,7 +69,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         decoder.hand_on()
     seconds = time.perf_counter() - start
     if replayer is not None:
-        replays.note(request.model, replayer)
+        statistics.note(request.model, replayer)
     steps = decoder.tree.steps + 1  # the prompt's own forward pass chooses tokens too
     _record(request, tier, reason, steps, seconds, *cache)
     verifying.note(request, tier)

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from fastgen import config, report
-from fastgen.decoding.watched import is_watched
+from fastgen.layers.linear import Products
 from fastgen.optimizer.transformers import foreign
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.requests import unsupported_configuration, unsupported_model, unsupported_modules
-from fastgen.products import Products
+from fastgen.patching.replaced_code import is_watched
 
 # Compared with the padded call by the test suite. Padding must reach nothing: no convolution, no blocks of positions,
 # no experts that a batch shares.

@@ -12,10 +12,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fastgen import config
-from fastgen.decoding import foreign_code
-from fastgen.decoding.foreign_code import Finding, HostCode
-from fastgen.decoding.watched import is_of
 from fastgen.optimizer.transformers import modules, session, versions
+from fastgen.patching import foreign_code
+from fastgen.patching.foreign_code import Finding, HostCode
+from fastgen.patching.replaced_code import is_of
 
 # The host's helpers whose rules our loop follows. With others in their place the host's own loop runs, in the compat
 # tier: there they see what they see without us.

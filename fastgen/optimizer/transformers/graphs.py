@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 from fastgen import config
-from fastgen.decoding import replay, replays
-from fastgen.decoding.watched import is_watched
 from fastgen.optimizer.transformers import modules, proof, versions
 from fastgen.optimizer.transformers.requests import Request
+from fastgen.patching.replaced_code import is_watched
+from fastgen.replay import replayer, statistics
 
 
-def replayer_for(request: Request, stock: Callable[..., Any]) -> replay.Replayer | None:
+def replayer_for(request: Request, stock: Callable[..., Any]) -> replayer.Replayer | None:
     """What replays this call's steps; None where they run by themselves."""
     model, device = request.model, request.input_ids.device
     rows, steps = request.input_ids.shape[0], request.generation_config.max_length - request.input_ids.shape[1]
-    if not versions.COUNTS_IN_TENSORS or not replays.are_wanted(model, device.type, request.batch, rows, steps):
+    if not versions.COUNTS_IN_TENSORS or not statistics.are_wanted(model, device.type, request.batch, rows, steps):
         return None
     if config.current().cache_threshold:  # what is left out differs from step to step
         return None
@@ -24,6 +24,6 @@ def replayer_for(request: Request, stock: Callable[..., Any]) -> replay.Replayer
     if request.calls_back or request.foreign or is_watched(modules.of_steps(model)):
         return None
     if reason := proof.disproof(request, stock, is_replayed=True):
-        replays.note_disproof(model, reason)
+        statistics.note_disproof(model, reason)
         return None
-    return replay.Replayer(device)
+    return replayer.Replayer(device)

@@ -14,7 +14,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
-from fastgen.decoding.diverse_search import DiversePolicy, DiverseSearch
+from fastgen.decoding.diverse_beam_search import DiversePolicy, DiverseSearch
 from fastgen.optimizer.transformers import versions
 
 # Of the host's processors the one that it had before the penalty for what other groups have chosen.
@@ -30,7 +30,7 @@ def group_beam_search(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    """The host's options `num_beam_groups` and `diversity_penalty`, see `fastgen.decoding.diverse_search`.
+    """The host's options `num_beam_groups` and `diversity_penalty`, see `fastgen.decoding.diverse_beam_search`.
 
     Arguments and result are those of the host's `_beam_search`, without attentions and hidden states. Where a group of
     a sentence is done, its rows of `scores` and `logits` mean nothing.
@@ -118,7 +118,7 @@ class _Processing:
         self._before, self._after = LogitsProcessorList(processors[:first]), LogitsProcessorList(processors[first:])
 
     def __call__(self, group: int, tokens: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
-        """See `fastgen.decoding.diverse_search.Process`."""
+        """See `fastgen.decoding.diverse_beam_search.Process`."""
         scores = self._before(tokens, scores)
         others = chosen.view(-1, self._beams)[:, : group * self._size]
         if group:

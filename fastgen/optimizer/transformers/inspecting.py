@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.logits_process import LogitsProcessorList
 
-from fastgen.cache.admission import Sample, Verdict, judge
-from fastgen.cache.inspection import KINDS, Inspection, Layer
-from fastgen.cache.slim import Projections
+from fastgen.cache.slim.accuracy import Sample, Verdict, judge
+from fastgen.cache.slim.latent import Projections
+from fastgen.cache.slim.table import KINDS, Inspection, Layer
 from fastgen.cache.tree import BeamTree, additive_mask
+from fastgen.layers.linear import Products
 from fastgen.optimizer.transformers import beam_search, slim
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import sample_of
 from fastgen.optimizer.transformers.requests import Request, unsupported_reason
 from fastgen.optimizer.transformers.session import Session, scale_of
-from fastgen.products import Products
 
 _STEPS, _FEW_STEPS = 24, 6  # tokens that are generated to be looked at; few where nothing is inverted
 _POSITIONS = 64  # of a prompt with them, at most

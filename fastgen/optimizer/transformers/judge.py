@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
-from fastgen.verification import GAP, TOLERANCE, least_gap
+from fastgen.optimizer.verification import GAP, TOLERANCE, least_gap
 
 SAME, NEAR_TIE, ROUNDING, DIFFERENT = "same", "near-tie", "rounding", "different"
 BY_LOGITS = "logits of the same tokens"

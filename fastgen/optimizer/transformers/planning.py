@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fastgen import config
-from fastgen.cache import planner
-from fastgen.cache.slim import Choice, HybridCache, Slim, slim_cache, state_of_weights
-from fastgen.decoding import recordings
+from fastgen.cache.slim import planner
+from fastgen.cache.slim.latent import Choice, HybridCache, Slim, slim_cache, state_of_weights
+from fastgen.memory.release import keeper
 from fastgen.optimizer.transformers import modules, slim
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.slim import Kept
+from fastgen.replay import store
 
 if TYPE_CHECKING:
-    from fastgen.cache.inspection import Layer
+    from fastgen.cache.slim.table import Layer
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ _OF_VIEWS = [Choice(*kinds) for kinds in itertools.product(("kv", "x"), ("kv", "
 _judged: weakref.WeakKeyDictionary[Any, _Judged] = weakref.WeakKeyDictionary()
 
 
+@keeper
 def release() -> None:
     """Forget what has been judged, and the inverted weights with it."""
     _judged.clear()
@@ -88,7 +90,7 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
     judged = _judged.get(model)
     if judged is None or judged.state != state:
         if judged is not None and judged.choice not in _OF_VIEWS:
-            recordings.drop(model)  # steps recorded with weights inverted before: no call will take them again
+            store.drop(model)  # steps recorded with weights inverted before: no call will take them again
         try:
             caches = _judge(request, stock, choice, threshold)
         except Exception as error:  # the call itself may succeed, and if not, will say so

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
-from fastgen.buffers import Buffers
+from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import nucleus
 
 Bans = Callable[[Any, int], "Tensor | None"]  # (processor, length) -> token ids int64 [n], or nothing at this length

@@ -20,12 +20,12 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
-from fastgen.decoding import replay
 from fastgen.optimizer.transformers import beam_search
 from fastgen.optimizer.transformers.decoder import TreeDecoder, selected
 from fastgen.optimizer.transformers.modules import is_tested
 from fastgen.optimizer.transformers.requests import Request
 from fastgen.optimizer.transformers.versions import CACHE
+from fastgen.replay.replayer import Replayer
 
 _SENTENCES, _BEAMS, _STEPS = 2, 3, 6
 # Largest difference of two logits, relative to the largest logit: rounding in another order stays far below.
@@ -71,7 +71,7 @@ def _try(
     is_replayed: bool,
 ) -> str | None:
     ours = _on_a_copy(sample_of(request, LogitsProcessorList([_Recorded(expected.scores)])))
-    replayer = replay.Replayer(request.input_ids.device) if is_replayed else None
+    replayer = Replayer(request.input_ids.device) if is_replayed else None
     try:
         with contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
             result = beam_search.fast(ours, decoder) if ours.is_search else beam_search.compat(ours, decoder, stock)

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
 from fastgen import config, report
-from fastgen.buffers import Buffers
-from fastgen.cache.joint import JointTree
+from fastgen.cache.batch_tree import JointTree
 from fastgen.decoding.beam_search import BeamSearch
-from fastgen.decoding.token_search import TokenSearch
+from fastgen.decoding.sampling import TokenSearch
+from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import beam_search, dispatch, foreign, modules, planning, proof, slim
 from fastgen.optimizer.transformers import session as sessions
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, resized

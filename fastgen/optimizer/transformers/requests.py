@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation import logits_process, stopping_criteria
 
-from fastgen import verification
-from fastgen.decoding.foreign_code import Finding
+from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import foreign, streams
 from fastgen.optimizer.transformers.cache import unsupported_cache
 from fastgen.optimizer.transformers.modules import of_steps_by_name, unfoldable_attention
 from fastgen.optimizer.transformers.versions import CACHE, FINDS_EAGER
+from fastgen.patching.foreign_code import Finding
 from fastgen.report import OfThisVersion
 
 _KNOWN_KWARGS = frozenset(

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers.generation import utils
 
-from fastgen.decoding.watched import is_replaced, is_watched
 from fastgen.optimizer.transformers import modules
 from fastgen.optimizer.transformers.requests import Request
+from fastgen.patching.replaced_code import is_replaced, is_watched
 
 _MIN_STEPS = 12  # a head's codes are made once, but somebody may generate only once, and a word or two
 # Between the head and the choice, what sees the model's output.

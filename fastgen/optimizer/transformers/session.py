@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,14 +14,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from fastgen import arena, config
-from fastgen._patching import MISSING, PatchSet
-from fastgen.attention import as_beams, beam_attention, fold_beams
+from fastgen import config
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
-from fastgen.decoding.watched import is_of
+from fastgen.layers.attention import as_beams, beam_attention, fold_beams
+from fastgen.layers.linear import Products, multiply, using
+from fastgen.memory import arena
 from fastgen.optimizer.transformers import modules, slim, versions
 from fastgen.optimizer.transformers.slim import Kept, SlimCaches
-from fastgen.products import Products, multiply, using
+from fastgen.patching.patch_set import MISSING, PatchSet
+from fastgen.patching.replaced_code import is_of
 
 _local = threading.local()
 
@@ -56,14 +56,6 @@ class Session:
         self.patches |= rotating
         if tree.is_static:
             self.patches |= modules.replayable_inputs(model)
-        # Not the model itself: what is recorded in a session may be kept as long as the model lives, not longer.
-        self._model, self._compiled_step = weakref.ref(model), None
-        if config.current().compile:
-            from fastgen.optimizer.transformers import compiled  # brings the compiler with it
-
-            self._compiled_step = compiled.step_of(model)
-            if self._compiled_step is not None:
-                self.patches |= compiled.seam(model)
         # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
         self.spans: list[tuple[int, int]] | None = None
         self.knows_positions = False  # with `spans`: the host has told the positions of all rows
@@ -162,21 +154,6 @@ class Session:
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
         return output.flatten(0, 1)[:, None].contiguous(), None
 
-    def compiled_step_of(self, model: torch.nn.Module) -> Any:
-        """The compiled step of this session's model, if it has one, for calls of the model that are plain steps."""
-        return self._compiled_step if model is self._model() and self.spans is None else None
-
-    def attend_compiled(
-        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """`attend` from within a compiled step, whose graph has no keys of self-attention."""
-        self._derived.clear()  # compiled code uses a tensor again for something else
-        self.hidden.biases.clear()
-        if (layer := self._appended) is not None:
-            key, value = (stored[:, :, : self.tree.used] for stored in layer.spanned())
-        kwargs = {name: option for name, option in kwargs.items() if option is not None}
-        return self.attend(sdpa_attention_forward, module, query, key, value, *args, **kwargs)[0]
-
     def self_bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         return self.tree.mask(window, dtype)
 
@@ -255,15 +232,6 @@ def _stack() -> list[Session]:
     return stack
 
 
-def traced() -> Any:
-    """While this thread's step is traced to be compiled, the module of what to call in place of the tree; else None."""
-    if not torch.compiler.is_dynamo_compiling():  # `is_compiling` is true while any thread compiles
-        return None
-    from fastgen.optimizer.transformers import compiled
-
-    return compiled if compiled.is_ours() else None
-
-
 def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callable[..., Any]:
     if not is_of(stock, "torch", "transformers"):  # somebody's own
         return stock
@@ -271,8 +239,7 @@ def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callab
     @functools.wraps(stock)
     def forward(self: torch.nn.Module, input: Tensor) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            compiled = traced()
-            return stock(self, input) if compiled is None else compiled.linear(self, input, transposed)
+            return stock(self, input)
         return multiply(self, input, stock, transposed)
 
     return forward
@@ -379,10 +346,6 @@ def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def lookup(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         inner = stock(self, *args, **kwargs)
-        if (compiled := traced()) is not None:
-            if inner is not sdpa_attention_forward:
-                raise NotImplementedError("its attention is not torch's scaled_dot_product_attention")
-            return compiled.attend
         session = current()
         return inner if session is None else functools.partial(session.attend, inner)
 

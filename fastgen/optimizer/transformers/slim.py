@@ -17,13 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from fastgen import config
-from fastgen.cache.slim import Projections, Slim
+from fastgen.cache.slim.latent import Projections, Slim
 from fastgen.cache.tree import BeamTree, TreeLayer
-from fastgen.decoding.watched import is_watched
+from fastgen.layers.linear import Products
 from fastgen.optimizer.transformers import modules
 from fastgen.optimizer.transformers.versions import FINDS_EAGER
-from fastgen.products import Products
+from fastgen.patching.replaced_code import is_watched
 
 # Classes of attention whose keys and values are projections of their input, and no more -> the layers that make them.
 _SEPARATE = {
@@ -248,8 +247,6 @@ def unsupported_reason(model: Any) -> str | None:
         return "this version of transformers has not been tried with slim caches"
     if not modules.is_tested(model):
         return f"{type(model).__name__} is none of the models whose slim caches have been compared with stock"
-    if config.current().compile:
-        return "compiled steps have caches of keys and values"
     if torch.is_autocast_enabled(model.device.type):
         return "what autocast rounds are keys and values"
     if is_watched(modules.of_steps(model)):

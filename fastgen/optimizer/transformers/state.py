@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.cache.slim import identity_of
+from fastgen.cache.slim.latent import identity_of
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding.static_search import StaticSearch
+from fastgen.decoding.static_beam_search import StaticSearch
+from fastgen.layers.linear import Products
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache
 from fastgen.optimizer.transformers.session import Session
-from fastgen.products import Products
 
 
 @dataclass

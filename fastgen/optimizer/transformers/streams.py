@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.attention import stream_attention
-from fastgen.decoding.watched import is_of, is_replaced, is_watched
+from fastgen.layers.attention import stream_attention
 from fastgen.optimizer.transformers.versions import CACHE, FINDS_EAGER
+from fastgen.patching.replaced_code import is_of, is_replaced, is_watched
 
 Forward = Callable[..., Any]
 

@@ -9,8 +9,8 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastgen.decoding.unchanged import Host, Snapshot
 from fastgen.optimizer.transformers import modules, session
+from fastgen.replay.guards import Host, Snapshot
 
 _INTERFACES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 

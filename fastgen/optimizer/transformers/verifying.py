@@ -1,4 +1,4 @@
-"""A call of the user's decoded by the host too, and compared: see `fastgen.verification`."""
+"""A call of the user's decoded by the host too, and compared: see `fastgen.optimizer.verification`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxTimeCriteria
 
-from fastgen import verification
+from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import judge
 from fastgen.optimizer.transformers.requests import Request
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from fastgen import config
-from fastgen._patching import PatchSet, require_signature
+from fastgen.patching.patch_set import PatchSet, require_signature
 
 TESTED = "20250625"  # the newest version of the host
 

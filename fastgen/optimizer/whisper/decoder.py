@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.attention import beam_attention
-from fastgen.buffers import Buffers
 from fastgen.cache.tree import BeamTree, TreeLayer
-from fastgen.products import Products
+from fastgen.layers.attention import beam_attention
+from fastgen.layers.linear import Products
+from fastgen.memory.buffers import Buffers
 
 _lock = threading.Lock()
 _heads: weakref.WeakKeyDictionary[nn.Module, nn.Linear] = weakref.WeakKeyDictionary()  # by the embedding they share

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from whisper.model import Whisper
 
-from fastgen import arena, config, memory, report, verification
-from fastgen.decoding import foreign_code
-from fastgen.decoding.foreign_code import HostCode
-from fastgen.decoding.watched import are_of
+from fastgen import config, report
+from fastgen.memory import arena, limits
+from fastgen.optimizer import verification
 from fastgen.optimizer.whisper.decoder import TreeDecoder
+from fastgen.patching import foreign_code
+from fastgen.patching.foreign_code import HostCode
+from fastgen.patching.replaced_code import are_of
 
 _CODE = HostCode(packages=("whisper", "fastgen"))
 
@@ -36,7 +38,7 @@ class TreeInference:
         self._size: tuple[int, int] | None = None  # segments and rows of each, once they are known
         self._start, self._steps = time.perf_counter(), 0
 
-    @memory.relief()
+    @limits.relief()
     def logits(self, tokens: Tensor, audio_features: Tensor) -> Tensor:
         """Of all tokens at first, int64 `[rows, length]`, then of the last: float32 `[rows, length or 1, V]`."""
         if self._size is None:

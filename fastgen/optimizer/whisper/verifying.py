@@ -1,4 +1,4 @@
-"""A decoding that the host runs too, and its results compared: see `fastgen.verification`."""
+"""A decoding that the host runs too, and its results compared: see `fastgen.optimizer.verification`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import verification
+from fastgen.optimizer import verification
 
 _HOST = "whisper"
 _SHOWN = "task language temperature sample_len best_of beam_size patience length_penalty fp16".split()

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.attention import beam_attention, fold_beams, may_take_triton
-from fastgen.contents import states_of
+from fastgen.layers.attention import beam_attention, fold_beams, may_take_triton
+from fastgen.layers.fingerprints import states_of
 
 Stored = tuple[Tensor, ...]
 KINDS = ("x", "e", "h", "k", "v", "kv")  # in the order in which they are named
@@ -58,7 +58,7 @@ class Slim:
         self.projections, self.threshold = projections, threshold
 
     def attend(self, query: Tensor, stored: Stored, bias: Tensor | None, scale: float) -> Tensor:
-        """`fastgen.attention.beam_attention` of keys and values not all of which are there.
+        """`fastgen.layers.attention.beam_attention` of keys and values not all of which are there.
 
         Args:
             query: `[B*M, H, 1, D]`; bias and scale: see there.
@@ -99,7 +99,7 @@ class InputCache(Slim):
         self, query: Tensor, absorbed: Tensor, stored: Stored, bias: Tensor | None, scale: float
     ) -> Callable[..., Tensor] | None:
         """What attends in place of `_attended`, if that is as exact as attention to keys and values would be."""
-        from fastgen.gpu_attention import Trial, latent_kernel_for  # brings Triton with it
+        from fastgen.layers.attention_kernels import Trial, latent_kernel_for  # brings Triton with it
 
         arguments = (absorbed, stored[0], bias, scale)
         trial = Trial(
@@ -140,7 +140,7 @@ class HybridCache(InputCache):
 
 class KeyCache(Slim):
     """K alone: `V = (K - b_K) W_KV + b_V`, where `W_KV` is a right inverse of W_K times W_V (equation 2.1, section 6,
-    option 1). Rounding is amplified by the condition of W_K: see `fastgen.cache.admission`.
+    option 1). Rounding is amplified by the condition of W_K: see `fastgen.cache.slim.accuracy`.
 
     With rotary positions (section 4) what is stored is not rotated yet, and is when it is read; with a threshold it is
     stored as the host rotates it, and of it only what the softmax keeps is rotated back.

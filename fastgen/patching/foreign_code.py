@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fastgen.decoding import watched
+from fastgen.patching import replaced_code
 
 # Of torch, what compiles or traces: a part of a model that is called so sees other shapes than it was made for.
 _COMPILING = ("torch._dynamo", "torch._inductor", "torch.jit", "torch.fx", "torch._functorch")
@@ -61,7 +61,7 @@ class HostCode:
         """The foreign code in these modules, given with their paths in the model."""
         if nn.modules.module._has_any_global_hook():
             yield Finding("", "is called with hooks of yours on all modules")
-        if (replaced := watched.replaced_function()) is not None:
+        if (replaced := replaced_code.replaced_function()) is not None:
             yield Finding("", f"calls {replaced}, which is not torch's own")
         kinds: dict[type, tuple[str, ...] | None] = {}
         for path, module in modules:

@@ -16,7 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fastgen import arena, memory
+from fastgen import report
+from fastgen.memory import arena, limits
+from fastgen.memory.release import keeper
 
 _MIN_BYTES = 2**17  # what is smaller, the C library keeps by itself
 
@@ -30,6 +32,13 @@ def nbytes() -> int:
         return sum(buffer.numel() for buffers in _kept.values() for buffer in buffers)
 
 
+@report.provides("buffer_bytes")
+def _nbytes_of_all() -> int:
+    """What the arenas keep too."""
+    return nbytes() + arena.nbytes()
+
+
+@keeper
 def release() -> None:
     """Keep no buffer any longer; one in use is freed when its call ends."""
     with _lock:
@@ -72,7 +81,7 @@ def _take(model: nn.Module, size: int) -> Tensor | None:
             break
     step = 1 << max(size.bit_length() - 3, 0)  # so that sizes which differ by little fit one buffer
     size = -(-size // step) * step
-    if not _COUNTS or not memory.may_keep(size, taken=nbytes()):
+    if not _COUNTS or not limits.may_keep(size, taken=nbytes()):
         return None
     with torch.inference_mode(False):  # or nobody could write to it outside of that mode
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen import arena, packing
-from fastgen.native_operators import native_operator
-from fastgen.siblings import Siblings, loners
+from fastgen.layers import packed_weights
+from fastgen.layers.input_fusion import Siblings, loners
+from fastgen.memory import arena
+from fastgen.ops import native_operator
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Product = Callable[[Tensor, Any, "Tensor | None"], Tensor]  # of rows, weights, a bias
@@ -184,7 +185,7 @@ class Products:
         skinny = [plan is not None and plan.reads_in_place for plan in plans]
         if all(skinny):
             self._families[id(siblings[0])] = tuple(siblings)
-        elif any(skinny) or not packing.join(siblings):
+        elif any(skinny) or not packed_weights.join(siblings):
             return
         joined = set(map(id, siblings))
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] not in joined}
@@ -217,7 +218,7 @@ class Products:
         if not self._pays(layer, rows, False, _SKINNY_ROWS, screened, ops.screen_weight, over, "screening"):
             return None
         self._drop_outdated(layer)
-        screening = packing.screening_of(layer)
+        screening = packed_weights.screening_of(layer)
         return None if screening is None else _Plan(screened, screening, _bias((layer,)), (layer,))
 
     def _weights(self, layers: tuple[Any, ...], rows: Tensor, skinny: Product) -> list[Tensor]:
@@ -227,16 +228,16 @@ class Products:
         for layer in layers:
             self._drop_outdated(layer)
             half = None
-            if packing.is_half(layer) and self._pays(
+            if packed_weights.is_half(layer) and self._pays(
                 layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight.half()], _in_float32(skinny), "halves"
             ):
-                half = packing.half_of(layer)
+                half = packed_weights.half_of(layer)
             weights.append(layer.weight if half is None else half)
         return weights
 
     def _drop_outdated(self, layer: nn.Module) -> None:
         if id(layer) not in self._checked:
-            packing.drop_outdated(layer)
+            packed_weights.drop_outdated(layer)
             self._checked.add(id(layer))
 
     def are_current(self, later: Products) -> bool:
@@ -248,17 +249,17 @@ class Products:
         return all(map(_is_current, plans))
 
     def _packed_plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
-        if packing.unavailable() is not None:
+        if packed_weights.unavailable() is not None:
             return None
         self._drop_outdated(layer)
         limit = _FEW_ROWS if number <= _FEW_ROWS else None
-        if not self._pays(layer, rows, transposed, limit, packing.multiply, packing.pack):
+        if not self._pays(layer, rows, transposed, limit, packed_weights.multiply, packed_weights.pack):
             return None
-        joint = None if rows.is_inference() else packing.joint(layer)
+        joint = None if rows.is_inference() else packed_weights.joint(layer)
         if joint is not None and self._apart.isdisjoint(joint.layers):
-            return _Plan(packing.multiply, joint.copy, _bias(joint.layers), joint.layers)
-        copy = packing.copy_of(layer, transposed)
-        return None if copy is None else _Plan(packing.multiply, copy, _bias((layer,)), (layer,))
+            return _Plan(packed_weights.multiply, joint.copy, _bias(joint.layers), joint.layers)
+        copy = packed_weights.copy_of(layer, transposed)
+        return None if copy is None else _Plan(packed_weights.multiply, copy, _bias((layer,)), (layer,))
 
     def _pays(
         self,
@@ -300,9 +301,9 @@ def _is_current(plan: _Plan) -> bool:
     if bias is not plan.bias and (bias is None or plan.bias is None or not torch.equal(bias, plan.bias)):
         return False
     if not plan.reads_in_place:
-        return any(copy is plan.weights for copy in packing.copies_of(plan.layers[0]))
+        return any(copy is plan.weights for copy in packed_weights.copies_of(plan.layers[0]))
     return all(
-        weight is layer.weight or any(copy is weight for copy in packing.copies_of(layer))
+        weight is layer.weight or any(copy is weight for copy in packed_weights.copies_of(layer))
         for layer, weight in zip(plan.layers, plan.weights, strict=True)
     )
 

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import arena, memory, packing
-from fastgen.attention import beam_attention
-from fastgen.cache.slim import Choice, InputCache, Projections, Slim, word_for
+from fastgen.cache.slim.latent import Choice, InputCache, Projections, Slim, word_for
 from fastgen.cache.tree import FIRST_STEPS
+from fastgen.layers import packed_weights
+from fastgen.layers.attention import beam_attention
+from fastgen.memory import arena, limits
 from fastgen.report import size
 
 _SLACK = 1.25  # growing copies, activations: so much more than what is stored has to be free
@@ -207,7 +208,7 @@ def asked_for(wanted: str) -> Choice:
 def _free(device: torch.device) -> int | None:
     """Bytes that a call may still take there; None where nobody says."""
     if device.type != "cuda":
-        return memory.free()
+        return limits.free()
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + idle
 
@@ -244,8 +245,8 @@ def _timed(device: torch.device, dtype: torch.dtype) -> Rates:
     bandwidth = rate(1, heads, heads, size, 4 * keys)[1]
     rows, weight = (_drawn(*shape, device=device, dtype=dtype) for shape in ((1024, width), (2 * width, width)))
     products = [functools.partial(F.linear, rows, weight)]
-    if dtype == torch.float32 and device.type == "cpu" and packing.unavailable() is None:
-        products.append(functools.partial(packing.multiply, rows, packing.pack(weight), None))
+    if dtype == torch.float32 and device.type == "cpu" and packed_weights.unavailable() is None:
+        products.append(functools.partial(packed_weights.multiply, rows, packed_weights.pack(weight), None))
     product = min(_seconds(each, device) for each in products)
     # Layer after layer, as their weights pass by: more than stay in a cache.
     numbers = 2 * heads * size * width

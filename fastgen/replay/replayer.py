@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fastgen import report
-from fastgen.decoding.tape import Noting, Tape
+from fastgen.replay.tape import Noting, Tape
 
 _capturing = threading.Lock()  # torch's dispatch modes have flags for the whole process
 _PATIENCE = 4  # times as many steps run by themselves before each further capture of a call

@@ -11,31 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.native_operators import native_operator
-
-# On the CPU torch's fused attention works in blocks of many query rows; with a handful of rows, two
-# batched products win until the keys no longer fit the cache. benchmarks/bench_attention.py measures it.
-_FUSED_FROM_KEYS = 800
-_NOTHING = torch.empty(1, dtype=torch.float32, device="cpu")  # what `baddbmm` adds to the products, 0 times
-
-
-def fold_beams(query: Tensor, batch: int, key_heads: int) -> Tensor:
-    """Query rows `[B*M, H, 1, D]` -> `[B, Hkv, G, M, D]`, next to keys `[B, Hkv, K, D]`."""
-    rows, heads, _, size = query.shape
-    folded = query.reshape(batch, rows // batch, key_heads, heads // key_heads, size)
-    return folded.permute(0, 2, 3, 1, 4)
+from fastgen.ops import native_operator
+from fastgen.ops.attention import fold_beams, folded_attention, unfold_beams
 
 
 def as_beams(query: Tensor) -> Tensor:
     """A sentence's queries of several positions as if its beams': `[B, H, P, D]` -> `[B*P, H, 1, D]`."""
     return query.transpose(1, 2).flatten(0, 1)[:, :, None]
-
-
-def unfold_beams(output: Tensor) -> Tensor:
-    """`[B, Hkv, G, M, D]` -> `[B*M, 1, H, D]`, what the hosts expect of an attention function."""
-    batch, key_heads, group, beams, size = output.shape
-    # Contiguous even where reshape would make a view: some models take a `view` of it.
-    return output.permute(0, 3, 1, 2, 4).reshape(batch * beams, 1, key_heads * group, size).contiguous()
 
 
 def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -58,7 +40,7 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
         output: Tensor = native(query, key, value, bias, scale)
         return output
     if may_take_triton(query):
-        from fastgen.gpu_attention import kernel_for  # brings Triton with it
+        from fastgen.layers.attention_kernels import kernel_for  # brings Triton with it
 
         if (ours := kernel_for(query, key, value, bias, scale, _plain)) is not None:
             return ours(query, key, value, bias, scale)
@@ -66,7 +48,7 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
 
 
 def may_take_triton(query: Tensor, *others: Tensor) -> bool:
-    """Whether a kernel of `fastgen.gpu_attention` may attend from this query to these others."""
+    """Whether a kernel of `fastgen.layers.attention_kernels` may attend from this query to these others."""
     return query.device.type == "cuda" and _is_plain(query, *others) and not torch.compiler.is_dynamo_compiling()
 
 
@@ -80,24 +62,6 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
 
 
 _native = functools.partial(native_operator, "beam_attention")
-
-
-def folded_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """`beam_attention` in plain torch, of `[B, Hkv, G, M, D]`; returns `[B, Hkv, G, M, Dv]`."""
-    batch, key_heads, group, beams, size = query.shape
-    if query.device.type != "cpu" or query.dtype != torch.float32 or key.shape[2] >= _FUSED_FROM_KEYS:
-        if bias is not None and group > 1:
-            bias = _per_group(bias, key_heads, group).expand(-1, -1, group, beams, -1).flatten(2, 3)
-        query = query.reshape(batch, key_heads, group * beams, size)
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    else:
-        keys = key.flatten(0, 1)  # a view: slots beyond those in use only change the stride of B*Hkv
-        rows = query.reshape(batch * key_heads, group * beams, size)
-        scores = torch.baddbmm(_NOTHING, rows, keys.transpose(1, 2), beta=0, alpha=scale)
-        if bias is not None:
-            scores.view(batch, key_heads, group, beams, -1).add_(_per_group(bias, key_heads, group))
-        output = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
-    return output.view(batch, key_heads, group, beams, value.shape[-1])
 
 
 def stream_attention(
@@ -145,8 +109,3 @@ def stream_attention(
     theirs = own_value.unflatten(0, (batch, -1)).transpose(2, 3)  # [B, M, S-1, H, Dv]
     output = torch.cat([output[:, :, :1], output[:, :, 1:] + share[..., None] * theirs], dim=2)
     return output.flatten(0, 1)
-
-
-def _per_group(bias: Tensor, key_heads: int, group: int) -> Tensor:
-    """`[B, 1 or H, M, K]` -> `[B, 1 or Hkv, 1 or G, M, K]`."""
-    return bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (key_heads, group))

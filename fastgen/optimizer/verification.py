@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-from fastgen import config, memory, report
+from fastgen import config, report
+from fastgen.memory import limits
+from fastgen.version import __version__
 
 GAP = 1e-5  # of two candidates that are as good as equal
 TOLERANCE = 1e-4  # of scores
@@ -94,8 +96,6 @@ def note(kind: str, reason: str = "") -> None:
 
 
 def _versions(host: str) -> dict[str, str]:
-    from fastgen import __version__
-
     processor = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     return {
         "fastgen": __version__,
@@ -165,7 +165,7 @@ class Question:
                 self.before.restore()
                 theirs = stock()
         except Exception as error:
-            if memory.is_out_of_memory(error):
+            if limits.is_out_of_memory(error):
                 note(UNVERIFIED, "for want of memory")
                 after.restore()
                 return output
@@ -202,6 +202,7 @@ def counts() -> dict[str, int]:
         return dict(_counts)
 
 
+@report.provides("verified")
 def summary() -> str:
     """The same in a line; empty if there are none."""
     with _lock:

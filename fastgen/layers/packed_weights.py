@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastgen import arena, memory
-from fastgen.contents import State, state_of
-from fastgen.native_operators import native_operator
-from fastgen.siblings import loners
+from fastgen import report
+from fastgen.layers.fingerprints import State, state_of
+from fastgen.layers.input_fusion import loners
+from fastgen.memory import arena, limits
+from fastgen.memory.release import keeper
+from fastgen.ops import native_operator
 
 Copy = Any  # what `pack` returns, or the weight in half precision, or what `screened_linear` reads in its place
 _SLAB = 256  # rows and columns that are looked at together
@@ -92,18 +94,21 @@ def _waves(*shape: int) -> Tensor:
     return torch.arange(math.prod(shape), dtype=torch.float32).sin().view(shape)
 
 
+@report.provides("packed_bytes")
 def nbytes() -> int:
     """The memory that packed copies take now."""
     with _lock:
         return sum(packed.nbytes for kind in _ALL for packed in kind.values())
 
 
+@report.provides("packed_weights")
 def count() -> int:
     """How many weights have a packed copy now."""
     with _lock:
         return sum(len(packed.sources) for kind in _ALL for packed in kind.values())
 
 
+@keeper
 def release() -> None:
     """Drop all packed copies; what was learnt about shapes stays."""
     with _lock:
@@ -211,7 +216,7 @@ def join(siblings: list[nn.Module]) -> bool:
 
 def _packed(layers: list[nn.Module], make: Callable[[], Copy], size: int) -> _Packed | None:
     """What `make` returns, a copy of `size` bytes; None if memory is short."""
-    if not memory.may_keep(size, taken=nbytes()):
+    if not limits.may_keep(size, taken=nbytes()):
         return None
     sources = [_Source(layer) for layer in layers]
     try:

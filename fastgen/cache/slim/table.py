@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fastgen.cache.admission import Verdict
+from fastgen.cache.slim.accuracy import Verdict
 
 KINDS = ("x", "k", "v")  # of the caches in the table
 

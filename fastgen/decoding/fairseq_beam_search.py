@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam_search import PerSentence
-from fastgen.decoding.replay import Replayer
-from fastgen.decoding.static_search import Late, divided, of_rows
+from fastgen.decoding.static_beam_search import Late, divided, of_rows
+from fastgen.replay.replayer import Replayer
 
 
 @dataclass(frozen=True)

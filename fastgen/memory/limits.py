@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from fastgen.memory.release import release
+
 _SHARE = 4  # what is kept of a kind takes at most this part of the memory that is free without it
 
 
@@ -39,9 +41,7 @@ def relief() -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            import fastgen
-
-            fastgen.release()
+            release()
         raise
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastgen import memory
+from fastgen.memory import limits
+from fastgen.memory.release import keeper
 
 _lock = threading.RLock()  # reentrant: a model may die, or a search be abandoned, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, Arena] = weakref.WeakKeyDictionary()
@@ -77,12 +78,13 @@ def nbytes() -> int:
 
 def settle() -> None:
     """After work that needed much: keep what is free now for the next steps and calls, unless memory is short."""
-    if not memory.may_keep(0, taken=nbytes()):
+    if not limits.may_keep(0, taken=nbytes()):
         with _lock:
             for arena in _kept.values():
                 arena.trim()
 
 
+@keeper
 def release() -> None:
     """Keep nothing any longer."""
     with _lock:

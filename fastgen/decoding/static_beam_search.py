@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam_search import _DEAD, BeamSearch, FinishingPolicy, IsStopped
-from fastgen.decoding.replay import Replayer
+from fastgen.replay.replayer import Replayer
 
 
 class StaticSearch(BeamSearch):

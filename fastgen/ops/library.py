@@ -53,6 +53,11 @@ def load(operators: tuple[str, ...]) -> None:
         report.set_operators({operator: _how(operator, _loaded) for operator in operators})
 
 
+def was_loaded() -> bool:
+    """Whether `load` has been called."""
+    return _loaded is not None
+
+
 def _how(operator: str, loaded: dict[str, str]) -> str:
     """How the operator runs, such as "native (cpu)"."""
     native = [library for library in loaded if _is_registered(operator, library)]

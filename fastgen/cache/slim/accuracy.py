@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastgen.attention import as_beams, beam_attention
-from fastgen.cache.slim import HybridCache, Projections, Slim, condition, rotated, slim_cache
+from fastgen.cache.slim.latent import HybridCache, Projections, Slim, condition, rotated, slim_cache
+from fastgen.layers.attention import as_beams, beam_attention
 
 _TINY = 1e-30  # as a threshold it leaves out nothing, and takes the way of those that do
 LIMIT = 1e-5  # of what inverts a weight: the error relative to the largest number of the output

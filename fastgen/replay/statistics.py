@@ -8,8 +8,8 @@ import weakref
 from torch import nn
 
 from fastgen import config, report
-from fastgen.decoding import recordings
-from fastgen.decoding.replay import Counts, Replayer
+from fastgen.replay import store
+from fastgen.replay.replayer import Counts, Replayer
 
 # On a CPU: with more rows a step's Python is nothing beside its products, and with more sentences some leave, each time
 # of which the step must be recorded anew. That costs as much as some ten replays save.
@@ -29,7 +29,7 @@ def are_wanted(model: nn.Module, device: str, sentences: int, rows: int, steps: 
         return False
     if device == "cuda":
         return settings.cuda_graphs
-    if device != "cpu" or settings.replay == "off" or settings.compile:
+    if device != "cpu" or settings.replay == "off":
         return False
     return settings.replay == "always" or (sentences == 1 and rows <= _FEW_ROWS and steps >= _MIN_STEPS)
 
@@ -61,6 +61,7 @@ def counts(model: nn.Module) -> Counts:
         return _counts.get(model, Counts())
 
 
+@report.provides("replayed")
 def replayed() -> dict[str, str]:
     """What became of replaying steps, by class of the model."""
     with _lock:
@@ -71,7 +72,7 @@ def replayed() -> dict[str, str]:
 
 def _kept(model: nn.Module) -> str:
     owners = [model, *filter(None, (_owners[model](),))] if model in _owners else [model]
-    count, size = sum(map(recordings.count, owners)), sum(map(recordings.nbytes, owners))
+    count, size = sum(map(store.count, owners)), sum(map(store.nbytes, owners))
     return f", {count} kept for later calls ({report.size(size)})" if count else ""
 
 

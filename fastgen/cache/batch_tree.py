@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastgen.buffers import Buffers
 from fastgen.cache.tree import FIRST_STEPS, BeamTree, TreeLayer
+from fastgen.memory.buffers import Buffers
 
 _ROOM = 32  # steps allocated ahead
 _FOREVER = 2**40

@@ -17,10 +17,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from fastgen import config, memory
+from fastgen import config
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding.replay import Captured, Replayer
-from fastgen.products import Products
+from fastgen.layers.linear import Products
+from fastgen.memory import limits
+from fastgen.memory.release import keeper
+from fastgen.replay.replayer import Captured, Replayer
 
 SOURCE_STEP = 16  # a source is padded to a multiple of so many positions, for like lengths to share a recording
 
@@ -199,7 +201,7 @@ def may_keep(more: int, device: torch.device) -> bool:
     """Whether so many bytes may be kept on this device besides what is."""
     taken = nbytes() + more
     if device.type != "cuda":
-        return memory.may_keep(0, taken)
+        return limits.may_keep(0, taken)
     return taken * _SHARE <= torch.cuda.get_device_properties(device).total_memory
 
 
@@ -215,6 +217,7 @@ def nbytes(model: nn.Module | None = None) -> int:
         return sum(kept.nbytes() for key, kept in _kept.items() if model in (None, key))
 
 
+@keeper
 def release() -> None:
     """Keep none any longer."""
     with _lock:

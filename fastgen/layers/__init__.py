@@ -1,0 +1,1 @@
+"""How one layer is computed faster: attention of beams, and linear layers."""

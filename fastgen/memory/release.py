@@ -1,0 +1,19 @@
+"""What is kept between calls, freed at once. Who keeps something says how that is freed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_keepers: list[Callable[[], None]] = []
+
+
+def keeper(free: Callable[[], None]) -> Callable[[], None]:
+    """Decorate a function that frees what its module keeps."""
+    _keepers.append(free)
+    return free
+
+
+def release() -> None:
+    """Free what fastgen keeps between calls: packed weights, buffers, memory of steps, recorded steps."""
+    for free in _keepers:
+        free()

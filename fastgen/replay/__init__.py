@@ -1,0 +1,1 @@
+"""A decode step captured once and replayed."""
