@@ -50,8 +50,9 @@ def generate(
     """
     import ray.data
 
+    from fastgen.distributed.job import Job
     from fastgen.distributed.placement import nodes_of, placement
-    from fastgen.distributed.worker import Job, RowWorker
+    from fastgen.distributed.worker import RowWorker
 
     args = _arguments(model, options)
     if not ray.is_initialized():

@@ -11,8 +11,8 @@ import torch
 import fastgen
 from fastgen.cli.transformers import prepare, records, tokenizing
 from fastgen.cli.transformers.failures import outputs_of
+from fastgen.distributed.job import Job
 from fastgen.distributed.parts import Outputs
-from fastgen.distributed.worker import Job
 from fastgen.pipeline.errors import InputError
 from fastgen.pipeline.workers import WorkerPool
 

@@ -20,9 +20,10 @@ from fastgen.distributed import blocks
 from fastgen.distributed.actors import Told, results
 from fastgen.distributed.blocks import Block
 from fastgen.distributed.connection import connected
+from fastgen.distributed.job import Job
 from fastgen.distributed.parts import Mark, Parts
 from fastgen.distributed.placement import nodes_of, placement
-from fastgen.distributed.worker import BlockWorker, Done, Job
+from fastgen.distributed.worker import BlockWorker, Done
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents

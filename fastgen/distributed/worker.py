@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import traceback
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow
 import ray
 
-import fastgen
 from fastgen.cli.transformers import records
 from fastgen.cli.transformers.failures import policy_of
 from fastgen.distributed import blocks
 from fastgen.distributed.actors import PROGRESS
+from fastgen.distributed.job import Job
 from fastgen.distributed.parts import SCHEMA, Mark, Parts, listed
 from fastgen.pipeline.errors import InputError, first_line
-
-if TYPE_CHECKING:
-    from fastgen.distributed.engine import Engine
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every actor of a run is told."""
-
-    args: argparse.Namespace
-    form: str  # of the output
-    version: str = fastgen.__version__
 
 
 @dataclass
@@ -50,7 +37,7 @@ class BlockWorker:
     def __init__(self, job: Job, folder: str) -> None:
         self._job, self._folder = job, folder
         self._parts: Parts | None = None
-        self._engine: Engine | None = None
+        self._engine: Any = None  # an Engine, loaded for the first block
         self._told = (-1, 0, 0)
 
     def node(self) -> str:

@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 import fastgen
 from fastgen import report
 from fastgen.cache import tree
-from fastgen.optimizer.transformers import cache, requests, session, versions
+from fastgen.optimizer.transformers import cache, interception, requests, versions
 from fastgen.optimizer.transformers.versions import CACHE
 
 SEARCH = dict(num_beams=3, max_new_tokens=7)
@@ -298,7 +298,7 @@ def test_a_step_that_raises(
         patch.setattr(tree.TreeLayer, "append", fail)
         with pytest.raises(failure):
             harness.run_fastgen(model, inputs, tier=tier, **SEARCH)
-    assert calls == 6 and session.current() is None
+    assert calls == 6 and interception.current() is None
 
 
 @pytest.mark.parametrize("tier", harness.TIERS)

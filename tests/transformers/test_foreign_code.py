@@ -24,7 +24,7 @@ from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaL
 
 import fastgen
 from fastgen import report
-from fastgen.optimizer.transformers import session
+from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.versions import CACHE
 
 # Of each case every search, or two, on its first model, and one on each of the others.
@@ -55,7 +55,7 @@ def assert_same_seen(stock: Seen, ours: Seen) -> None:
     assert_same(stock.log, ours.log, "what the user's code saw")
     assert_same(stock.state, ours.state, "state")
     assert torch.equal(stock.stream, ours.stream), "the random stream goes on elsewhere"
-    assert session.current() is None
+    assert interception.current() is None
 
 
 def assert_path(case: Case, seen: Seen) -> None:
@@ -273,7 +273,7 @@ def test_an_exception_of_the_users_comes_out_as_it_is(place: Any, family: str, s
             assert stock[0], f"stock answers {kind.__name__} with {stock[1]}"
             ours = outcome(kind, at)
             assert ours == stock, f"{kind.__name__} at call {at}: {ours} instead of {stock}"
-            assert session.current() is None
+            assert interception.current() is None
         output, calls = harness.run_fastgen(user.model, inputs, **options)
         harness.assert_same(expected, output)
         harness.assert_path(calls, "auto", "accelerated")

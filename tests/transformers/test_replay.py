@@ -19,7 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.cache import tree
-from fastgen.optimizer.transformers import modules, session, versions
+from fastgen.optimizer.transformers import interception, modules, versions
 from fastgen.optimizer.transformers.versions import CACHE_LENGTH
 from fastgen.replay import replayer, statistics
 from fastgen.replay.tape import Tape
@@ -307,7 +307,7 @@ def test_other_threads_see_the_hosts_modules(family: str) -> None:
     before[CACHE_LENGTH] = torch.tensor(4)  # as a static cache of the host's says it
     with torch.no_grad():
         expected = module(**before)
-        with session._redirected(modules.replayable_inputs(decoder)):
+        with interception.redirected(modules.replayable_inputs(decoder)):
             torch.testing.assert_close(module(**before), expected, rtol=0, atol=0)
 
 

@@ -15,7 +15,7 @@ from fastgen.memory import arena, limits
 from fastgen.optimizer import verification
 from fastgen.optimizer.fairseq import fast, verifying
 from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
-from fastgen.optimizer.fairseq.refill import JoiningEnsemble, joining
+from fastgen.optimizer.fairseq.joining import JoiningEnsemble, joining
 from fastgen.optimizer.fairseq.requests import Request, has_own_blocker, is_diverse, unsupported_reason
 from fastgen.optimizer.fairseq.shortlist import Shortlist, is_shortened
 from fastgen.optimizer.fairseq.slim import look_at

@@ -16,7 +16,7 @@ from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.fairseq.decoder import over_the_tree
 from fastgen.optimizer.fairseq.foreign import layers_of
-from fastgen.optimizer.fairseq.refill import Part
+from fastgen.optimizer.fairseq.joining import Part
 from fastgen.optimizer.fairseq.requests import Request
 from fastgen.optimizer.fairseq.session import Session, Source
 from fastgen.optimizer.fairseq.shortlist import is_shortened, unnormalised

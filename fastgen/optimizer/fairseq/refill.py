@@ -7,10 +7,8 @@ are shared.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,15 +18,12 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.optimizer.fairseq import foreign, seams
-from fastgen.optimizer.fairseq.decoder import StandIn
-from fastgen.optimizer.fairseq.requests import Request, unsupported_decoder
-from fastgen.optimizer.fairseq.shortlist import Shortlist
-from fastgen.optimizer.fairseq.suspending import Suspendable
+from fastgen.optimizer.fairseq.joining import Part, source_of
+from fastgen.optimizer.fairseq.joint import Joint
+from fastgen.optimizer.fairseq.requests import unsupported_decoder
 
 _PARTS = 4  # a batch is refilled by so much of it at a time
 _MOST_SAMPLES = 8  # at once: each adds its own few small operations to a step
-
-_local = threading.local()
 
 
 def unrefillable(generator: Any) -> str | None:
@@ -92,8 +87,6 @@ def run(
     All are generated with the same generator, one that is not `unrefillable`. A sample begins when there is room for
     its sentences among the `sentences` that decode together, of as many padded source `tokens` at most.
     """
-    from fastgen.optimizer.fairseq.joint import Joint
-
     waiting = enumerate(samples)
     following = next(waiting, None)
     live: list[Part] = []
@@ -139,13 +132,6 @@ def _has_room(live: list[Part], sample: dict[str, Any], sentences: int, tokens: 
     return not live or (len(live) < _MOST_SAMPLES and count <= sentences and count * width <= tokens)
 
 
-def source_of(sample: dict[str, Any]) -> Tensor:
-    """The encoder's input, `[B, N, ...]`."""
-    source = Request(None, sample, None, None, None).source
-    assert source is not None
-    return source
-
-
 def in_parts(sample: dict[str, Any], size: int) -> list[dict[str, Any]]:
     """The sample in parts of `size` sentences, which are padded as they were: the host looks at the padded length."""
     count = len(source_of(sample))
@@ -160,66 +146,3 @@ def _rows(sample: dict[str, Any], rows: slice, count: int) -> dict[str, Any]:
     if "nsentences" in part:
         part["nsentences"] = len(range(count)[rows])
     return part
-
-
-@dataclass
-class Step:
-    """What a search asks its model."""
-
-    tokens: Tensor  # int64 [B*M, length], the hypotheses so far
-    encoder_out: dict[str, list[Tensor]]
-    parents: Tensor | None  # int64 [B*M], the rows of the step before that they continue; None at first
-    temperature: float
-
-
-class Part(Suspendable):
-    """One sample's search."""
-
-    request: Request
-    step: Step
-
-    def __init__(self, infer: Callable[[dict[str, Any]], list[Any]], number: int, sample: dict[str, Any]) -> None:
-        super().__init__(lambda: self._infer(infer, sample))
-        self.number = number
-        # Sentences in the joint tree, or that will be; positions of their source, later of the encoder's output.
-        self.sentences, self.width = source_of(sample).shape[:2]
-
-    def _infer(self, infer: Callable[[dict[str, Any]], list[Any]], sample: dict[str, Any]) -> list[Any]:
-        _local.part = self
-        return infer(sample)
-
-    def proceed(self, answer: tuple[Tensor, Tensor | None] | None) -> None:
-        """Go on with the scores of the step, up to the next one unless that was the last."""
-        step = self.resume(answer)
-        if not self.ended:
-            self.step = step
-
-
-def joining() -> Part | None:
-    """The part whose search begins now in this thread; it is told only once."""
-    part: Part | None = getattr(_local, "part", None)
-    _local.part = None
-    return part
-
-
-class JoiningEnsemble(StandIn):
-    """Stands in for the generator's `model` in one part's search, and has the joint tree asked."""
-
-    def __init__(self, request: Request, part: Part, shortlist: Shortlist | None) -> None:
-        super().__init__(request, shortlist)
-        self._part = part
-        self._parents: Tensor | None = None
-        part.request = request
-
-    def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:
-        if self.reason:
-            self.inner.reorder_incremental_state(incremental_states, new_order)
-        self._parents = new_order
-
-    def forward_decoder(
-        self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor | None]:
-        if self.reason:
-            return self.inner.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
-        scores, weights = self._part.ask(Step(tokens, encoder_outs[0], self._parents, temperature))
-        return scores if self.shortlist is None else self.shortlist.of(tokens, scores), weights

@@ -15,8 +15,7 @@ from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.decoding.sampling import TokenSearch
 from fastgen.decoding.static_beam_search import StaticSearch
 from fastgen.memory.buffers import Buffers
-from fastgen.optimizer.transformers import chunks, versions
-from fastgen.optimizer.transformers import session as sessions
+from fastgen.optimizer.transformers import chunks, interception, versions
 from fastgen.optimizer.transformers.cache import stock_cache
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
 from fastgen.optimizer.transformers.processors import Banning, Processing
@@ -166,7 +165,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
         return decoder.run(model, inputs)
 
     # 4.57 reads a prompt in chunks by the model's `forward`, past its hooks.
-    with sessions.calling(request.model, call, by_forward=is_chunked and not versions.PREFILLS):
+    with interception.calling(request.model, call, by_forward=is_chunked and not versions.PREFILLS):
         result = request.run(stock, decoder.cache)
     if not isinstance(result, Tensor):
         setattr(result, versions.CACHE, stock_cache(decoder.cache, decoder.tree))

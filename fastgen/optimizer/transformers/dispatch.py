@@ -3,49 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fastgen import config, report
 from fastgen.memory import limits
-from fastgen.optimizer.transformers import beam_search, graphs, planning, verifying
+from fastgen.optimizer.transformers import beam_search, graphs, interception, planning, verifying
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import disproof
 from fastgen.optimizer.transformers.requests import Request, unsupported_reason
 from fastgen.optimizer.transformers.screening import may_screen
 from fastgen.replay import statistics
 
-
-class Intercepted(BaseException):  # no user's `except Exception` is to see it
-    """Carries a request out of the host's `generate`, which has prepared it."""
-
-    def __init__(self, request: Request, stock: Callable[..., Any]) -> None:
-        self.request, self.stock = request, stock
-
-
-_local = threading.local()
 _DIVERSE = "diverse beam search is fastgen's own: this version of transformers has moved its own to the Hub"
-
-
-@contextlib.contextmanager
-def intercepting() -> Iterator[None]:
-    """Inside the block, a request of this thread is not run but raised."""
-    _local.intercepts = True
-    try:
-        yield
-    finally:
-        _local.intercepts = False
 
 
 @limits.relief()
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search` or `_sample`."""
-    if getattr(_local, "intercepts", False):
-        raise Intercepted(request, stock)
+    interception.raise_intercepted(request, stock)
     settings = config.current()
     if settings.tier == "stock":
         return _stock(request, stock, "tier='stock' is configured")

@@ -12,7 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fastgen import config
-from fastgen.optimizer.transformers import modules, session, versions
+from fastgen.optimizer.transformers import interception, modules, versions
 from fastgen.patching import foreign_code
 from fastgen.patching.foreign_code import Finding, HostCode
 from fastgen.patching.replaced_code import is_of
@@ -43,7 +43,7 @@ _CODE = HostCode(
         """peft.tuners.lora.layer.Linear peft.tuners.lora.layer.Embedding peft.tuners.lora.dora.DoraLinearLayer
         peft.tuners.ia3.layer.Linear peft.tuners.adalora.layer.SVDLinear""".split()
     ),
-    class_attributes=session.stock_attributes,
+    class_attributes=interception.stock_attributes,
 )
 
 
@@ -89,7 +89,7 @@ def _is_mixins(function: Any) -> bool:
 
 def _replaced_attention(model: nn.Module) -> Iterator[Finding]:
     """Functions of attention or of its masks that are not the host's, though their names are known."""
-    seam = session.stock_attributes(AttentionInterface).get(versions.ATTENTION_SEAM)
+    seam = interception.stock_attributes(AttentionInterface).get(versions.ATTENTION_SEAM)
     if seam is not None and not is_of(seam, "transformers"):
         yield Finding("", f"looks attention up by a {versions.ATTENTION_SEAM} that is not the host's own")
     names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}

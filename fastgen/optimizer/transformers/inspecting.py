@@ -15,7 +15,7 @@ from fastgen.cache.slim.latent import Projections
 from fastgen.cache.slim.table import KINDS, Inspection, Layer
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.layers.linear import Products
-from fastgen.optimizer.transformers import beam_search, slim
+from fastgen.optimizer.transformers import beam_search, interception, slim
 from fastgen.optimizer.transformers.decoder import TreeDecoder
 from fastgen.optimizer.transformers.proof import sample_of
 from fastgen.optimizer.transformers.requests import Request, unsupported_reason
@@ -27,14 +27,12 @@ _POSITIONS = 64  # of a prompt with them, at most
 
 def inspect(model: Any, inputs: Mapping[str, Any]) -> Inspection:
     """See `fastgen.inspect`."""
-    from fastgen.optimizer.transformers import dispatch
-
     if (reason := slim.unsupported_reason(model)) is not None:
         raise ValueError(f"{type(model).__name__} has no slim caches: {reason}.")
     try:
-        with dispatch.intercepting():
+        with interception.intercepting():
             model.generate(**inputs)
-    except dispatch.Intercepted as intercepted:
+    except interception.Intercepted as intercepted:
         request, stock = intercepted.request, intercepted.stock
     else:
         raise ValueError("fastgen is disabled, or this search is none of those that it accelerates.")

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from fastgen.optimizer.transformers import streams
+from fastgen.optimizer.transformers import interception, streams
+from fastgen.optimizer.transformers.interception import Wrapper
 from fastgen.optimizer.transformers.versions import CACHE_LENGTH, CACHE_PARAMETERS, FINDS_EAGER
 
 # Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
@@ -44,8 +45,6 @@ _TESTED = frozenset(
     """bart bert bert-generation blenderbot fsmt gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
     mistral mt5 olmo opt pegasus phi3 prophetnet qwen3 speech_to_text t5 trocr umt5 unilm whisper""".split()
 )
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @functools.cache
@@ -153,13 +152,11 @@ def _hand_written(model: torch.nn.Module) -> set[Any]:
 
 
 def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:
-    from fastgen.optimizer.transformers import session as sessions
-
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
     def folded(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        session = sessions.current()
+        session = interception.current()
         if session is None or not session.folds_rows(hidden_states.shape[0]):
             return forward(self, hidden_states, *args, **kwargs)
         tree = session.tree
@@ -180,13 +177,11 @@ def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:
 
 
 def _folded_with_time_first(forward: Callable[..., Any]) -> Callable[..., Any]:
-    from fastgen.optimizer.transformers import session as sessions
-
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
     def folded(self: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        session = sessions.current()
+        session = interception.current()
         if session is None or len(query) != 1 or not session.folds_rows(query.shape[1]):
             return forward(self, query, *args, **kwargs)
         tree = session.tree
@@ -203,9 +198,7 @@ def _folded_with_time_first(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replayable() -> Any:
     """The session of this thread whose step may be replayed, None elsewhere: the wrappers are there for all threads."""
-    from fastgen.optimizer.transformers import session as sessions
-
-    session = sessions.current()
+    session = interception.current()
     return session if session is not None and session.tree.is_static else None
 
 

@@ -22,8 +22,7 @@ from fastgen.cache.batch_tree import JointTree
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.sampling import TokenSearch
 from fastgen.memory.buffers import Buffers
-from fastgen.optimizer.transformers import beam_search, dispatch, foreign, modules, planning, proof, slim
-from fastgen.optimizer.transformers import session as sessions
+from fastgen.optimizer.transformers import beam_search, dispatch, foreign, interception, modules, planning, proof, slim
 from fastgen.optimizer.transformers.cache import TreeEncoderDecoderCache, resized
 from fastgen.optimizer.transformers.decoder import NOT_ROWS, TreeDecoder, selected
 from fastgen.optimizer.transformers.requests import Request, unsupported_reason
@@ -56,9 +55,9 @@ def unrefillable(model: Any, call: Mapping[str, Any], *, tokens: bool = False) -
     if reason := unrefillable_model(model):
         return reason
     try:
-        with dispatch.intercepting():
+        with interception.intercepting():
             model.generate(**call)
-    except dispatch.Intercepted as intercepted:
+    except interception.Intercepted as intercepted:
         request, stock = intercepted.request, intercepted.stock
     else:
         return "fastgen is disabled, or the search is none of those that it accelerates"
@@ -226,10 +225,10 @@ class Call:
         self.error: Exception | None = None  # which ended it, if `tokens`: else it is raised
         self.found: list[Found] = []  # of sentences that have finished since the caller took the last ones
         try:
-            with dispatch.intercepting():
+            with interception.intercepting():
                 self.result, self.ended = model.generate(**kwargs), True
             return
-        except dispatch.Intercepted as intercepted:
+        except interception.Intercepted as intercepted:
             self.request, stock = intercepted.request, intercepted.stock
         self.request.seeds = seeds if self.request.generation_config.do_sample else None
         self._start(stock)  # outside: what it raises has nothing to do with the interception
@@ -471,7 +470,7 @@ def _at_each_position(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(forward)
     def at_each_position(*args: Any, **kwargs: Any) -> Tensor:
-        session = sessions.current()
+        session = interception.current()
         if session is None or session.spans is None:
             return forward(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs).arguments

@@ -1,10 +1,9 @@
-"""A decode under way in this thread, and the one place where attention is redirected to it."""
+"""A decode under way: the tree, the masks and biases of its step, and how its attention is folded."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,12 +18,10 @@ from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.layers.attention import as_beams, beam_attention, fold_beams
 from fastgen.layers.linear import Products, multiply, using
 from fastgen.memory import arena
-from fastgen.optimizer.transformers import modules, slim, versions
+from fastgen.optimizer.transformers import interception, modules, slim, versions
+from fastgen.optimizer.transformers.interception import Wrapper, redirected
 from fastgen.optimizer.transformers.slim import Kept, SlimCaches
-from fastgen.patching.patch_set import MISSING, PatchSet
 from fastgen.patching.replaced_code import is_of
-
-_local = threading.local()
 
 
 class Hidden(NamedTuple):
@@ -87,17 +84,14 @@ class Session:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Fold the attention of this thread inside the block."""
-        stack = _stack()
-        stack.append(self)
         self.is_active = self.slim.is_stepping = True
         self._derived.clear()
         self.tree.forget_masks()
         try:
-            with _redirected(_ATTENTION | self.patches), using(self.products):
+            with interception.entered(self), redirected(_ATTENTION | self.patches), using(self.products):
                 yield
             self._check()
         finally:
-            stack.pop()
             self.is_active = self.slim.is_stepping = False
             self._derived.clear()
             self._appended = None
@@ -108,10 +102,9 @@ class Session:
         with contextlib.ExitStack() as stack:
             stack.enter_context(multiplying(self.products, model))
             if self.slim.is_needed:
-                _stack().append(self)
-                stack.callback(_stack().pop)
+                stack.enter_context(interception.entered(self))
                 stack.callback(self._derived.clear)
-                stack.enter_context(_redirected(self._reading))
+                stack.enter_context(redirected(self._reading))
             yield
 
     def folds_rows(self, rows: int) -> bool:
@@ -219,19 +212,6 @@ def scale_of(query: Tensor, kwargs: dict[str, Any]) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def current() -> Session | None:
-    """The innermost session of this thread."""
-    stack = _stack()
-    return stack[-1] if stack else None
-
-
-def _stack() -> list[Session]:
-    if not hasattr(_local, "stack"):
-        _local.stack = []
-    stack: list[Session] = _local.stack
-    return stack
-
-
 def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callable[..., Any]:
     if not is_of(stock, "torch", "transformers"):  # somebody's own
         return stock
@@ -245,98 +225,17 @@ def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callab
     return forward
 
 
-_PRODUCTS: dict[tuple[type, str], modules.Wrapper] = {
+_PRODUCTS: dict[tuple[type, str], Wrapper] = {
     (torch.nn.Linear, "forward"): _wrap_product,
     (Conv1D, "forward"): functools.partial(_wrap_product, transposed=True),
 }
-
-# While any thread decodes, `AttentionInterface`'s look-up is ours; it looks at the thread's own session,
-# so configs, other threads and mask building keep the user's implementation.
-_lock = threading.Lock()
-_redirections: dict[tuple[type, str], list[Any]] = {}  # (owner, name) -> [users, patches]
-
-
-class _Route:
-    """Whose calls of a model, in this thread, go elsewhere."""
-
-    def __init__(self, model: torch.nn.Module, call: Callable[..., Any]) -> None:
-        self.model, self.call, self.is_inside = model, call, False
-
-
-@contextlib.contextmanager
-def calling(model: torch.nn.Module, call: Callable[..., Any], by_forward: bool = False) -> Iterator[None]:
-    """Inside the block, where this thread calls `model`, `call(stock, *args, **kwargs)` answers.
-
-    `stock` is what calling the model would have run, and what calls run that begin within another. `by_forward`:
-    somebody calls its `forward` directly, too.
-    """
-    names = ("__call__", "forward") if by_forward else ("__call__",)
-    routes = _routes()
-    routes.append(_Route(model, call))
-    try:
-        with _redirected({(type(model), name): _wrap_call for name in names}):
-            yield
-    finally:
-        routes.pop()
-
-
-def _routes() -> list[_Route]:
-    if not hasattr(_local, "routes"):
-        _local.routes = []
-    routes: list[_Route] = _local.routes
-    return routes
-
-
-def _wrap_call(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        route = next((route for route in reversed(_routes()) if route.model is self), None)
-        if route is None or route.is_inside:
-            return stock(self, *args, **kwargs)
-        route.is_inside = True
-        try:
-            return route.call(functools.partial(stock, self), *args, **kwargs)
-        finally:
-            route.is_inside = False
-
-    return __call__
-
-
-@contextlib.contextmanager
-def _redirected(wrappers: dict[tuple[type, str], modules.Wrapper]) -> Iterator[None]:
-    with _lock:
-        for (owner, name), wrap in wrappers.items():
-            entry = _redirections.setdefault((owner, name), [0, PatchSet()])
-            if not entry[0]:
-                entry[1].replace(owner, name, wrap(getattr(owner, name)))
-            entry[0] += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            for seam in wrappers:
-                entry = _redirections[seam]
-                entry[0] -= 1
-                if not entry[0]:
-                    entry[1].revert()
-                    del _redirections[seam]
-
-
-def stock_attributes(owner: type) -> dict[str, Any]:
-    """The attributes of a class as they are while no thread decodes."""
-    with _lock:
-        attributes = dict(vars(owner))
-        for (patched, name), (_, patches) in _redirections.items():
-            if patched is owner:
-                attributes[name] = patches.original(owner, name)
-    return {name: value for name, value in attributes.items() if value is not MISSING}
 
 
 @contextlib.contextmanager
 def multiplying(products: Products, model: torch.nn.Module) -> Iterator[None]:
     """Inside the block this thread multiplies by `products`, in the model's arena, and folds nothing."""
     try:
-        with arena.of(model), _redirected(_PRODUCTS), using(products):
+        with arena.of(model), redirected(_PRODUCTS), using(products):
             yield
     finally:
         arena.settle()  # of the activations
@@ -346,10 +245,10 @@ def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def lookup(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         inner = stock(self, *args, **kwargs)
-        session = current()
+        session = interception.current()
         return inner if session is None else functools.partial(session.attend, inner)
 
     return lookup
 
 
-_ATTENTION: dict[tuple[type, str], modules.Wrapper] = {(AttentionInterface, versions.ATTENTION_SEAM): _wrap_lookup}
+_ATTENTION: dict[tuple[type, str], Wrapper] = {(AttentionInterface, versions.ATTENTION_SEAM): _wrap_lookup}

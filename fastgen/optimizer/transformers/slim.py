@@ -20,7 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from fastgen.cache.slim.latent import Projections, Slim
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.layers.linear import Products
-from fastgen.optimizer.transformers import modules
+from fastgen.optimizer.transformers import interception, modules
+from fastgen.optimizer.transformers.interception import Wrapper
 from fastgen.optimizer.transformers.versions import FINDS_EAGER
 from fastgen.patching.replaced_code import is_watched
 
@@ -196,18 +197,16 @@ def _of_shape(rows: Tensor, weight: Any) -> Tensor:
     return rows.new_zeros(1).expand(*rows.shape[:-1], weight.shape[0] * weight.shape[1])
 
 
-def rotary_seams(attentions: Iterable[nn.Module]) -> dict[tuple[type, str], modules.Wrapper]:
+def rotary_seams(attentions: Iterable[nn.Module]) -> dict[tuple[type, str], Wrapper]:
     """Wrappers, by class and attribute, that note the rotation which these attention modules are given."""
     owners = {type(module) for module in attentions if is_rotary(module)}
     return {(owner, "forward"): _noting_rotation for owner in owners}
 
 
 def _noting_rotation(forward: Callable[..., Any]) -> Callable[..., Any]:
-    from fastgen.optimizer.transformers import session as sessions
-
     @functools.wraps(forward)
     def attention(self: Any, *args: Any, **kwargs: Any) -> Any:
-        session, rotation = sessions.current(), kwargs.get("position_embeddings")
+        session, rotation = interception.current(), kwargs.get("position_embeddings")
         if session is not None and rotation is not None:
             session.slim.note_rotation(rotation)
         return forward(self, *args, **kwargs)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastgen.layers.attention import stream_attention
+from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.versions import CACHE, FINDS_EAGER
 from fastgen.patching.replaced_code import is_of, is_replaced, is_watched
 
@@ -70,9 +71,7 @@ def sees_padding(model: Any) -> bool:
 
 def _folding_session(rows: Tensor | None, positions: int) -> Any:
     """The session whose step has these rows, `[B*M, positions, ...]`; None if there is none."""
-    from fastgen.optimizer.transformers import session as sessions
-
-    session = sessions.current()
+    session = interception.current()
     if rows is None or session is None or not session.is_active or rows.shape[1] != positions:
         return None
     return session if session.folds_rows(rows.shape[0]) else None

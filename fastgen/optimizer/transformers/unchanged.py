@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fastgen.optimizer.transformers import modules, session
+from fastgen.optimizer.transformers import interception, modules
 from fastgen.replay.guards import Host, Snapshot
 
 _INTERFACES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
@@ -24,7 +24,7 @@ _HOST = Host(
     configs=(PretrainedConfig,),
     ignored=(GenerationConfig,),
     not_of_the_step=("transformers.generation.",),
-    class_attributes=session.stock_attributes,
+    class_attributes=interception.stock_attributes,
     registered=_registered,
 )
 

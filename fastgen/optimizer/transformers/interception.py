@@ -1,0 +1,148 @@
+"""Where the host's calls are turned to us: attributes of the host's classes, for as long as any thread decodes.
+
+Wrappers look at the thread's own session, so other threads, configs and the user's modules go on as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fastgen.patching.patch_set import MISSING, PatchSet
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+_local = threading.local()
+
+
+class Intercepted(BaseException):  # no user's `except Exception` is to see it
+    """Carries a request out of the host's `generate`, which has prepared it."""
+
+    def __init__(self, request: Any, stock: Callable[..., Any]) -> None:
+        self.request, self.stock = request, stock
+
+
+@contextlib.contextmanager
+def intercepting() -> Iterator[None]:
+    """Inside the block, a request of this thread is not run but raised."""
+    _local.intercepts = True
+    try:
+        yield
+    finally:
+        _local.intercepts = False
+
+
+def raise_intercepted(request: Any, stock: Callable[..., Any]) -> None:
+    """Raise Intercepted inside `intercepting`."""
+    if getattr(_local, "intercepts", False):
+        raise Intercepted(request, stock)
+
+
+def current() -> Any:
+    """The innermost `Session` of this thread; None if it decodes nothing."""
+    sessions = _sessions()
+    return sessions[-1] if sessions else None
+
+
+@contextlib.contextmanager
+def entered(session: Any) -> Iterator[None]:
+    """Inside the block this is the thread's innermost session."""
+    sessions = _sessions()
+    sessions.append(session)
+    try:
+        yield
+    finally:
+        sessions.pop()
+
+
+def _sessions() -> list[Any]:
+    if not hasattr(_local, "sessions"):
+        _local.sessions = []
+    sessions: list[Any] = _local.sessions
+    return sessions
+
+
+_lock = threading.Lock()
+_redirections: dict[tuple[type, str], list[Any]] = {}  # (owner, name) -> [users, patches]
+
+
+class _Route:
+    """Whose calls of a model, in this thread, go elsewhere."""
+
+    def __init__(self, model: torch.nn.Module, call: Callable[..., Any]) -> None:
+        self.model, self.call, self.is_inside = model, call, False
+
+
+@contextlib.contextmanager
+def calling(model: torch.nn.Module, call: Callable[..., Any], by_forward: bool = False) -> Iterator[None]:
+    """Inside the block, where this thread calls `model`, `call(stock, *args, **kwargs)` answers.
+
+    `stock` is what calling the model would have run, and what calls run that begin within another. `by_forward`:
+    somebody calls its `forward` directly, too.
+    """
+    names = ("__call__", "forward") if by_forward else ("__call__",)
+    routes = _routes()
+    routes.append(_Route(model, call))
+    try:
+        with redirected({(type(model), name): _wrap_call for name in names}):
+            yield
+    finally:
+        routes.pop()
+
+
+def _routes() -> list[_Route]:
+    if not hasattr(_local, "routes"):
+        _local.routes = []
+    routes: list[_Route] = _local.routes
+    return routes
+
+
+def _wrap_call(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        route = next((route for route in reversed(_routes()) if route.model is self), None)
+        if route is None or route.is_inside:
+            return stock(self, *args, **kwargs)
+        route.is_inside = True
+        try:
+            return route.call(functools.partial(stock, self), *args, **kwargs)
+        finally:
+            route.is_inside = False
+
+    return __call__
+
+
+@contextlib.contextmanager
+def redirected(wrappers: dict[tuple[type, str], Wrapper]) -> Iterator[None]:
+    """Inside the block these attributes of classes are wrapped, for all threads: a wrapper looks whose call it is."""
+    with _lock:
+        for (owner, name), wrap in wrappers.items():
+            entry = _redirections.setdefault((owner, name), [0, PatchSet()])
+            if not entry[0]:
+                entry[1].replace(owner, name, wrap(getattr(owner, name)))
+            entry[0] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            for seam in wrappers:
+                entry = _redirections[seam]
+                entry[0] -= 1
+                if not entry[0]:
+                    entry[1].revert()
+                    del _redirections[seam]
+
+
+def stock_attributes(owner: type) -> dict[str, Any]:
+    """The attributes of a class as they are while no thread decodes."""
+    with _lock:
+        attributes = dict(vars(owner))
+        for (patched, name), (_, patches) in _redirections.items():
+            if patched is owner:
+                attributes[name] = patches.original(owner, name)
+    return {name: value for name, value in attributes.items() if value is not MISSING}
