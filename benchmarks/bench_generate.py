@@ -118,7 +118,7 @@ def _gpt2(length: int, new: int) -> Job:
 
 def _diverse() -> Job:
     """Stock's side has our loop for beams in groups, the host having none, over the host's own cache."""
-    from fastgen.optimizer.transformers.group_search import group_beam_search
+    from fastgen.optimizer.transformers.generate.diverse_beam_search import group_beam_search
 
     job = _bart(8, 512, 64, beams=8)
     groups = {"num_beam_groups": 4, "diversity_penalty": 0.5}

@@ -36,11 +36,11 @@ if __name__ == "__main__":  # the workers import this file again, and should sta
         from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
         from fastgen.cli import generate
-        from fastgen.cli.fairseq import lines
-        from fastgen.cli.fairseq.batches import Batches
-        from fastgen.cli.fairseq.generation import Generation
-        from fastgen.cli.fairseq.load import Loaded, load
-        from fastgen.cli.fairseq.scoring import Scoring
+        from fastgen.pipeline.fairseq import lines
+        from fastgen.pipeline.fairseq.batches import Batches
+        from fastgen.pipeline.fairseq.generation import Generation
+        from fastgen.pipeline.fairseq.load import Loaded, load
+        from fastgen.pipeline.fairseq.scoring import Scoring
 
     from fastgen.pipeline import WorkerPool, run_stages
 

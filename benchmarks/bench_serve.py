@@ -24,15 +24,13 @@ import measuring
 import ray
 import transformers
 
-from fastgen.cli import demo_task
+from fastgen.demo import task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "serving"))
 from kit import stock
 from test_serve import Server
 
-TEXTS = [
-    " ".join(next(demo_task.sentences(seed, held_out=True))[0].split()[: 3 + 2 * seed % 19]) for seed in range(200)
-]
+TEXTS = [" ".join(next(task.sentences(seed, held_out=True))[0].split()[: 3 + 2 * seed % 19]) for seed in range(200)]
 LENGTHS = (20, 40, 80)
 Answers = dict[tuple[str, int], str]
 

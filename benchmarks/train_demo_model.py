@@ -1,9 +1,9 @@
 """Train the small model that fastgen-demo decodes with, on data made up here, on a CPU in about 20 minutes.
 
-    python benchmarks/train_demo_model.py                      # train, test, write fastgen/cli/demo_model
+    python benchmarks/train_demo_model.py                      # train, test, write fastgen/demo/model
     python benchmarks/train_demo_model.py --evaluate 1000      # only test the shipped model
 
-The task is fastgen/cli/demo_task.py: figures written out in words. Sentences with ``is_held_out`` are never
+The task is fastgen/demo/task.py: figures written out in words. Sentences with ``is_held_out`` are never
 trained on. Short sentences come first, because their attention patterns are found soonest.
 """
 
@@ -22,9 +22,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, BartConfig, BartForConditionalGeneration, GenerationConfig
 
-from fastgen.cli import demo_task
+from fastgen.demo import task
 
-SHIPPED = Path(demo_task.__file__).parent / "demo_model"
+SHIPPED = Path(task.__file__).parent / "model"
 BOS, PAD, EOS, UNK = range(4)
 SPECIALS = ["<s>", "<pad>", "</s>", "<unk>"]
 POSITIONS = 160
@@ -32,7 +32,7 @@ POSITIONS = 160
 
 def build_tokenizer() -> Tokenizer:
     """Digits and punctuation one by one, otherwise whole words."""
-    symbols = SPECIALS + demo_task.vocabulary()
+    symbols = SPECIALS + task.vocabulary()
     tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<unk>"))
     tokenizer.add_special_tokens(SPECIALS)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -85,10 +85,10 @@ def batches(tokenizer: Tokenizer, growing: int, tokens: int, seed: int) -> Itera
     rng = random.Random(seed)
     step = 0
     while True:
-        longest = demo_task.MAX_ITEMS
+        longest = task.MAX_ITEMS
         if step < growing:
-            longest = 1 + demo_task.MAX_ITEMS * step // growing
-        pairs = demo_task.sentences(rng.getrandbits(32), held_out=False, max_items=longest)
+            longest = 1 + task.MAX_ITEMS * step // growing
+        pairs = task.sentences(rng.getrandbits(32), held_out=False, max_items=longest)
         pool = []
         for source, target in itertools.islice(pairs, 2048):
             pool.append((tokenizer.encode(source).ids, tokenizer.encode(target).ids))
@@ -162,9 +162,9 @@ def evaluate(folder: Path, sample: int, beams: int = 5, batch: int = 50) -> floa
     """Exact match on held-out sentences that the demo does not use (another seed), by plain transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = BartForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    right = [0] * (demo_task.MAX_ITEMS + 1)
-    seen = [0] * (demo_task.MAX_ITEMS + 1)
-    pairs = list(itertools.islice(demo_task.sentences(99, held_out=True), sample))
+    right = [0] * (task.MAX_ITEMS + 1)
+    seen = [0] * (task.MAX_ITEMS + 1)
+    pairs = list(itertools.islice(task.sentences(99, held_out=True), sample))
     pairs.sort(key=lambda pair: len(pair[1]))
     for start in range(0, sample, batch):
         chunk = pairs[start : start + batch]

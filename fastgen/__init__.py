@@ -73,12 +73,12 @@ def inspect(model: Any, inputs: Mapping[str, Any]) -> Any:
     """
     # Either brings its host with it.
     if isinstance(model, getattr(sys.modules.get("fairseq.sequence_generator"), "SequenceGenerator", ())):
-        from fastgen.optimizer.fairseq import inspecting
+        from fastgen.optimizer.fairseq.cache import inspection
 
-        return inspecting.inspect(model, inputs)
+        return inspection.inspect(model, inputs)
     if isinstance(model, getattr(sys.modules.get("fairseq.models"), "BaseFairseqModel", ())):
         raise ValueError("A model of fairseq is inspected by its SequenceGenerator: inspect(generator, sample).")
-    from fastgen.optimizer.transformers import inspecting as transformers_inspecting
+    from fastgen.optimizer.transformers.cache import inspection as transformers_inspecting
 
     return transformers_inspecting.inspect(model, inputs)
 
@@ -104,7 +104,7 @@ def encode(model: Any, **inputs: Any) -> Any:
     """
     if not hosts.is_on():
         return model(**inputs)
-    from fastgen.optimizer.transformers import encoder  # brings its host with it
+    from fastgen.optimizer.transformers.model import encoder  # brings its host with it
 
     return encoder.run(model, inputs)
 

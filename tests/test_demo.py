@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import fastgen
-from fastgen.cli import demo, demo_task
-from fastgen.cli.peak_memory import PeakMemory
+from fastgen.cli import demo
+from fastgen.demo import comparison, job, page, task
+from fastgen.memory.peak import PeakMemory
 
 MIB = 2**20
 
@@ -42,18 +43,18 @@ MIB = 2**20
     ],
 )
 def test_numbers_are_written_out(n: int, words: str) -> None:
-    assert demo_task.cardinal(n) == words
+    assert task.cardinal(n) == words
 
 
 @pytest.mark.parametrize("n", [-1, 1_000_000])
 def test_numbers_out_of_range_are_refused(n: int) -> None:
     with pytest.raises(ValueError, match=re.escape(str(n))):
-        demo_task.cardinal(n)
+        task.cardinal(n)
 
 
 def test_no_two_numbers_read_alike() -> None:
     numbers = [*range(10_000), *range(10_000, 1_000_000, 997)]
-    assert len({demo_task.cardinal(n) for n in numbers}) == len(numbers)
+    assert len({task.cardinal(n) for n in numbers}) == len(numbers)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +70,13 @@ def test_no_two_numbers_read_alike() -> None:
     ],
 )
 def test_dates_are_written_out(day: int, month: int, year: int, words: str) -> None:
-    assert demo_task.date_words(day, month, year) == words
+    assert task.date_words(day, month, year) == words
 
 
 @pytest.mark.parametrize("day", [0, 32])
 def test_days_out_of_range_are_refused(day: int) -> None:
     with pytest.raises(ValueError, match=str(day)):
-        demo_task.ordinal(day)
+        task.ordinal(day)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_days_out_of_range_are_refused(day: int) -> None:
     ],
 )
 def test_times_are_written_out(hour: int, minute: int, words: str) -> None:
-    assert demo_task.time_words(hour, minute) == words
+    assert task.time_words(hour, minute) == words
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_times_are_written_out(hour: int, minute: int, words: str) -> None:
     ],
 )
 def test_money_is_written_out(symbol: str, whole: int, hundredths: int, words: str) -> None:
-    assert demo_task.money_words(symbol, whole, hundredths) == words
+    assert task.money_words(symbol, whole, hundredths) == words
 
 
 def _read_item(text: str) -> str:
@@ -111,35 +112,35 @@ def _read_item(text: str) -> str:
     lead, rest = text.split(" ", 1)
     if match := re.fullmatch(r"(\d{4})-(\d\d)-(\d\d)", rest):
         year, month, day = map(int, match.groups())
-        return f"{lead} {demo_task.date_words(day, month, year)}"
+        return f"{lead} {task.date_words(day, month, year)}"
     if match := re.fullmatch(r"(\d{1,2}) ([A-Z][a-z]+) (\d{4})", rest):
-        month = demo_task.MONTHS.index(match[2]) + 1
-        return f"{lead} {demo_task.date_words(int(match[1]), month, int(match[3]))}"
+        month = task.MONTHS.index(match[2]) + 1
+        return f"{lead} {task.date_words(int(match[1]), month, int(match[3]))}"
     if match := re.fullmatch(r"(\d\d):(\d\d)", rest):
-        return f"{lead} {demo_task.time_words(int(match[1]), int(match[2]))}"
+        return f"{lead} {task.time_words(int(match[1]), int(match[2]))}"
     if match := re.fullmatch(r"([$€£])(\d+)\.(\d\d)", rest):
-        return f"{lead} {demo_task.money_words(match[1], int(match[2]), int(match[3]))}"
-    return f"{lead} {demo_task.cardinal(int(rest))}"
+        return f"{lead} {task.money_words(match[1], int(match[2]), int(match[3]))}"
+    return f"{lead} {task.cardinal(int(rest))}"
 
 
 def test_sentences_carry_their_right_answers() -> None:
-    pairs = list(itertools.islice(demo_task.sentences(1, held_out=True), 500))
+    pairs = list(itertools.islice(task.sentences(1, held_out=True), 500))
     for source, answer in pairs:
         assert ", ".join(map(_read_item, source.split(", "))) == answer
-    assert {source.count(", ") + 1 for source, _ in pairs} == set(range(1, demo_task.MAX_ITEMS + 1))
+    assert {source.count(", ") + 1 for source, _ in pairs} == set(range(1, task.MAX_ITEMS + 1))
     lengths = [len(answer.split()) for _, answer in pairs]
     assert min(lengths) <= 5 and max(lengths) >= 50
 
 
 def test_sentences_repeat_with_the_seed() -> None:
-    first, again, other = (list(itertools.islice(demo_task.sentences(s, held_out=True), 50)) for s in (3, 3, 4))
+    first, again, other = (list(itertools.islice(task.sentences(s, held_out=True), 50)) for s in (3, 3, 4))
     assert first == again
     assert first != other
 
 
 def test_training_never_sees_a_held_out_sentence() -> None:
-    train = {s for s, _ in itertools.islice(demo_task.sentences(1, held_out=False, max_items=2), 4000)}
-    test = {s for s, _ in itertools.islice(demo_task.sentences(1, held_out=True, max_items=2), 1000)}
+    train = {s for s, _ in itertools.islice(task.sentences(1, held_out=False, max_items=2), 4000)}
+    test = {s for s, _ in itertools.islice(task.sentences(1, held_out=True, max_items=2), 1000)}
     assert train and test and not train & test
 
 
@@ -150,11 +151,11 @@ def test_training_never_sees_a_held_out_sentence() -> None:
 def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(demo.SHIPPED_MODEL, local_files_only=True)
+    return AutoTokenizer.from_pretrained(job.SHIPPED_MODEL, local_files_only=True)
 
 
 def test_the_model_is_small_and_described() -> None:
-    files = [path for path in demo.SHIPPED_MODEL.rglob("*") if path.is_file()]
+    files = [path for path in job.SHIPPED_MODEL.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 8_000_000
     names = {path.name for path in files}
     assert {
@@ -164,21 +165,21 @@ def test_the_model_is_small_and_described() -> None:
         "model.safetensors",
         "tokenizer.json",
     } <= names
-    assert "train_demo_model.py" in (demo.SHIPPED_MODEL / "README.md").read_text(encoding="utf-8")
+    assert "train_demo_model.py" in (job.SHIPPED_MODEL / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_tokenizer_splits_digits_and_gives_answers_back(tokenizer: Any) -> None:
     ids = tokenizer("bus 4213, owes €17.05").input_ids
     assert tokenizer.convert_ids_to_tokens(ids) == [*"bus 4 2 1 3 , owes € 1 7 . 0 5".split(), "</s>"]
-    for source, answer in itertools.islice(demo_task.sentences(2, held_out=True), 200):
+    for source, answer in itertools.islice(task.sentences(2, held_out=True), 200):
         assert tokenizer.decode(tokenizer(answer).input_ids, skip_special_tokens=True) == answer
         assert tokenizer.unk_token_id not in tokenizer(source).input_ids
 
 
 def test_the_tokenizer_knows_exactly_the_tasks_words(tokenizer: Any) -> None:
-    saved = json.loads((demo.SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    saved = json.loads((job.SHIPPED_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
     words = [word for word in saved["model"]["vocab"] if not re.fullmatch(r"</?\w+>", word)]
-    assert words == demo_task.vocabulary()
+    assert words == task.vocabulary()
 
 
 def _run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -189,13 +190,13 @@ def _run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
 
 def test_the_shipped_model_is_accurate() -> None:
     """A small sample, of other sentences than the demo's; the README's figure comes from a larger one."""
-    job = demo.build_job(demo.parse([]))
-    pairs = list(itertools.islice(demo_task.sentences(11, held_out=True), 100))
+    job = demo.job_of(demo.parse([]))
+    pairs = list(itertools.islice(task.sentences(11, held_out=True), 100))
     texts = []
     for batch in dataclasses.replace(job, sources=[source for source, _ in pairs], batch_size=50).batches():
         tokens = job.new_tokens(batch, job.generate(batch))
         texts += job.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    assert demo.accuracy(texts, [answer for _, answer in pairs]) >= 0.97
+    assert page.accuracy(texts, [answer for _, answer in pairs]) >= 0.97
 
 
 # The command.
@@ -219,15 +220,15 @@ def test_the_demo_runs_offline(capsys: pytest.CaptureFixture[str], monkeypatch: 
 def test_each_side_runs_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock batches run with fastgen off, the others with it on, and the order alternates."""
     sides: list[str] = []
-    generate = demo.Job.generate
+    generate = comparison.Job.generate
 
-    def watched(self: demo.Job, *args: Any, **options: Any) -> Any:
+    def watched(self: comparison.Job, *args: Any, **options: Any) -> Any:
         sides.append("fastgen" if fastgen.status().enabled else "stock")
         return generate(self, *args, **options)
 
-    monkeypatch.setattr(demo.Job, "generate", watched)
-    job = demo.build_job(demo.parse(["--limit", "4", "--beams", "2", "--batch-size", "2"]))
-    result = demo.compare(job, progress=False)
+    monkeypatch.setattr(comparison.Job, "generate", watched)
+    job = demo.job_of(demo.parse(["--limit", "4", "--beams", "2", "--batch-size", "2"]))
+    result = comparison.compare(job, progress=False)
     warm_up, timed, memory = sides[:2], sides[2:6], sides[6:]
     assert warm_up == memory == ["stock", "fastgen"]
     assert timed == ["stock", "fastgen", "fastgen", "stock"]
@@ -266,16 +267,16 @@ def test_users_own_causal_model(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_a_difference_is_shown_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    new_tokens = demo.Job.new_tokens
+    new_tokens = comparison.Job.new_tokens
     calls = itertools.count()
 
-    def spoiled(self: demo.Job, *args: Any) -> list[list[int]]:
+    def spoiled(self: comparison.Job, *args: Any) -> list[list[int]]:
         rows = new_tokens(self, *args)
         if next(calls) == 1:  # of the only batch, stock comes first
             rows[1] = rows[1][:-2]
         return rows
 
-    monkeypatch.setattr(demo.Job, "new_tokens", spoiled)
+    monkeypatch.setattr(comparison.Job, "new_tokens", spoiled)
     status, out, _ = _run(capsys, "--limit", "3", "--beams", "2", "--quiet")
     assert status == 1
     assert re.search(r"identical outputs +2 of 3", out)
@@ -299,18 +300,18 @@ def test_no_speed_up_is_claimed_where_nothing_was_accelerated(capsys: pytest.Cap
     ],
 )
 def test_what_ran_is_told(tiers: dict[tuple[str, str | None], int], expected: str) -> None:
-    job = demo.build_job(demo.parse(["--limit", "1"]))
-    result = demo.Result(job, {}, Counter(tiers))
-    assert expected in demo.what_ran(result)
+    job = demo.job_of(demo.parse(["--limit", "1"]))
+    result = comparison.Result(job, {}, Counter(tiers))
+    assert expected in page.what_ran(result)
 
 
 def test_a_search_that_was_never_reached_is_no_fault_of_the_host() -> None:
-    job = demo.build_job(demo.parse(["--limit", "1"]))
-    assert "never reached its beam search" in demo.what_ran(demo.Result(job, {}, Counter()))
+    job = demo.job_of(demo.parse(["--limit", "1"]))
+    assert "never reached its beam search" in page.what_ran(comparison.Result(job, {}, Counter()))
 
 
 def test_a_strict_fallback_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fall_back(job: demo.Job, *, progress: bool) -> demo.Result:
+    def fall_back(job: comparison.Job, *, progress: bool) -> comparison.Result:
         raise fastgen.FallbackError("the cache is quantised")
 
     monkeypatch.setattr(demo, "compare", fall_back)
@@ -359,7 +360,7 @@ def test_a_folder_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_a_broken_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, texts: str) -> None:
-    for path in demo.SHIPPED_MODEL.iterdir():
+    for path in job.SHIPPED_MODEL.iterdir():
         (tmp_path / path.name).write_bytes(
             path.read_bytes()[:1000] if path.suffix == ".safetensors" else path.read_bytes()
         )

@@ -317,7 +317,7 @@ def cluster_sizing() -> str:
 def command_generation_flags() -> str:
     import transformers
 
-    from fastgen.cli.transformers import flags
+    from fastgen.cli import flags
 
     parser = argparse.ArgumentParser(add_help=False)
     flags.add_flags(parser)

@@ -42,7 +42,7 @@ def tokenizer_of(folders: Folders, name: str) -> Any:
     """The tokenizer in the folder of --NAME; Refused if it can't be that model's."""
     import transformers
 
-    from fastgen.cli.transformers.tokenizing import why_unfit
+    from fastgen.pipeline.transformers.tokenizing import why_unfit
 
     # Without the second transformers asks whether it may run code of the folder.
     config = transformers.AutoConfig.from_pretrained(folders[name], trust_remote_code=False)
@@ -56,11 +56,11 @@ def _figures(folders: Folders, limit: int) -> Texts:
     """Held-out sentences for the model that fastgen ships, the shortest first."""
     import transformers
 
-    from fastgen.cli import demo, demo_task
+    from fastgen.demo import job, task
 
-    pairs = list(itertools.islice(demo_task.sentences(_DEMO_SEED, held_out=True), limit))
+    pairs = list(itertools.islice(task.sentences(_DEMO_SEED, held_out=True), limit))
     pairs.sort(key=lambda pair: len(pair[0]))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(demo.SHIPPED_MODEL)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(job.SHIPPED_MODEL)
     return Texts(
         [source for source, _ in pairs],
         [answer for _, answer in pairs],

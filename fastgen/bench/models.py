@@ -207,7 +207,7 @@ def _seq2seq(model: Any, task: dict[str, Any], folders: Folders) -> Job:
 def _demo(task: dict[str, Any], folders: Folders) -> Job:
     import transformers
 
-    from fastgen.cli.demo import SHIPPED_MODEL
+    from fastgen.demo.job import SHIPPED_MODEL
 
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(SHIPPED_MODEL)
     return _seq2seq(model, task, folders)

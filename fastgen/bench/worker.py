@@ -14,7 +14,7 @@ import traceback
 from typing import Any
 
 from fastgen.bench import data, machine, near_ties, runners
-from fastgen.cli.peak_memory import field, reset_high_water_mark
+from fastgen.memory.peak import field, reset_high_water_mark
 
 
 def main() -> None:

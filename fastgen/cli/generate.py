@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from fastgen import installing
 from fastgen.cli.exits import exit_code, refuse_arguments, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
+from fastgen.pipeline.fairseq.settings import Settings
 from fastgen.pipeline.offline import REFILL
 
 NAME = "fastgen-generate"
@@ -34,13 +35,13 @@ def _main(arguments: list[str]) -> int:
         raise InputError(f"fairseq is needed: {how} ({first_line(error)}).") from error
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-    from fastgen.cli.fairseq.run import run
+    from fastgen.pipeline.fairseq.run import run
 
     args, own = parse(arguments)
     return run(convert_namespace_to_omegaconf(args), own)
 
 
-def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
+def parse(arguments: list[str]) -> tuple[argparse.Namespace, Settings]:
     """fairseq's arguments, from its own parser, and fastgen's: `workers`, `resume`, `overwrite`, `refill`, and in
     `auto` the dest of the flags that say so.
     """
@@ -59,7 +60,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]
                 action.help = f"{action.help or ''} ('{AUTO}': the largest that fits, found by doubling)".strip()
         add_own_flags(parser)
         args = options.parse_args_and_arch(parser, arguments)
-    own = argparse.Namespace(
+    own = Settings(
         workers=args.fastgen_workers,
         resume=args.fastgen_resume,
         overwrite=args.fastgen_overwrite,

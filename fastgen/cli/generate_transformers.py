@@ -11,14 +11,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastgen import installing
 from fastgen.cli.exits import Parser, exit_code, share, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, INPUT_ERROR, InputError, first_line
 from fastgen.pipeline.offline import REFILL
 
+if TYPE_CHECKING:
+    from fastgen.pipeline.transformers.settings import RunSettings
+
 NAME = "fastgen-generate-transformers"
-WORKERS = 2
 AUTO = "auto"
 _DEVICES = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
@@ -34,19 +37,20 @@ def _main(argv: Sequence[str] | None) -> int:
     except ImportError as error:
         how = installing.command("transformers")
         raise InputError(f"transformers is needed: {how} ({first_line(error)}).") from error
-    args = parser().parse_args(argv)
-    if args.ray is not None:
-        return _on_ray(args)
-    _refuse_rays(args)
-    from fastgen.cli.transformers.run import run
+    from fastgen.cli.flags import settings_of
+    from fastgen.pipeline.transformers.settings import RunSettings
 
-    args.input, args.output = Path(args.input), Path(args.output)
-    args.workers = WORKERS if args.workers is None else args.workers
-    _check_files(args.input, args.output)
-    return run(args)
+    settings = settings_of(parser().parse_args(argv), RunSettings)
+    if settings.ray is not None:
+        return _on_ray(settings)
+    _refuse_rays(settings)
+    from fastgen.pipeline.transformers.run import run
+
+    _check_files(Path(settings.input), Path(settings.output))
+    return run(settings)
 
 
-def _on_ray(args: argparse.Namespace) -> int:
+def _on_ray(settings: RunSettings) -> int:
     # Its core writes of its own affairs to the user's terminal, as if they were errors; read when Ray is imported.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
@@ -56,23 +60,23 @@ def _on_ray(args: argparse.Namespace) -> int:
         raise InputError(f"--ray needs Ray: {installing.command('ray')} ({first_line(error)}).") from error
     from fastgen.distributed.run import run
 
-    return run(args)
+    return run(settings)
 
 
-def _refuse_rays(args: argparse.Namespace) -> None:
+def _refuse_rays(settings: RunSettings) -> None:
     """What needs Ray, and is given without."""
-    from fastgen.cli.transformers import records
+    from fastgen.pipeline.transformers import records
 
     for name in ("actors", "cpus_per_actor", "gpus_per_actor", "shards"):
-        if getattr(args, name):
+        if getattr(settings, name):
             raise InputError(f"--{name.replace('_', '-')} needs --ray.")
     forms = (
-        args.input_format or records.format_of(args.input),
-        args.output_format or records.format_of(args.output),
+        settings.input_format or records.format_of(settings.input),
+        settings.output_format or records.format_of(settings.output),
     )
     if records.PARQUET in forms:
         raise InputError(f"Parquet is read and written with --ray alone: {installing.command('ray')}.")
-    for path in (args.input, args.output):
+    for path in (settings.input, settings.output):
         if "://" in path:
             raise InputError(f"{path} is no file of this machine: --ray reads and writes there.")
 
@@ -90,7 +94,9 @@ def _check_files(source: Path, output: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags, one for every field of GenerationConfig among them."""
-    from fastgen.cli.transformers import failures, flags, metrics, records
+    from fastgen.cli import flags
+    from fastgen.pipeline.transformers import failures, metrics, records
+    from fastgen.pipeline.transformers.run import WORKERS
 
     result = Parser(
         prog=NAME,

@@ -6,10 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fastgen import installing
 from fastgen.cli.exits import Parser, exit_code, positive_number, share
 from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
+
+if TYPE_CHECKING:
+    from fastgen.serving.settings import ServiceSettings
 
 NAME = "fastgen-serve"
 TOKEN = "FASTGEN_SERVE_TOKEN"  # environment variable: the bearer token that requests need
@@ -30,12 +34,45 @@ def _main(argv: Sequence[str] | None) -> int:
         raise InputError(f"Ray Serve is needed: {installing.command('ray')} ({first_line(error)}).") from error
     from fastgen.serving.deployment import run
 
-    return run(parser().parse_args(argv), os.environ.get(TOKEN, "").strip() or None)
+    return run(settings_of(parser().parse_args(argv), os.environ.get(TOKEN, "").strip() or None))
+
+
+def settings_of(args: argparse.Namespace, token: str | None) -> ServiceSettings:
+    """What these arguments ask for."""
+    from fastgen.cli import flags
+    from fastgen.pipeline.transformers.settings import ModelSettings
+    from fastgen.serving.limits import Limits
+    from fastgen.serving.settings import ServiceSettings
+
+    limits = Limits(
+        body_bytes=args.max_body,
+        inputs=args.max_inputs,
+        input_tokens=args.max_input_tokens,
+        new_tokens=args.max_new_tokens,
+        beams=args.max_beams,
+        rows=args.max_rows,
+        seconds=float(args.timeout),
+        receive_seconds=float(args.receive_timeout),
+        receiving=args.max_receiving,
+        connections=args.max_connections,
+    )
+    return ServiceSettings(
+        model=flags.settings_of(args, ModelSettings),
+        limits=limits,
+        most_queued=args.max_queued,
+        token=token,
+        host=args.host,
+        port=args.port,
+        ray=args.ray,
+        replicas=args.replicas,
+        cpus_per_replica=args.cpus_per_replica,
+        gpus_per_replica=args.gpus_per_replica,
+    )
 
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    from fastgen.cli.transformers import flags
+    from fastgen.cli import flags
     from fastgen.serving.limits import Limits
 
     limits = Limits()

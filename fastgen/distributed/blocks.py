@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow.parquet
 from pyarrow import fs
 
-from fastgen.cli.transformers.records import PARQUET, Record, fill_text, format_of, parsed
 from fastgen.pipeline.errors import InputError, first_line
+from fastgen.pipeline.transformers.records import PARQUET, Record, fill_text, format_of, parsed
 
 _CHUNK = 1 << 22  # bytes read at once
 _ROWS = 4096  # of Parquet

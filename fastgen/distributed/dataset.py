@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.transformers import flags, records
-from fastgen.cli.transformers.batches import WINDOW
+from fastgen.pipeline.transformers import generation_fields, records
+from fastgen.pipeline.transformers.batches import WINDOW
+from fastgen.pipeline.transformers.settings import RunSettings
 
 if TYPE_CHECKING:
     import ray.data
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 # Arguments of the command that are about its files, or said to `generate` in another way.
 _NOT_OPTIONS = set(
     """model input output input_format output_format on_error resume overwrite quiet references metrics ray
-    shards""".split()
+    shards generation actors cpus_per_actor gpus_per_actor""".split()
 )
 
 
@@ -54,13 +55,13 @@ def generate(
     from fastgen.distributed.placement import nodes_of, placement
     from fastgen.distributed.worker import RowWorker
 
-    args = _arguments(model, options)
+    settings = _settings(model, options)
     if not ray.is_initialized():
         ray.init()  # wherever Ray's own functions would have
     how = placement(None if actors is None else str(actors), cpus_per_actor, gpus_per_actor, nodes_of(ray.nodes()))
     return dataset.map_batches(
         RowWorker,
-        fn_constructor_args=(Job(args, records.PARQUET),),
+        fn_constructor_args=(Job(settings, records.PARQUET),),
         compute=ray.data.ActorPoolStrategy(min_size=how.least, max_size=how.most, max_tasks_in_flight_per_actor=2),
         num_cpus=how.cpus,
         num_gpus=how.gpus,
@@ -69,17 +70,13 @@ def generate(
     )
 
 
-def _arguments(model: str, options: dict[str, Any]) -> argparse.Namespace:
-    """What the command's parser makes of these options."""
-    from fastgen.cli.generate_transformers import parser
-
-    args, fields = parser().parse_args([model, "", ""]), flags.field_types()
-    for name, value in options.items():
-        if name in fields:
-            setattr(args, f"{flags.PREFIX}{name}", value)
-        elif hasattr(args, name) and name not in _NOT_OPTIONS:
-            setattr(args, name, value)
-        else:
-            raise TypeError(f"generate() has no option {name!r}")
-    flags.given(args)
-    return args
+def _settings(model: str, options: dict[str, Any]) -> RunSettings:
+    """Settings of a run with these options, or fields of GenerationConfig."""
+    fields = generation_fields.field_types()
+    known = {each.name for each in dataclasses.fields(RunSettings)} - _NOT_OPTIONS
+    if unknown := next((name for name in options if name not in known and name not in fields), None):
+        raise TypeError(f"generate() has no option {unknown!r}")
+    generation = {name: value for name, value in options.items() if name in fields}
+    generation_fields.check(generation, generation_fields.flag_of)
+    others = {name: value for name, value in options.items() if name not in fields}
+    return RunSettings(model=model, input="", output="", generation=generation, **others)

@@ -9,11 +9,11 @@ import ray
 import torch
 
 import fastgen
-from fastgen.cli.transformers import prepare, records, tokenizing
-from fastgen.cli.transformers.failures import outputs_of
 from fastgen.distributed.job import Job
 from fastgen.distributed.parts import Outputs
 from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.transformers import prepare, records, tokenizing
+from fastgen.pipeline.transformers.failures import outputs_of
 from fastgen.pipeline.workers import WorkerPool
 
 
@@ -27,9 +27,11 @@ class Engine:
             )
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
         torch.set_num_threads(max(1, int(cpus)))  # what was asked for, whatever else is on the node
-        known = prepare.prepared(job.args)
-        self._pool = WorkerPool(job.args.workers or 0, tokenizing.build, known.spec)
-        self._generator = prepare.generator_of(job.args, known, self._pool, iter(()), form=job.form, warn=self._warn)
+        known = prepare.prepared(job.settings)
+        self._pool = WorkerPool(job.settings.workers or 0, tokenizing.build, known.spec)
+        self._generator = prepare.generator_of(
+            job.settings, known, self._pool, iter(()), form=job.form, warn=self._warn
+        )
         self.warnings: list[str] = []
 
     def outputs(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
+from fastgen.pipeline.transformers.settings import RunSettings
 from fastgen.version import __version__
 
 
@@ -12,6 +12,6 @@ from fastgen.version import __version__
 class Job:
     """What every actor of a run is told."""
 
-    args: argparse.Namespace
+    settings: RunSettings
     form: str  # of the output
     version: str = __version__

@@ -22,12 +22,12 @@ import pyarrow
 import pyarrow.parquet
 from pyarrow import fs
 
-from fastgen.cli.transformers import records
-from fastgen.cli.transformers.failures import Policy
 from fastgen.distributed import blocks
 from fastgen.files import private_folder
 from fastgen.pipeline.errors import InputError, first_line
 from fastgen.pipeline.resume import differences
+from fastgen.pipeline.transformers import records
+from fastgen.pipeline.transformers.failures import Policy
 
 SETTINGS, _MARKS = "_settings.json", "_done"
 # `score` is null where there is none; `id` has JSON where the input's is no string.

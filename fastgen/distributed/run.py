@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import dataclasses
 import json
 import zlib
 from collections.abc import Callable
@@ -12,10 +12,6 @@ from typing import Any
 
 import ray
 
-from fastgen.cli.transformers import records
-from fastgen.cli.transformers.batches import WINDOW
-from fastgen.cli.transformers.failures import STOP, Policy, policy_of, scan
-from fastgen.cli.transformers.run import files_of_model, references_of, say, settings_of, summary
 from fastgen.distributed import blocks
 from fastgen.distributed.actors import Told, results
 from fastgen.distributed.blocks import Block
@@ -27,43 +23,48 @@ from fastgen.distributed.worker import BlockWorker, Done
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents
+from fastgen.pipeline.transformers import records
+from fastgen.pipeline.transformers.batches import WINDOW
+from fastgen.pipeline.transformers.failures import STOP, Policy, policy_of, scan
+from fastgen.pipeline.transformers.run import decisive_settings, files_of_model, references_of, say, summary
+from fastgen.pipeline.transformers.settings import RunSettings
 
 _SHOWN_ERRORS = 10
 _CORPUS = "corpus"  # of the journal's facts
 
 
-def run(args: argparse.Namespace) -> int:
+def run(settings: RunSettings) -> int:
     """Generate on a cluster; returns the exit code."""
-    form = args.output_format or records.format_of(args.output)
-    if args.shards:
-        if args.references is not None:
+    form = settings.output_format or records.format_of(settings.output)
+    if settings.shards:
+        if settings.references is not None:
             raise InputError("--references needs one output file: leave out --shards, or compare afterwards.")
-        form = args.output_format or records.JSONL
-    elif "://" in args.output:
-        raise InputError(f"One file in order is written here, not at {args.output}: give a path, or --shards.")
-    files = blocks.sources(args.input, args.input_format)
-    with connected(args.ray, say):
+        form = settings.output_format or records.JSONL
+    elif "://" in settings.output:
+        raise InputError(f"One file in order is written here, not at {settings.output}: give a path, or --shards.")
+    files = blocks.sources(settings.input, settings.input_format)
+    with connected(settings.ray or "", say):
         cuts = _cut(files)
         corpus = blocks.numbered(files, cuts)
         if not corpus:
-            raise InputError(f"{args.input} is empty: it should hold one record a line.")
+            raise InputError(f"{settings.input} is empty: it should hold one record a line.")
         total = sum(block.count for block in corpus)
-        references, wanted = references_of(args, total)
-        settings = settings_of(args) | contents(*files_of_model(args))
-        if args.shards:
-            parts = Parts(args.output, form)
-            marks = _generate(args, form, corpus, parts, settings)
+        references, wanted = references_of(settings, total)
+        decisive = decisive_settings(settings) | contents(*files_of_model(settings))
+        if settings.shards:
+            parts = Parts(settings.output, form)
+            marks = _generate(settings, form, corpus, parts, decisive)
             return _exit(sum(mark.failed for mark in marks.values()), total)
-        output = Path(args.output)
+        output = Path(settings.output)
         if output.is_dir():
             raise InputError(f"{output} is a folder: --shards leaves the parts in it.")
         if any(output.exists() and Path(file.path).exists() and output.samefile(file.path) for file in files):
             raise InputError(f"{output} is the input: choose another file for the output.")
         parts = Parts(f"{output}.parts", form, private=True)
         # With parts of a run that was killed, the file is an older one's, or what that run had put together.
-        goes_on = args.resume and parts.exist()
-        with Journal(output, settings).locked(
-            resume=args.resume and not goes_on, overwrite=args.overwrite or goes_on
+        goes_on = settings.resume and parts.exist()
+        with Journal(output, decisive).locked(
+            resume=settings.resume and not goes_on, overwrite=settings.overwrite or goes_on
         ) as journal:
             if journal.complete:
                 _check_complete(output, journal.facts, corpus)
@@ -71,13 +72,13 @@ def run(args: argparse.Namespace) -> int:
             elif journal.resuming:
                 raise InputError(f"Cannot resume {output}: it was begun without --ray; go on without it.")
             else:
-                marks = _generate(args, form, corpus, parts, settings)
+                marks = _generate(settings, form, corpus, parts, decisive)
                 failed = sum(mark.failed for mark in marks.values())
                 journal.facts = {"failed": failed, _CORPUS: _stamp(corpus)}
                 _merge(parts, corpus, marks, journal)
             if parts.exist():
                 parts.remove()
-            return summary(args, form, total, journal.facts.get("failed", 0), references, wanted)
+            return summary(settings, form, total, journal.facts.get("failed", 0), references, wanted)
 
 
 def _check_complete(output: Path, facts: dict[str, Any], corpus: list[Block]) -> None:
@@ -118,25 +119,25 @@ def _each(arguments: list[tuple[Any, ...]], function: Callable[..., Any]) -> lis
 
 
 def _generate(
-    args: argparse.Namespace, form: str, corpus: list[Block], parts: Parts, settings: dict[str, Any]
+    settings: RunSettings, form: str, corpus: list[Block], parts: Parts, decisive: dict[str, Any]
 ) -> dict[int, Mark]:
     """All parts: by the numbers of their blocks what each one holds."""
     nodes = nodes_of(ray.nodes())
-    how = placement(args.actors, args.cpus_per_actor, args.gpus_per_actor, nodes)
-    if not args.resume:  # before an earlier run's parts are replaced
-        _scan(args, form, corpus)
-    marks = parts.begin(settings, corpus, resume=args.resume, overwrite=args.overwrite)
+    how = placement(settings.actors, settings.cpus_per_actor, settings.gpus_per_actor, nodes)
+    if not settings.resume:  # before an earlier run's parts are replaced
+        _scan(settings, form, corpus)
+    marks = parts.begin(decisive, corpus, resume=settings.resume, overwrite=settings.overwrite)
     todo = [block for block in corpus if block.number not in marks]
     if not todo:
         say("all blocks are done: nothing to resume.")
         return marks
-    if args.resume:
-        _scan(args, form, todo)
+    if settings.resume:
+        _scan(settings, form, todo)
     if not any(node.cpus >= how.cpus and node.gpus >= how.gpus for node in nodes):
         say(f"no node has room for an actor (CPUs: {how.cpus:g}, GPUs: {how.gpus:g}): waiting for one that has.")
     total = sum(block.count for block in corpus)
-    progress = _Following(Progress(total, done=sum(mark.count for mark in marks.values()), enabled=not args.quiet))
-    job = Job(_absolute(args), form)
+    progress = _Following(Progress(total, done=sum(mark.count for mark in marks.values()), enabled=not settings.quiet))
+    job = Job(_absolute(settings), form)
     shown = 0
     try:
         found = results(BlockWorker, (job, parts.path), how, todo, progress.running, say)
@@ -163,15 +164,15 @@ def _generate(
     return marks
 
 
-def _scan(args: argparse.Namespace, form: str, corpus: list[Block]) -> None:
+def _scan(settings: RunSettings, form: str, corpus: list[Block]) -> None:
     """InputError for a line that would end the run, before any model is loaded; what is too long the actors find."""
-    policy = policy_of(args.on_error, form)
+    policy = policy_of(settings.on_error, form)
     if STOP not in policy:
         return
     files: dict[str, list[Block]] = {}
     for block in corpus:
         files.setdefault(block.path, []).append(block)
-    _each([(of_file, args.text_field, policy) for of_file in files.values()], _scan_file)
+    _each([(of_file, settings.text_field, policy) for of_file in files.values()], _scan_file)
 
 
 def _scan_file(corpus: list[Block], text_field: str, policy: Policy) -> None:
@@ -202,13 +203,11 @@ class _Following:
         self._shown = records, tokens
 
 
-def _absolute(args: argparse.Namespace) -> argparse.Namespace:
+def _absolute(settings: RunSettings) -> RunSettings:
     """For workers, which have another working directory."""
-    args = argparse.Namespace(**vars(args))
-    for name in ("model", "tokenizer"):
-        if (given := getattr(args, name)) is not None and Path(given).exists():
-            setattr(args, name, str(Path(given).absolute()))
-    return args
+    paths = {name: getattr(settings, name) for name in ("model", "tokenizer")}
+    there: Any = {name: str(Path(path).absolute()) for name, path in paths.items() if path and Path(path).exists()}
+    return dataclasses.replace(settings, **there)
 
 
 def _problem(done: Done) -> Exception:

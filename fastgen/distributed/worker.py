@@ -11,13 +11,13 @@ from typing import Any
 import pyarrow
 import ray
 
-from fastgen.cli.transformers import records
-from fastgen.cli.transformers.failures import policy_of
 from fastgen.distributed import blocks
 from fastgen.distributed.actors import PROGRESS
 from fastgen.distributed.job import Job
 from fastgen.distributed.parts import SCHEMA, Mark, Parts, listed
 from fastgen.pipeline.errors import InputError, first_line
+from fastgen.pipeline.transformers import records
+from fastgen.pipeline.transformers.failures import policy_of
 
 
 @dataclass
@@ -77,12 +77,12 @@ class BlockWorker:
 
         found = dict(
             (record.index, (record, outputs))
-            for record, outputs in self._engine.outputs(blocks.read(block, self._job.args.text_field), tell)
+            for record, outputs in self._engine.outputs(blocks.read(block, self._job.settings.text_field), tell)
         )
         in_order = [found[index] for index in sorted(found)]
         if len(in_order) != block.count:
             raise InputError(f"{block.name} was changed while the run read it: start again.")
-        policy = policy_of(self._job.args.on_error, self._job.form)
+        policy = policy_of(self._job.settings.on_error, self._job.form)
         return parts.write(block, in_order, self._told[2], policy)
 
 
@@ -92,7 +92,7 @@ class RowWorker:
     def __init__(self, job: Job) -> None:
         from fastgen.distributed.engine import Engine
 
-        self._engine, self._field = Engine(job), job.args.text_field
+        self._engine, self._field = Engine(job), job.settings.text_field
 
     def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
         if self._field not in table.column_names:

@@ -89,8 +89,8 @@ def generate_samples(
             largest sample has. By default on a GPU. Generators that cannot do it decode sample by sample.
         progress: show a progress line on standard error.
     """
-    from fastgen.optimizer.fairseq.refill import in_order, why_not_refilled
-    from fastgen.optimizer.fairseq.suspending import Stopped
+    from fastgen.optimizer.fairseq.generate.continuous_batch import in_order, why_not_refilled
+    from fastgen.optimizer.fairseq.generate.suspending import Stopped
     from fastgen.pipeline.progress import Progress
 
     def infer(sample: dict[str, Any]) -> Any:
@@ -128,7 +128,7 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
     if not wished:
         return "it was not asked for"
     try:
-        from fastgen.optimizer.transformers.refill import unrefillable
+        from fastgen.optimizer.transformers.generate.continuous_batch import unrefillable
     except ImportError:
         return "fastgen leaves this version of transformers alone"
     return unrefillable(model, padded(model, [source], _options_of([0], options)))
@@ -148,7 +148,7 @@ def generated(
     parts = [order[first : first + size] for first in range(0, len(order), size)]
     calls = (padded(model, [sources[index] for index in part], _options_of(part, options)) for part in parts)
     if refill:
-        from fastgen.optimizer.transformers.refill import run
+        from fastgen.optimizer.transformers.generate.continuous_batch import run
 
         results = run(model, calls, batch_size)
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -10,7 +9,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -24,31 +22,21 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from fastgen.cli.transformers import prepare
 from fastgen.distributed.connection import connected, is_node_alive
 from fastgen.distributed.placement import Placement, nodes_of, placement
 from fastgen.pipeline.errors import DONE, InputError, WorkerError, first_line
+from fastgen.pipeline.transformers import prepare
 from fastgen.serving import proxy
 from fastgen.serving.app import build
 from fastgen.serving.limited import RETRY_AFTER
-from fastgen.serving.limits import Limits
 from fastgen.serving.observed import LOG
 from fastgen.serving.service import Service
+from fastgen.serving.settings import ServiceSettings
 
 _APP = "fastgen"
 _HEALTH_SECONDS = 5.0
 _LOOK_SECONDS = 0.2  # between looks at what still runs
 _GRACE_SECONDS = 1.0  # for what was answered to reach its clients
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a replica is told."""
-
-    args: argparse.Namespace
-    limits: Limits
-    most_queued: int
-    token: str | None = field(repr=False)
 
 
 _service: tuple[Service, str | None] | None = None  # of this process, which is one replica's
@@ -63,11 +51,11 @@ def _app() -> FastAPI:
 class Replica:
     """One copy of the model."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServiceSettings) -> None:
         global _service
         torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
         _listen_on_loopback()
-        self._service = Service(settings.args, settings.limits, settings.most_queued)
+        self._service = Service(settings.model, settings.limits, settings.most_queued)
         _service = self._service, settings.token
         # Into the replica's own file, beside what Ray Serve writes there.
         LOG.handlers, LOG.propagate = logging.getLogger("ray.serve").handlers, False
@@ -93,53 +81,43 @@ def _listen_on_loopback() -> None:
         replica.add_port_to_grpc_server = lambda server, address: bind(server, address.replace("[::]", node))
 
 
-def run(args: argparse.Namespace, token: str | None) -> int:
+def run(settings: ServiceSettings) -> int:
     """Serve until SIGINT or SIGTERM; requests that run then are still answered, and others refused.
 
     Raises:
         InputError: the service cannot start.
         WorkerError: Ray's node on this machine has died.
     """
-    args.truncate = False
-    limits = Limits(
-        body_bytes=args.max_body,
-        inputs=args.max_inputs,
-        input_tokens=args.max_input_tokens,
-        new_tokens=args.max_new_tokens,
-        beams=args.max_beams,
-        rows=args.max_rows,
-        seconds=float(args.timeout),
-        receive_seconds=float(args.receive_timeout),
-        receiving=args.max_receiving,
-        connections=args.max_connections,
-    )
-    prepare.prepared(args, _say)  # what can't be used is a sentence, before anything is started
-    if args.host not in ("127.0.0.1", "localhost", "::1") and token is None:
-        _say(f"Whoever reaches {args.host} may use this service: set FASTGEN_SERVE_TOKEN to ask for a bearer token.")
-    if not args.ray and "RAY_ADDRESS" not in os.environ:  # else who listens is another machine
-        _check_port(args.host, args.port)
+    limits, host, port = settings.limits, settings.host, settings.port
+    prepare.prepared(settings.model, _say)  # what can't be used is a sentence, before anything is started
+    if host not in ("127.0.0.1", "localhost", "::1") and settings.token is None:
+        _say(f"Whoever reaches {host} may use this service: set FASTGEN_SERVE_TOKEN to ask for a bearer token.")
+    if not settings.ray and "RAY_ADDRESS" not in os.environ:  # else who listens is another machine
+        _check_port(host, port)
     stopped = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.set()
 
-    with connected(args.ray, _say, proxy.environment(limits.receive_seconds, limits.connections)):
+    with connected(settings.ray, _say, proxy.environment(limits.receive_seconds, limits.connections)):
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        how = placement(str(args.replicas), args.cpus_per_replica, args.gpus_per_replica, nodes_of(ray.nodes()))
+        how = placement(
+            str(settings.replicas), settings.cpus_per_replica, settings.gpus_per_replica, nodes_of(ray.nodes())
+        )
         if _is_serving():
             raise InputError("Ray Serve runs on this cluster already: end its applications, or name another cluster.")
         before = {}
         try:
             try:
-                serve.start(http_options=HTTPOptions(host=args.host, port=args.port))
-                handle = serve.run(_application(Settings(args, limits, args.max_queued, token), how), name=_APP)
+                serve.start(http_options=HTTPOptions(host=host, port=port))
+                handle = serve.run(_application(settings, how), name=_APP)
             except (RuntimeError, ValueError, OSError) as error:
                 # What an actor raised is told with its traceback; the sentence is in what it was.
                 what = first_line(getattr(error, "cause", error))
                 raise InputError(f"Cannot start the service: {what}.") from error
             before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-            _say(f"http://{_url(args.host)}:{args.port}/v1/generate answers: /docs describes it, Ctrl-C stops it.")
+            _say(f"http://{_url(host)}:{port}/v1/generate answers: /docs describes it, Ctrl-C stops it.")
             while not stopped.wait(_HEALTH_SECONDS):
                 if not is_node_alive():
                     raise WorkerError("Ray's node on this machine has died: start the command again")
@@ -188,7 +166,7 @@ def _check_port(host: str, port: int) -> None:
         raise InputError(f"{what}. Choose others with --host and --port.") from error
 
 
-def _application(settings: Settings, how: Placement) -> Any:
+def _application(settings: ServiceSettings, how: Placement) -> Any:
     limits = settings.limits
     deployment = serve.deployment(
         name="generate",

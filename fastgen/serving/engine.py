@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from fastgen.cli.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
 from fastgen.memory.limits import is_out_of_memory
-from fastgen.optimizer.transformers.refill import Call, Found, Running, unrefillable
+from fastgen.optimizer.transformers.generate.continuous_batch import Call, Found, Running, unrefillable
 from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import first_line
+from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
 
 STOPPED = "The engine has stopped: send the request again later."
 EXPIRED = "The request took longer than it may: ask for fewer tokens, or give it a longer `timeout`."

@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 
-from fastgen.cli.transformers.flags import field_types
+from fastgen.pipeline.transformers.generation_fields import field_types
 
 # Of a value that may be of several.
 _KINDS = ("string_type", "list_type", "bool_type", "int_type", "float_type", "literal_error")

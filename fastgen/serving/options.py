@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model
 
-from fastgen.cli.transformers.flags import field_types
+from fastgen.pipeline.transformers.generation_fields import field_types
 from fastgen.serving.limits import Limits
 
 _TOKEN = Annotated[StrictInt, Field(ge=0, lt=2**31)]

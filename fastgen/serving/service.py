@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import json
@@ -12,9 +11,10 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
-from fastgen.cli.transformers import flags, prepare, tokenizing
-from fastgen.cli.transformers.load import decoder_room, generation_config, load_model
 from fastgen.pipeline.errors import InputError, WorkerError, counted, first_line
+from fastgen.pipeline.transformers import generation_fields, prepare, tokenizing
+from fastgen.pipeline.transformers.load import decoder_room, generation_config, load_model
+from fastgen.pipeline.transformers.settings import ModelSettings
 from fastgen.pipeline.workers import WorkerPool
 from fastgen.serving.engine import EXPIRED, STOPPED, Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
 from fastgen.serving.limits import Limits
@@ -56,15 +56,15 @@ class _Events:
 class Service:
     """Loads the model once; `generate` and `stream` answer requests, on an event loop."""
 
-    def __init__(self, args: argparse.Namespace, limits: Limits, most_queued: int) -> None:
-        """`args`: as `fastgen-generate-transformers` has them; its generation flags are the requests' defaults."""
-        self.limits, self.name = limits, str(args.model)
+    def __init__(self, settings: ModelSettings, limits: Limits, most_queued: int) -> None:
+        """`settings`: their generation is the requests' defaults."""
+        self.limits, self.name = limits, settings.model
         self.statuses = Counter[int]()  # of the answers to /v1
         self.running = 0  # requests that are being answered
         self._is_stopping = False
-        known = prepare.prepared(args)
+        known = prepare.prepared(settings)
         self._known, self._tokenizer = known, WorkerPool(0, tokenizing.build, known.spec)
-        self._model = load_model(args.model, known.config, args.dtype, known.device)
+        self._model = load_model(settings.model, known.config, settings.dtype, known.device)
         self.engine = Engine(self._model, most_rows=limits.rows, most_queued=most_queued)
         self._most_new = min(limits.new_tokens, decoder_room(self._model) or limits.new_tokens)
         self._default_tokens = min(self._most_new, _DEFAULT_TOKENS)
@@ -203,7 +203,7 @@ class Service:
 
     def _config(self, fields: dict[str, Any]) -> Any:
         known = self._known
-        flags.check(fields, str)
+        generation_fields.check(fields, str)
         config = generation_config(self._model, known.tokenizer, {**known.given, **fields}, known.language, str)
         if "max_new_tokens" not in fields:
             longest = config.max_new_tokens or (config.max_length or 1) - 1  # without the decoder's start

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # fairseq_kit, whatever pytest's
 
 import torch
 
-from fastgen.cli import demo_task
+from fastgen.demo import task
 
 torch.set_num_threads(1)
 
@@ -45,7 +45,7 @@ def job(data: Path, model: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
     """Inputs of many lengths for the shipped model."""
-    pairs = [next(demo_task.sentences(seed, held_out=True)) for seed in range(23)]
+    pairs = [next(task.sentences(seed, held_out=True)) for seed in range(23)]
     return [" ".join(source.split()[: 3 + 2 * i % 11]) for i, (source, _) in enumerate(pairs)]
 
 

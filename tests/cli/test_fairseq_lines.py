@@ -17,8 +17,8 @@ import torch
 from fairseq import utils
 from fairseq.data import Dictionary, data_utils
 
-from fastgen.cli.fairseq import lines, load
-from fastgen.cli.fairseq.scoring import Scoring
+from fastgen.pipeline.fairseq import lines, load
+from fastgen.pipeline.fairseq.scoring import Scoring
 
 
 @pytest.mark.parametrize("post_process", sorted(lines.POST_PROCESSORS, key=str))
@@ -87,7 +87,7 @@ def test_new_words_get_the_numbers_that_stock_gives_them() -> None:
 
 def test_workers_need_no_fairseq_to_make_lines() -> None:
     """What a worker imports decides how soon it is there."""
-    code = "import sys, fastgen.cli.generate, fastgen.cli.fairseq.lines; print(*sorted(sys.modules))"
+    code = "import sys, fastgen.cli.generate, fastgen.pipeline.fairseq.lines; print(*sorted(sys.modules))"
     run = subprocess.run(
         [sys.executable, "-c", code], env=fairseq_kit.environment(), capture_output=True, text=True, check=True
     )

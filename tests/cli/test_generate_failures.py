@@ -22,9 +22,9 @@ from fairseq.data import LanguagePairDataset
 from fairseq_kit import SENTENCES
 
 from fastgen.cli import generate
-from fastgen.cli.fairseq import batches, run
-from fastgen.cli.fairseq.generation import Generation
 from fastgen.pipeline import WorkerPool, batching
+from fastgen.pipeline.fairseq import batches, run
+from fastgen.pipeline.fairseq.generation import Generation
 from fastgen.pipeline.resume import journal_path
 
 # Bad input.

@@ -25,11 +25,11 @@ from transformers_kit import FLAGS, MODEL, run, stock
 
 import fastgen
 from fastgen.cli import demo, generate_transformers
-from fastgen.cli.transformers import batches, generation, load, prepare, records, tokenizing
-from fastgen.cli.transformers import flags as flags_of_generation
-from fastgen.cli.transformers.writer import Writer
+from fastgen.cli import flags as flags_of_generation
 from fastgen.pipeline import batching, resume
 from fastgen.pipeline.resume import journal_path
+from fastgen.pipeline.transformers import batches, generation, load, prepare, records, tokenizing
+from fastgen.pipeline.transformers.writer import Writer
 
 
 def test_text_is_stocks_in_the_order_of_the_input(source: Path, texts: list[str], tmp_path: Path) -> None:

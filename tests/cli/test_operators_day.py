@@ -32,7 +32,7 @@ FLAGS = ["--num-beams", "3", "--max-new-tokens", "24", "--workers", "0", "--batc
 _SLOWLY = """
 import sys, time
 from fastgen.cli import generate_transformers
-from fastgen.cli.transformers.generation import Generator
+from fastgen.pipeline.transformers.generation import Generator
 run = Generator._run
 Generator._run = lambda self, records: (time.sleep(0.3), run(self, records))[1]
 sys.exit(generate_transformers.main())

@@ -19,10 +19,10 @@ import torch
 
 import fastgen
 from fastgen.cli import generate
-from fastgen.cli.fairseq import batches, refilling
-from fastgen.cli.fairseq.generation import Generation
-from fastgen.optimizer.fairseq.joint import Joint
+from fastgen.optimizer.fairseq.generate.batch_decoder import Joint
 from fastgen.pipeline import batching
+from fastgen.pipeline.fairseq import batches, refilling
+from fastgen.pipeline.fairseq.generation import Generation
 from fastgen.pipeline.resume import journal_path
 
 REFILL = ["--refill", "on"]

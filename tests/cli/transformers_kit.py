@@ -10,7 +10,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
 from fastgen.cli import generate_transformers
-from fastgen.cli.demo import SHIPPED_MODEL
+from fastgen.demo.job import SHIPPED_MODEL
 
 MODEL = str(SHIPPED_MODEL)
 FLAGS = ["--num-beams", "3", "--max-new-tokens", "24", "--workers", "0", "--quiet", "--batch-size", "5"]

@@ -16,11 +16,11 @@ import pyarrow.parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastgen.cli.transformers import failures, records
 from fastgen.distributed import blocks
 from fastgen.distributed.parts import Parts
 from fastgen.distributed.placement import Node, Placement, placement
 from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.transformers import failures, records
 
 
 def _read(path: Path, window: int, form: str | None = None, text_field: str = "text") -> list[records.Record]:

@@ -20,9 +20,9 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -c constrai
 import pyarrow.parquet
 
 from fastgen.cli import generate_transformers
-from fastgen.cli.demo import SHIPPED_MODEL
-from fastgen.cli.transformers import batches
+from fastgen.demo.job import SHIPPED_MODEL
 from fastgen.distributed import run as driver
+from fastgen.pipeline.transformers import batches
 
 pytestmark = pytest.mark.slow
 MODEL = str(SHIPPED_MODEL)

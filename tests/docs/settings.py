@@ -16,7 +16,7 @@ Names = dict[str, Any]
 def shipped() -> tuple[Any, Any]:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-    from fastgen.cli.demo import SHIPPED_MODEL
+    from fastgen.demo.job import SHIPPED_MODEL
 
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_MODEL)
     return AutoModelForSeq2SeqLM.from_pretrained(SHIPPED_MODEL).eval(), tokenizer
@@ -30,7 +30,7 @@ def model_and_lines() -> Names:
 
 
 def name_and_lines() -> Names:
-    from fastgen.cli.demo import SHIPPED_MODEL
+    from fastgen.demo.job import SHIPPED_MODEL
 
     return dict(name=str(SHIPPED_MODEL), lines=list(LINES))
 

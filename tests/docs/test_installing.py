@@ -88,7 +88,9 @@ def _distribution(folder: Path, name: str, version: str, scripts: str) -> None:
 
 def test_a_command_says_that_the_other_project_has_overwritten_the_package(tmp_path: Path) -> None:
     """Its `__init__.py` in the place of ours, and our other files beside it, as pip leaves them."""
-    shutil.copytree(ROOT / "fastgen", tmp_path / "fastgen", ignore=shutil.ignore_patterns("demo_model", "__pycache__"))
+    shutil.copytree(
+        ROOT / "fastgen", tmp_path / "fastgen", ignore=shutil.ignore_patterns("*.safetensors", "__pycache__")
+    )
     (tmp_path / "fastgen/__init__.py").write_text('__version__ = "0.3.5"\n')
     _distribution(tmp_path, "fastgen", "0.3.5", "fastgen = fastgen.main:app")
     for module in ("check", "demo", "generate_transformers"):

@@ -11,7 +11,7 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 
 import fastgen
 from fastgen import report
-from fastgen.optimizer.fairseq import refill
+from fastgen.optimizer.fairseq.generate import continuous_batch
 
 LENGTHS = ((9, 5, 12), (7, 7), (3, 10, 6, 4), (5,), (12, 11, 2), (8, 9), (4, 4, 4))
 SENTENCES = 8
@@ -43,7 +43,7 @@ def refilled(
     loaded, generator = generator_of(name, **options)
     results: list[Any] = [None] * len(given)
     with judge.configured(strict=True, history=64):
-        for number, result in refill.run(lambda s: generator.generate(loaded, s), given, sentences, tokens):
+        for number, result in continuous_batch.run(lambda s: generator.generate(loaded, s), given, sentences, tokens):
             assert results[number] is None
             results[number] = result
     return results

@@ -13,7 +13,7 @@ import torch
 from fairseq.sequence_generator import EnsembleModel
 
 from fastgen.layers import packed_weights
-from fastgen.optimizer.fairseq import encoder
+from fastgen.optimizer.fairseq.model import encoder
 
 pytestmark = pytest.mark.usefixtures("always_packed")
 

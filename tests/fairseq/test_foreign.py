@@ -568,7 +568,7 @@ def test_a_trial_of_fairseqs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing of the user's would see it, there is one."""
     looked: list[int] = []
     noted = accuracy.judge
-    monkeypatch.setattr("fastgen.optimizer.fairseq.slim.judge", lambda *args: looked.append(1) or noted(*args))
+    monkeypatch.setattr("fastgen.optimizer.fairseq.cache.slim.judge", lambda *args: looked.append(1) or noted(*args))
     model = changed(bool)
     with judge.configured(cache="k"):
         before = torch.get_rng_state()

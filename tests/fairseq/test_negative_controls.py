@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fastgen.cache.tree import BeamTree, TreeLayer
-from fastgen.optimizer.fairseq import streams
-from fastgen.optimizer.fairseq.decoder import Prompt
-from fastgen.optimizer.fairseq.session import Session, Source
-from fastgen.optimizer.fairseq.streams import TreeStreamAttention
+from fastgen.optimizer.fairseq.model import streams
+from fastgen.optimizer.fairseq.model.decoder import Prompt
+from fastgen.optimizer.fairseq.model.session import Session, Source
+from fastgen.optimizer.fairseq.model.streams import TreeStreamAttention
 
 Patch = pytest.MonkeyPatch
 

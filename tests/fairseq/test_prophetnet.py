@@ -29,7 +29,7 @@ from fastgen.cache import tree
 from fastgen.models.prophetnet.attention import NgramMultiheadAttention
 from fastgen.models.prophetnet.dictionary import BertDictionary
 from fastgen.models.prophetnet.relative import bucket_table
-from fastgen.optimizer.fairseq.requests import Request, unsupported_reason
+from fastgen.optimizer.fairseq.request import Request, unsupported_reason
 from fastgen.optimizer.transformers.versions import CACHE
 
 TOLERANCE = 1e-5

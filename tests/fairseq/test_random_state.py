@@ -15,7 +15,7 @@ from fairseq.modules import LayerDropModuleList
 from fairseq.sequence_generator import SequenceGenerator
 from torch import nn
 
-from fastgen.optimizer.fairseq import refill
+from fastgen.optimizer.fairseq.generate import continuous_batch
 from fastgen.replay import statistics
 
 SAMPLING = functools.partial(search.Sampling, sampling_topk=7)
@@ -110,12 +110,12 @@ def test_a_list_of_layers_that_is_changed(monkeypatch: pytest.MonkeyPatch) -> No
 def test_layerdrop_is_not_refilled() -> None:
     """There steps of several samples are one."""
     generator = SequenceGenerator([dropping("post-norm")], models.dictionary())
-    assert refill.unrefillable(generator) == "its layers draw random numbers in each step (LayerDrop)"
+    assert continuous_batch.unrefillable(generator) == "its layers draw random numbers in each step (LayerDrop)"
 
 
 def test_the_comparison_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """With layers in a plain list nothing is drawn."""
-    from fastgen.optimizer.fairseq import decoder
+    from fastgen.optimizer.fairseq.model import decoder
 
     monkeypatch.setattr(decoder, "with_layers", lambda part, layers: nn.ModuleList(layers))
     with pytest.raises(AssertionError, match="another number of random numbers"):

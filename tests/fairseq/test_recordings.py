@@ -20,9 +20,9 @@ import fastgen
 from fastgen.cache import tree
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.fairseq_beam_search import CollectingSearch
-from fastgen.optimizer.fairseq.session import Session
-from fastgen.optimizer.fairseq.state import State
-from fastgen.optimizer.fairseq.unchanged import snapshot
+from fastgen.optimizer.fairseq.model.session import Session
+from fastgen.optimizer.fairseq.replay.guards import snapshot
+from fastgen.optimizer.fairseq.replay.step_state import State
 from fastgen.replay import replayer, statistics, store
 
 pytestmark = pytest.mark.usefixtures("recording")

@@ -19,9 +19,9 @@ import fastgen
 from fastgen import report
 from fastgen.cache.batch_tree import JointTree
 from fastgen.cache.tree import BeamTree
-from fastgen.optimizer.fairseq import refill
-from fastgen.optimizer.fairseq.joint import Joint
-from fastgen.optimizer.fairseq.suspending import Suspendable
+from fastgen.optimizer.fairseq.generate import continuous_batch
+from fastgen.optimizer.fairseq.generate.batch_decoder import Joint
+from fastgen.optimizer.fairseq.generate.suspending import Suspendable
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -81,7 +81,7 @@ def test_room(sentences: int, tokens: int, steps: list[list[tuple[int, int]]]) -
 def test_the_parts_of_a_sample_are_padded_as_it_was() -> None:
     """`max_len_a` counts the padding."""
     sample = {**models.batch((3, 12, 5, 4, 7)), "target": torch.arange(10).view(5, 2), "ntokens": 31}
-    parts = refill.in_parts(sample, 2)
+    parts = continuous_batch.in_parts(sample, 2)
     assert [part["nsentences"] for part in parts] == [2, 2, 1]
     assert [part["id"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
     assert [tuple(part["net_input"]["src_tokens"].shape) for part in parts] == [(2, 13), (2, 13), (1, 13)]
@@ -115,7 +115,9 @@ def test_prefixes_that_end_sentences(steps: list[Any]) -> None:
     with fastgen.disabled():
         expected = [infer(loaded, generator, number) for number in range(len(given))]
     numbers = iter(range(len(given)))  # samples begin in their order
-    found = dict(refill.run(lambda _: infer(loaded, generator, next(numbers)), [s for s, _ in given], 9, PLENTY))
+    found = dict(
+        continuous_batch.run(lambda _: infer(loaded, generator, next(numbers)), [s for s, _ in given], 9, PLENTY)
+    )
     assert_same(expected, [found[number] for number in range(len(given))])
     assert any(len({position for _, position in step}) > 1 for step in steps)
 
@@ -127,7 +129,7 @@ def test_switched_off_in_the_middle_of_nothing(tier: str, steps: list[Any]) -> N
     expected = each("post-norm", given)
     loaded, generator = generator_of("post-norm")
     with fastgen.disabled() if tier == "disabled" else judge.configured(tier=tier):
-        found = dict(refill.run(lambda sample: generator.generate(loaded, sample), given, SENTENCES, PLENTY))
+        found = dict(continuous_batch.run(lambda sample: generator.generate(loaded, sample), given, SENTENCES, PLENTY))
     assert_same(expected, [found[number] for number in range(len(given))])
     assert not steps
 
@@ -143,23 +145,23 @@ def test_switched_off_in_the_middle_of_nothing(tier: str, steps: list[Any]) -> N
     ],
 )
 def test_what_cannot_be_refilled(name: str, options: dict[str, Any], why: str) -> None:
-    assert why in str(refill.unrefillable(generator_of(name, **options)[1]))
+    assert why in str(continuous_batch.unrefillable(generator_of(name, **options)[1]))
 
 
 def test_ensembles_other_generators_and_other_tiers_cannot_be_refilled() -> None:
     two = SequenceGenerator([models.load("post-norm"), models.load("post-norm", seed=1)], models.dictionary())
-    assert "several models" in str(refill.unrefillable(two))
+    assert "several models" in str(continuous_batch.unrefillable(two))
 
     class Derived(SequenceGenerator):
         pass
 
-    assert "Derived" in str(refill.unrefillable(Derived([models.load("post-norm")], models.dictionary())))
+    assert "Derived" in str(continuous_batch.unrefillable(Derived([models.load("post-norm")], models.dictionary())))
     _, generator = generator_of("post-norm")
-    assert refill.unrefillable(generator) is None
+    assert continuous_batch.unrefillable(generator) is None
     with judge.configured(tier="stock"):
-        assert "tier" in str(refill.unrefillable(generator))
+        assert "tier" in str(continuous_batch.unrefillable(generator))
     with fastgen.disabled():
-        assert "disabled" in str(refill.unrefillable(generator))
+        assert "disabled" in str(continuous_batch.unrefillable(generator))
 
 
 def test_an_error_in_one_search_is_raised_and_leaves_no_thread(steps: list[Any]) -> None:
@@ -173,7 +175,7 @@ def test_an_error_in_one_search_is_raised_and_leaves_no_thread(steps: list[Any])
         return generator.generate(loaded, sample)
 
     with pytest.raises(KeyError, match="nonsense"):
-        list(refill.run(infer, wrong, SENTENCES, PLENTY))
+        list(continuous_batch.run(infer, wrong, SENTENCES, PLENTY))
     assert threading.active_count() == before
     assert_same(each("post-norm", given), refilled("post-norm", given))
 
@@ -181,7 +183,7 @@ def test_an_error_in_one_search_is_raised_and_leaves_no_thread(steps: list[Any])
 def test_abandoned_half_way(steps: list[Any]) -> None:
     loaded, generator = generator_of("post-norm")
     before = threading.active_count()
-    running = refill.run(lambda sample: generator.generate(loaded, sample), samples(), SENTENCES, PLENTY)
+    running = continuous_batch.run(lambda sample: generator.generate(loaded, sample), samples(), SENTENCES, PLENTY)
     next(running)
     assert threading.active_count() > before
     running.close()
@@ -225,7 +227,9 @@ def _one_position(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastgen.optimizer.fairseq.joint.additive_mask", lambda mask, dtype: torch.zeros(mask.shape))
+    monkeypatch.setattr(
+        "fastgen.optimizer.fairseq.generate.batch_decoder.additive_mask", lambda mask, dtype: torch.zeros(mask.shape)
+    )
 
 
 def _never_reordered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import fastgen
 from fastgen.cache import tree
-from fastgen.optimizer.fairseq.replaying import ReplayedSteps
+from fastgen.optimizer.fairseq.replay.steps import ReplayedSteps
 from fastgen.replay import replayer, statistics
 
 pytestmark = pytest.mark.usefixtures("recording")

@@ -16,8 +16,8 @@ from fairseq import search
 from fairseq.models import FairseqDecoder
 
 from fastgen import ops
-from fastgen.optimizer.fairseq import shortlist
-from fastgen.optimizer.fairseq.shortlist import Shortlist
+from fastgen.optimizer.fairseq.generate import shortlist
+from fastgen.optimizer.fairseq.generate.shortlist import Shortlist
 
 pytestmark = pytest.mark.skipif(not ops.is_native(torch.device("cpu")), reason="needs the native operators")
 

@@ -16,7 +16,7 @@ from joined_samples import assert_same, each, refilled, samples
 import fastgen
 from fastgen import report
 from fastgen.cache.slim.table import Inspection
-from fastgen.optimizer.fairseq.attention import Shared
+from fastgen.optimizer.fairseq.model.attention import Shared
 from fastgen.replay import store
 
 

@@ -18,7 +18,7 @@ import fastgen
 from fastgen import report
 from fastgen.optimizer import verification
 from fastgen.optimizer.fairseq import dispatch
-from fastgen.optimizer.fairseq.decoder import TreeEnsemble
+from fastgen.optimizer.fairseq.model.decoder import TreeEnsemble
 from fastgen.optimizer.verification import DIFFERENT, NEAR_TIE, SAME, UNVERIFIED
 
 SAMPLING = functools.partial(search.Sampling, sampling_topk=7)

@@ -12,7 +12,8 @@ import unilm_kit as kit
 import fastgen
 from fastgen import report
 from fastgen.layers import attention
-from fastgen.optimizer.transformers import streams, versions
+from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.model import streams
 from fastgen.replay import statistics
 
 BATCHES = [(9, 4, 12), (6,), (2, 11, 5, 1, 7)]

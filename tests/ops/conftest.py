@@ -76,7 +76,7 @@ def threads() -> Any:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the package and its sources, to break; without libraries built ahead of time."""
-    unneeded = shutil.ignore_patterns("demo_model", "__pycache__", "_native")
+    unneeded = shutil.ignore_patterns("*.safetensors", "__pycache__", "_native")
     shutil.copytree(ROOT / "fastgen", tmp_path / "copy/fastgen", ignore=unneeded)
     shutil.copytree(builder.source_folder(), tmp_path / "copy/csrc")
     return tmp_path / "copy"

@@ -115,7 +115,7 @@ def test_functionalisation_keeps_the_mutation() -> None:
 
 MEASURE = """
 import sys, torch
-from fastgen.cli.peak_memory import PeakMemory
+from fastgen.memory.peak import PeakMemory
 from fastgen import ops
 torch.set_num_threads(2)
 tokens = torch.randint(0, 50, (64, 200))

@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Any]:
-    from kit import arguments
+    from kit import model_settings
 
     from fastgen.serving.limits import Limits
     from fastgen.serving.service import Service
 
-    service = Service(arguments(), Limits(body_bytes=20_000, inputs=8, new_tokens=64, beams=6, rows=48), 64)
+    service = Service(model_settings(), Limits(body_bytes=20_000, inputs=8, new_tokens=64, beams=6, rows=48), 64)
     yield service
     service.engine.close()
 

@@ -11,13 +11,14 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import fastgen
-from fastgen.cli import demo_task, serve
-from fastgen.cli.demo import SHIPPED_MODEL
-from fastgen.cli.transformers.hypotheses import hypotheses_of
-from fastgen.cli.transformers.load import generation_config
-from fastgen.optimizer.transformers.refill import Running
+from fastgen.cli import serve
+from fastgen.demo import task
+from fastgen.demo.job import SHIPPED_MODEL
+from fastgen.optimizer.transformers.generate.continuous_batch import Running
+from fastgen.pipeline.transformers.hypotheses import hypotheses_of
+from fastgen.pipeline.transformers.load import generation_config
 
-TEXTS = [" ".join(next(demo_task.sentences(seed, held_out=True))[0].split()[: 3 + 2 * seed % 13]) for seed in range(40)]
+TEXTS = [" ".join(next(task.sentences(seed, held_out=True))[0].split()[: 3 + 2 * seed % 13]) for seed in range(40)]
 
 
 @functools.cache
@@ -50,8 +51,6 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Running, "step", lambda self: (time.sleep(0.03), step(self))[1])
 
 
-def arguments(*flags: str) -> Any:
+def model_settings(*flags: str) -> Any:
     """Those of `fastgen-serve` for the shipped model."""
-    args = serve.parser().parse_args([str(SHIPPED_MODEL), *flags])
-    args.truncate = False
-    return args
+    return serve.settings_of(serve.parser().parse_args([str(SHIPPED_MODEL), *flags]), None).model

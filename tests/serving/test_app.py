@@ -16,8 +16,8 @@ import torch
 from kit import TEXTS, slowly, stock
 
 import fastgen
-from fastgen.cli.demo import SHIPPED_MODEL
-from fastgen.cli.transformers import load, tokenizing
+from fastgen.demo.job import SHIPPED_MODEL
+from fastgen.pipeline.transformers import load, tokenizing
 from fastgen.serving import app as http
 from fastgen.serving import engine, metrics
 from fastgen.serving.options import question
@@ -358,9 +358,8 @@ def causal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any,
     ends = dict(bos_token_id=2, eos_token_id=2, pad_token_id=2)
     GPT2LMHeadModel(GPT2Config(**sizes, **ends, initializer_range=0.4)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    args = serve.parser().parse_args([str(folder)])
-    args.truncate = False
-    service = Service(args, Limits(new_tokens=30), 64)
+    settings = serve.settings_of(serve.parser().parse_args([str(folder)]), None)
+    service = Service(settings.model, Limits(new_tokens=30), 64)
     with TestClient(http.build(service, None)) as client:
         yield client, GPT2LMHeadModel.from_pretrained(folder).eval(), tokenizer
     service.engine.close()

@@ -13,7 +13,7 @@ import torch
 from kit import TEXTS, config_of, loaded, slowly, stock
 from transformers import ExponentialDecayLengthPenalty
 
-from fastgen.optimizer.transformers.refill import Running
+from fastgen.optimizer.transformers.generate.continuous_batch import Running
 from fastgen.serving.engine import STOPPED, Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
 
 KINDS: list[dict[str, Any]] = [

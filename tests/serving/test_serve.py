@@ -24,7 +24,7 @@ from kit import TEXTS, stock
 
 from fastgen.bench.report import image
 from fastgen.cli import serve
-from fastgen.cli.demo import SHIPPED_MODEL
+from fastgen.demo.job import SHIPPED_MODEL
 from fastgen.serving.engine import EXPIRED
 
 pytestmark = pytest.mark.slow

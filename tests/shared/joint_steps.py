@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.optimizer.transformers import refill
+from fastgen.optimizer.transformers.generate import continuous_batch
 
 Spans = list[list[tuple[int, int]]]
 
@@ -14,11 +14,11 @@ Spans = list[list[tuple[int, int]]]
 def watch(monkeypatch: pytest.MonkeyPatch) -> Spans:
     """Rows and position of every call, at every joint step from now on."""
     seen: Spans = []
-    step = refill._Joint.step
+    step = continuous_batch._Joint.step
 
     def counted(self: Any, inputs: dict[str, Any]) -> Any:
         seen.append(list(self.session.spans))
         return step(self, inputs)
 
-    monkeypatch.setattr(refill._Joint, "step", counted)
+    monkeypatch.setattr(continuous_batch._Joint, "step", counted)
     return seen

@@ -8,7 +8,7 @@ import harness
 import zoo
 
 from fastgen import report
-from fastgen.optimizer.transformers import refill
+from fastgen.optimizer.transformers.generate import continuous_batch
 
 SHAPES = ((3, 9), (2, 7), (4, 12), (1, 5), (3, 6), (2, 11), (3, 4))  # batch and length of each call
 ROWS = 8
@@ -38,7 +38,7 @@ def refilled(model: Any, calls: list[dict[str, Any]], rows: int = ROWS, strict: 
     report.reset()
     results: list[Any] = [None] * len(calls)
     with harness.configured(strict=strict, history=64):
-        for number, result in refill.run(model, [harness.request(call, {}) for call in calls], rows):
+        for number, result in continuous_batch.run(model, [harness.request(call, {}) for call in calls], rows):
             assert results[number] is None
             results[number] = result
     return results

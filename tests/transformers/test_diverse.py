@@ -20,7 +20,8 @@ from transformers.generation import utils
 import fastgen
 from fastgen import report
 from fastgen.decoding.diverse_beam_search import DiverseSearch
-from fastgen.optimizer.transformers import group_search, versions
+from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.generate import diverse_beam_search
 from fastgen.optimizer.transformers.versions import CACHE
 
 DIVERSE = dict(num_beams=6, num_beam_groups=3, diversity_penalty=0.7, max_new_tokens=12, num_return_sequences=4)
@@ -301,8 +302,8 @@ def _no_penalty(self: Any, group: int, tokens: Tensor, scores: Tensor, chosen: T
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (group_search._Processing, "__call__", _no_penalty),
-        (group_search, "_reordered", lambda model, cache, parents: cache),
+        (diverse_beam_search._Processing, "__call__", _no_penalty),
+        (diverse_beam_search, "_reordered", lambda model, cache, parents: cache),
     ],
 )
 def test_negative_controls(owner: Any, name: str, wrong: Callable[..., Any], monkeypatch: Any) -> None:
@@ -362,9 +363,9 @@ def test_like_the_hosts_scorer(seed: int, early: Any) -> None:
     expected = scorer.finalize(tokens, sums, None, None, longest, 0, ends, decoder_prompt_len=1)
 
     config = dict(num_beams=beams, num_beam_groups=groups, diversity_penalty=0.8)
-    policy = group_search.DiversePolicy(groups, penalty, early, longest, 1, tuple(ends), 0)
+    policy = diverse_beam_search.DiversePolicy(groups, penalty, early, longest, 1, tuple(ends), 0)
     search = DiverseSearch(torch.full((batch * beams, 1), start), beams, policy)
-    process = group_search._Processing([], zoo.transformers.GenerationConfig(**config))
+    process = diverse_beam_search._Processing([], zoo.transformers.GenerationConfig(**config))
     while not search.done and search.running().shape[1] < longest:
         search.choose(log_probs(search.running()), process)
     found = search.result(4)

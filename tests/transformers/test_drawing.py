@@ -10,7 +10,7 @@ import torch
 import zoo
 
 from fastgen import ops
-from fastgen.optimizer.transformers import drawing
+from fastgen.optimizer.transformers.generate import multinomial
 
 pytestmark = pytest.mark.native
 OPTIONS: dict[str, Any] = dict(num_beams=1, do_sample=True, max_new_tokens=12, min_new_tokens=12)
@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = dict(num_beams=1, do_sample=True, max_new_tokens=12, m
 @pytest.fixture
 def draws(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """What our operator was asked to draw from."""
-    if not drawing.draws_as_torch():
+    if not multinomial.draws_as_torch():
         pytest.skip("this build of torch draws otherwise")
     seen: list[torch.Tensor] = []
     draw = ops.multinomial
@@ -29,11 +29,11 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 def test_the_native_operator_is_used_whatever_torchs_defaults_are() -> None:
     """Where no native library could be had there is nothing to use."""
-    drawing.draws_as_torch.cache_clear()
+    multinomial.draws_as_torch.cache_clear()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        assert drawing.draws_as_torch() is ops.is_native(torch.device("cpu"))
+        assert multinomial.draws_as_torch() is ops.is_native(torch.device("cpu"))
     finally:
         torch.set_default_dtype(before)
 
@@ -64,7 +64,7 @@ def test_what_is_returned_is_of_no_class_of_ours(draws: list[torch.Tensor]) -> N
 
 
 def test_other_functions_get_an_ordinary_tensor() -> None:
-    scores = torch.randn(2, 5).as_subclass(drawing.Scores)
+    scores = torch.randn(2, 5).as_subclass(multinomial.Scores)
     assert type(scores + 1) is type(scores.argmax(-1)) is type(torch.stack([scores])) is torch.Tensor
     probabilities = torch.nn.functional.softmax(scores, dim=-1)
     assert type(probabilities * 2) is torch.Tensor

@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from fastgen import report
 from fastgen.optimizer.transformers import versions
-from fastgen.optimizer.transformers.requests import Request
+from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE
 
 STEPS = 12

@@ -13,7 +13,7 @@ import zoo
 
 import fastgen
 from fastgen import report
-from fastgen.optimizer.transformers import encoder
+from fastgen.optimizer.transformers.model import encoder
 
 LENGTHS = (9, 2, 17, 3, 16, 1, 9)
 BASES = dict(

@@ -17,7 +17,7 @@ from disguise import disguised
 import fastgen
 from fastgen import report
 from fastgen.layers import packed_weights
-from fastgen.optimizer.transformers import encoder
+from fastgen.optimizer.transformers.model import encoder
 
 NAMES = """bart bart_eager bart_distilled mbart marian m2m_100 pegasus blenderbot t5 mt5 umt5 bert2bert bert2gpt2
     bert_generation""".split()

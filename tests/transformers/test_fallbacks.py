@@ -23,7 +23,8 @@ from transformers.models.llama import modeling_llama
 import fastgen
 from fastgen import report
 from fastgen.cache import tree
-from fastgen.optimizer.transformers import cache, interception, requests, versions
+from fastgen.optimizer.transformers import interception, request, versions
+from fastgen.optimizer.transformers.cache import tree_cache
 from fastgen.optimizer.transformers.versions import CACHE
 
 SEARCH = dict(num_beams=3, max_new_tokens=7)
@@ -428,17 +429,17 @@ def test_caches_of_a_newer_host(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = zoo.load("bart"), zoo.inputs_for("bart")
     monkeypatch.setattr(report, "_warned", set())
     with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="its cache is called") as caught:
-        patch.setattr(requests, "CACHE", "keys_and_values")
+        patch.setattr(request, "CACHE", "keys_and_values")
         for _ in range(2):
             assert_falls_back(model, inputs, f"its cache is called {CACHE}, and not keys_and_values")
     assert len(caught) == 1
     monkeypatch.setattr(report, "_warned", set())
     kind = type("FoldedCache", (DynamicCache,), {"__module__": DynamicCache.__module__})
-    reason = cache.unsupported_cache(kind())
+    reason = tree_cache.unsupported_cache(kind())
     assert reason == "its cache is a FoldedCache" and isinstance(reason, report.OfThisVersion)
-    assert not isinstance(cache.unsupported_cache(StaticCache(model.config, 8)), report.OfThisVersion)
+    assert not isinstance(tree_cache.unsupported_cache(StaticCache(model.config, 8)), report.OfThisVersion)
     mine = type("FoldedCache", (DynamicCache,), {"__module__": "mine"})
-    assert not isinstance(cache.unsupported_cache(mine()), report.OfThisVersion)
+    assert not isinstance(tree_cache.unsupported_cache(mine()), report.OfThisVersion)
 
 
 def test_a_host_without_a_name_that_we_need(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import zoo
 
 import fastgen
 from fastgen.layers import packed_weights
-from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 from fastgen.optimizer.transformers.versions import CACHE
 
 SEARCHES: dict[str, dict[str, Any]] = {

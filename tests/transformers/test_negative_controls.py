@@ -14,7 +14,7 @@ import fastgen
 from fastgen.cache import tree
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.decoding.beam_search import BeamSearch
-from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 
 Patch = pytest.MonkeyPatch
 OPTIONS: dict[str, Any] = dict(num_beams=4, max_new_tokens=14, num_return_sequences=2)

@@ -11,8 +11,8 @@ import zoo
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-from fastgen.optimizer.transformers import nucleus
-from fastgen.optimizer.transformers.processors import Processing
+from fastgen.optimizer.transformers.generate import top_k_top_p
+from fastgen.optimizer.transformers.generate.processors import Processing
 
 V = 300
 
@@ -24,7 +24,7 @@ def both(scores: Tensor, k: int, p: float, keep: int = 1) -> tuple[Tensor, Tenso
     expected = LogitsProcessorList([top_k, top_p])(tokens, scores)
     found = Processing().apply(LogitsProcessorList([top_k, top_p]), tokens, scores)
     assert torch.equal(scores, before)
-    return expected, found, nucleus.joined(top_k, top_p, scores)
+    return expected, found, top_k_top_p.joined(top_k, top_p, scores)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.5, 0.75, 0.95, 0.999, 1.0])
@@ -40,8 +40,8 @@ def test_the_same_scores(k: int, keep: int, p: float) -> None:
 
 def test_temperature_goes_first_and_others_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    joined = nucleus.joined
-    monkeypatch.setattr(nucleus, "joined", lambda *given: calls.append(joined(*given)) or calls[-1])
+    joined = top_k_top_p.joined
+    monkeypatch.setattr(top_k_top_p, "joined", lambda *given: calls.append(joined(*given)) or calls[-1])
     options = dict(num_beams=1, do_sample=True, temperature=0.7, top_k=20, top_p=0.8, min_p=0.01, max_new_tokens=12)
     for family in ("bart", "gpt2"):
         inputs = {**zoo.inputs_for(family), **zoo.FAMILIES[family].generate}
@@ -90,13 +90,13 @@ class Own(TopPLogitsWarper):
     ],
 )
 def test_others_are_not_joined(first: Any, second: Any, size: int) -> None:
-    assert not nucleus.are_joined(first, second, torch.zeros(2, size))
+    assert not top_k_top_p.are_joined(first, second, torch.zeros(2, size))
 
 
 def test_scores_of_a_caller_in_another_precision_are_not_joined() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        assert not nucleus.are_joined(TopKLogitsWarper(5), TopPLogitsWarper(0.9), torch.zeros(2, V, dtype=dtype))
+        assert not top_k_top_p.are_joined(TopKLogitsWarper(5), TopPLogitsWarper(0.9), torch.zeros(2, V, dtype=dtype))
 
 
 def test_these_are() -> None:
-    assert nucleus.are_joined(TopKLogitsWarper(5), TopPLogitsWarper(0.9), torch.zeros(2, V))
+    assert top_k_top_p.are_joined(TopKLogitsWarper(5), TopPLogitsWarper(0.9), torch.zeros(2, V))

@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 from fastgen import ops
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.layers import packed_weights
-from fastgen.optimizer.transformers.processors import Processing
+from fastgen.optimizer.transformers.generate.processors import Processing
 from fastgen.patching import foreign_code
 
 needs_native = pytest.mark.skipif(not ops.is_native(torch.device("cpu")), reason="no native operators")

@@ -18,7 +18,7 @@ import zoo
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.modeling_outputs import BaseModelOutput
 
-from fastgen.optimizer.transformers import requests
+from fastgen.optimizer.transformers import request
 from fastgen.optimizer.transformers.versions import CACHE
 
 MODELS = ("bart", "t5", "gpt2", "llama")
@@ -392,6 +392,6 @@ def test_no_token_left_to_renormalise(family: str, monkeypatch: pytest.MonkeyPat
     )
     options |= dict(suppress_tokens=list(range(12, vocabulary)), max_new_tokens=30, eos_token_id=[6])
     tokens = harness.compare(model, inputs, **options, return_dict_in_generate=False)
-    monkeypatch.setattr(requests.Request, "_may_divide_by_nothing", False)
+    monkeypatch.setattr(request.Request, "_may_divide_by_nothing", False)
     others = harness.run_fastgen(model, inputs, **options, return_dict_in_generate=False)[0]
     assert not torch.equal(tokens, others)  # or nothing is shown

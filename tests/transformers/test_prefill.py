@@ -73,7 +73,7 @@ chunked = pytest.mark.skipif(zoo.MAJOR < 5, reason="4.57 has chunks for some sea
 
 
 def _short_of_memory(monkeypatch: pytest.MonkeyPatch, model: Any, batch: int, length: int) -> None:
-    from fastgen.optimizer.transformers import chunks as module
+    from fastgen.optimizer.transformers.generate import chunked_prefill as module
 
     monkeypatch.setattr(module, "_SHORTEST", 2)
     # The prompts take all of it, and chunks of a power of two tokens at most a quarter: 4 of 24.

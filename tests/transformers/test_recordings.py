@@ -26,9 +26,9 @@ from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.memory import limits
 from fastgen.optimizer.transformers import versions
-from fastgen.optimizer.transformers.decoder import TreeDecoder
-from fastgen.optimizer.transformers.state import State
-from fastgen.optimizer.transformers.unchanged import snapshot
+from fastgen.optimizer.transformers.model.decoder import TreeDecoder
+from fastgen.optimizer.transformers.replay.guards import snapshot
+from fastgen.optimizer.transformers.replay.step_state import State
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.replay import replayer, statistics, store
 from fastgen.replay.guards import Snapshot

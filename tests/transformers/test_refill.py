@@ -19,9 +19,9 @@ import fastgen
 from fastgen import report
 from fastgen.cache.batch_tree import JointTree
 from fastgen.cache.tree import BeamTree
-from fastgen.optimizer.transformers import refill
+from fastgen.optimizer.transformers.generate import continuous_batch
 
-FAMILIES = sorted(set(zoo.ACCELERATED) & refill._REFILLED)
+FAMILIES = sorted(set(zoo.ACCELERATED) & continuous_batch._REFILLED)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": dict(num_beams=4, max_new_tokens=16),
     "early": dict(num_beams=3, max_new_tokens=14, early_stopping=True, length_penalty=-1.0),
@@ -68,7 +68,7 @@ def test_pruned_at_every_step(family: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("family", ["marian", "t5", "gpt2"])
 def test_leaving_one_by_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refill, "_CLEAR_FROM", 0.0)
+    monkeypatch.setattr(continuous_batch, "_CLEAR_FROM", 0.0)
     model, calls = zoo.load(family), calls_of(family, **OPTIONS["early"])
     assert_equal(stock_results(model, calls), refilled(model, calls))
     assert_equal(stock_results(model, calls), refilled(model, calls, rows=1))  # each call alone
@@ -134,15 +134,15 @@ def test_switched_off(switch: str, spans: list[Any]) -> None:
 
 def test_why_calls_cannot_be_refilled() -> None:
     model, (call, *_) = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
-    assert refill.unrefillable(model, call) is None
-    assert refill.unrefillable(model, {**call, "num_beams": 1}) == "it is no beam search"
-    assert refill.unrefillable(model, {**call, "use_cache": False}) == "no cache of the standard kind is used"
+    assert continuous_batch.unrefillable(model, call) is None
+    assert continuous_batch.unrefillable(model, {**call, "num_beams": 1}) == "it is no beam search"
+    assert continuous_batch.unrefillable(model, {**call, "use_cache": False}) == "no cache of the standard kind is used"
     with fastgen.disabled():
-        assert "disabled" in str(refill.unrefillable(model, call))
+        assert "disabled" in str(continuous_batch.unrefillable(model, call))
 
 
 def test_a_version_that_is_left_alone_decodes_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, refill.__name__, None)
+    monkeypatch.setitem(sys.modules, continuous_batch.__name__, None)
     model, sources = zoo.load("bart"), _sources("bart")[:3]
     for refilling in (True, None):
         for source, result in zip(
@@ -152,17 +152,17 @@ def test_a_version_that_is_left_alone_decodes_batch_by_batch(monkeypatch: pytest
 
 
 def test_models_that_cannot_be_refilled() -> None:
-    assert "own generate" in str(refill.unrefillable_model(zoo.load("whisper")))
-    assert "not been tried" in str(refill.unrefillable_model(zoo.load("bert2bert")))
+    assert "own generate" in str(continuous_batch.unrefillable_model(zoo.load("whisper")))
+    assert "not been tried" in str(continuous_batch.unrefillable_model(zoo.load("bert2bert")))
 
     class Derived(type(zoo.load("bart").model.decoder.layers[0])):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
     model = transformers.BartForConditionalGeneration(zoo.load("bart").config)
-    assert refill.unrefillable_model(model) is None
+    assert continuous_batch.unrefillable_model(model) is None
     model.model.decoder.layers[0].__class__ = Derived
-    assert "not been tried" in str(refill.unrefillable_model(model))
+    assert "not been tried" in str(continuous_batch.unrefillable_model(model))
 
 
 def test_an_error_in_one_call_is_raised_and_leaves_nothing_behind() -> None:
@@ -176,7 +176,7 @@ def test_an_error_in_one_call_is_raised_and_leaves_nothing_behind() -> None:
 def test_abandoned_half_way() -> None:
     model, calls = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
     with harness.configured(strict=True):
-        running = refill.run(model, [harness.request(call, {}) for call in calls], ROWS)
+        running = continuous_batch.run(model, [harness.request(call, {}) for call in calls], ROWS)
         next(running)
         running.close()
     assert torch.is_grad_enabled()
@@ -185,13 +185,13 @@ def test_abandoned_half_way() -> None:
 
 def test_gradients_are_as_before_between_results() -> None:
     model, calls = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
-    for _ in refill.run(model, [harness.request(call, {}) for call in calls], ROWS):
+    for _ in continuous_batch.run(model, [harness.request(call, {}) for call in calls], ROWS):
         assert torch.is_grad_enabled()
 
 
 # ---------------------------------------------------------------------------------------------- negative controls
 def _no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refill, "_absolute_positions", lambda model: {})
+    monkeypatch.setattr(continuous_batch, "_absolute_positions", lambda model: {})
 
 
 def _one_clock(monkeypatch: pytest.MonkeyPatch) -> None:

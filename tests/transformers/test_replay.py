@@ -19,7 +19,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.cache import tree
-from fastgen.optimizer.transformers import interception, modules, versions
+from fastgen.optimizer.transformers import interception, versions
+from fastgen.optimizer.transformers.model import modules
 from fastgen.optimizer.transformers.versions import CACHE_LENGTH
 from fastgen.replay import replayer, statistics
 from fastgen.replay.tape import Tape

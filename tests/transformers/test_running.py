@@ -13,10 +13,10 @@ import zoo
 
 import fastgen
 from fastgen import report
-from fastgen.cli.transformers.hypotheses import hypotheses_of
-from fastgen.optimizer.transformers import refill
+from fastgen.optimizer.transformers.generate import continuous_batch
+from fastgen.pipeline.transformers.hypotheses import hypotheses_of
 
-FAMILIES = sorted(set(zoo.ACCELERATED) & refill._REFILLED)
+FAMILIES = sorted(set(zoo.ACCELERATED) & continuous_batch._REFILLED)
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "penalised": dict(repetition_penalty=1.4, no_repeat_ngram_size=2, min_new_tokens=3),
@@ -54,8 +54,8 @@ class Watched:
     """Admits calls to a batch at their times, and keeps what is found of each sentence."""
 
     def __init__(self, model: Any, calls: list[dict[str, Any]], rows: int = 64) -> None:
-        self.running, self.calls = refill.Running(model, rows), calls
-        self.found: dict[tuple[int, int], refill.Found] = {}
+        self.running, self.calls = continuous_batch.Running(model, rows), calls
+        self.found: dict[tuple[int, int], continuous_batch.Found] = {}
         self.model = model
 
     def run(self) -> None:
@@ -77,7 +77,7 @@ class Watched:
         for call in calls:
             self.take(call)
 
-    def take(self, call: refill.Call) -> None:
+    def take(self, call: continuous_batch.Call) -> None:
         for one in call.found:
             assert (call.number, one.sentence) not in self.found, "twice"
             self.found[call.number, one.sentence] = one
@@ -89,7 +89,7 @@ class Watched:
 def test_each_sentence_gets_what_it_gets_alone(family: str, options: str) -> None:
     model = zoo.load(family)
     calls = calls_of(family, **OPTIONS[options])
-    if why := refill.unrefillable(model, calls[0], tokens=True):
+    if why := continuous_batch.unrefillable(model, calls[0], tokens=True):
         assert "random numbers" in why and "sample" in options
         pytest.skip(why)
     watched = Watched(model, calls)
@@ -137,7 +137,7 @@ def test_sentences_that_are_given_up_leave_at_once(options: str) -> None:
 def test_what_streams_is_what_is_found() -> None:
     model = zoo.load("marian")
     call = calls_of("marian")[0]
-    running = refill.Running(model, 8)
+    running = continuous_batch.Running(model, 8)
     with harness.configured(strict=True), torch.no_grad():
         admitted = running.admit(0, harness.request(call, {}), tokens=True)
         seen: dict[int, list[int]] = {}

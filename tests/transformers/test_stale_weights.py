@@ -19,7 +19,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 import fastgen
 from fastgen import report
 from fastgen.layers import linear, packed_weights
-from fastgen.optimizer.transformers import planning, refill, versions
+from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.cache import planning
+from fastgen.optimizer.transformers.generate import continuous_batch
 
 VOCABULARY, SIZE = 67, 32
 Edit = Callable[[nn.Module, Tensor], None]  # of a layer, to these numbers
@@ -345,7 +347,7 @@ def test_an_edit_while_calls_share_a_batch() -> None:
     calls = [dict(input_ids=x, attention_mask=torch.ones_like(x), **options) for x in sources]
     model = model_of()
     found = {}
-    for number, result in refill.run(model, iter(calls), 1):  # one after the other
+    for number, result in continuous_batch.run(model, iter(calls), 1):  # one after the other
         found[number] = result
         if number == 0:
             layer = model.model.decoder.layers[0].fc2

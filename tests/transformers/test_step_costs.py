@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 import fastgen
 from fastgen import ops
-from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 from fastgen.patching import foreign_code
 
 # Operators and large allocations of a step in our fast tier, the most of transformers 5.23, 5.17 and 4.57.

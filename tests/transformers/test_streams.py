@@ -14,7 +14,7 @@ import transformers
 import zoo
 
 from fastgen.layers import attention
-from fastgen.optimizer.transformers import streams
+from fastgen.optimizer.transformers.model import streams
 from fastgen.optimizer.transformers.versions import FINDS_EAGER
 
 pytestmark = pytest.mark.skipif(not FINDS_EAGER, reason="before 5.0 its attention is not folded")

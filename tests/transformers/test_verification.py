@@ -19,7 +19,7 @@ import fastgen
 from fastgen import report
 from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import dispatch, judge
-from fastgen.optimizer.transformers.decoder import TreeDecoder
+from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 from fastgen.optimizer.verification import DIFFERENT, NEAR_TIE, SAME, UNVERIFIED
 
 SEARCHES: dict[str, dict[str, Any]] = {

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from fastgen import config, report
 from fastgen.memory import arena, limits
-from fastgen.optimizer import verification
-from fastgen.optimizer.fairseq import fast, verifying
-from fastgen.optimizer.fairseq.decoder import decode_over_the_tree
-from fastgen.optimizer.fairseq.joining import JoiningEnsemble, joining
-from fastgen.optimizer.fairseq.requests import Request, has_own_blocker, is_diverse, unsupported_reason
-from fastgen.optimizer.fairseq.shortlist import Shortlist, is_shortened
-from fastgen.optimizer.fairseq.slim import look_at
-from fastgen.optimizer.fairseq.views import standing_in
+from fastgen.optimizer.fairseq import verification
+from fastgen.optimizer.fairseq.cache.slim import look_at
+from fastgen.optimizer.fairseq.generate import beam_search
+from fastgen.optimizer.fairseq.generate.joining import JoiningEnsemble, joining
+from fastgen.optimizer.fairseq.generate.shortlist import Shortlist, is_shortened
+from fastgen.optimizer.fairseq.model.decoder import decode_over_the_tree
+from fastgen.optimizer.fairseq.model.views import standing_in
+from fastgen.optimizer.fairseq.request import Request, has_own_blocker, is_diverse, unsupported_reason
+from fastgen.optimizer.verification import is_on, note_accelerated
 from fastgen.replay import statistics
 
 _JOINED = "the sentences of several searches share a tree"
@@ -28,13 +29,13 @@ _JOINED = "the sentences of several searches share a tree"
 @limits.relief()
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run our search or the host's, `stock`, over the tree or as it is, and return its hypotheses."""
-    if not verification.is_on():
+    if not is_on():
         return _run(request, stock)
 
     def again(view: Any, sample: dict[str, Any]) -> Any:
         return stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
 
-    return verifying.run(request, lambda: _run(request, stock), again, *_mended(request))
+    return verification.run(request, lambda: _run(request, stock), again, *_mended(request))
 
 
 def _run(request: Request, stock: Callable[..., Any]) -> Any:
@@ -50,7 +51,7 @@ def _run(request: Request, stock: Callable[..., Any]) -> Any:
     is_fast = not reason and (settings.tier == "fast" or (settings.tier == "auto" and _is_on_gpu(request)))
     slow = None
     if is_fast:
-        slow = _JOINED if part is not None else fast.unsupported_reason(request)
+        slow = _JOINED if part is not None else beam_search.unsupported_reason(request)
         is_fast = slow is None
     if settings.strict and (reason or (slow and settings.tier == "fast")):
         raise report.FallbackError(str(reason or slow))
@@ -66,7 +67,7 @@ def _run(request: Request, stock: Callable[..., Any]) -> Any:
         return result
     ensemble = None if reason else decode_over_the_tree(request, view, shortlist)
     with contextlib.closing(ensemble) if ensemble else contextlib.nullcontext():
-        result = fast.generate(request, ensemble, view.repeat_ngram_blocker) if is_fast and ensemble else None
+        result = beam_search.generate(request, ensemble, view.repeat_ngram_blocker) if is_fast and ensemble else None
         if result is None:
             is_fast = False
             result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
@@ -85,7 +86,7 @@ def _run(request: Request, stock: Callable[..., Any]) -> Any:
     tier, reason = ("fast", None) if is_fast else ("compat", slow if settings.tier == "fast" else None)
     cache = session.cache_bytes, session.cache, ensemble.plan
     _record(request, tier, reason, start, session.tree.steps, *cache)
-    verification.note_accelerated(request)
+    note_accelerated(request)
     return result
 
 

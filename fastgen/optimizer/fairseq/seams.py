@@ -46,7 +46,7 @@ def _run(generator: Any, *arguments: Any) -> Any:
     """Not in `_generate`: TorchScript refuses an import even where it compiles nothing."""
     # The host is still being imported when this module is: its parts are loaded at the first call.
     from fastgen.optimizer.fairseq import dispatch
-    from fastgen.optimizer.fairseq.requests import Request
+    from fastgen.optimizer.fairseq.request import Request
 
     return dispatch.run(Request(generator, *arguments), stock["_generate"])
 

@@ -73,10 +73,10 @@ def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not config.current().verify:
             return stock(self, *args, **kwargs)
         try:
-            from fastgen.optimizer.transformers import verifying
+            from fastgen.optimizer.transformers import verification
         except (ImportError, AttributeError):  # the search, which follows, says so
             return stock(self, *args, **kwargs)
-        return verifying.run(stock, self, args, kwargs)
+        return verification.run(stock, self, args, kwargs)
 
     return generate
 
@@ -106,7 +106,7 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
         # The host is still being imported when this module is: its parts are loaded at the first call.
         try:
             from fastgen.optimizer.transformers import dispatch
-            from fastgen.optimizer.transformers.requests import Request
+            from fastgen.optimizer.transformers.request import Request
         except (ImportError, AttributeError) as error:  # names that this version of the host lacks
             patches.give_up(str(error))
             report.warn_of_version("transformers", f"alone: {error}", loses_nothing=True)
@@ -133,8 +133,8 @@ def _diverse(stock: Callable[..., Any]) -> Callable[..., Any]:
         **model_kwargs: Any,
     ) -> Any:
         from fastgen.optimizer.transformers import dispatch
-        from fastgen.optimizer.transformers.group_search import check, group_beam_search
-        from fastgen.optimizer.transformers.requests import Request
+        from fastgen.optimizer.transformers.generate.diverse_beam_search import check, group_beam_search
+        from fastgen.optimizer.transformers.request import Request
 
         check(generation_config, synced_gpus, streamer)
         args = (self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
@@ -151,7 +151,7 @@ def _without_padding(prepare: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, inputs_tensor: Any, model_kwargs: dict[str, Any], model_input_name: Any, generation_config: Any
     ) -> Any:
         try:
-            from fastgen.optimizer.transformers.encoder import encode
+            from fastgen.optimizer.transformers.model.encoder import encode
         except (ImportError, AttributeError):  # the search, which follows, says so
             return prepare(self, inputs_tensor, model_kwargs, model_input_name, generation_config)
         return encode(prepare, self, inputs_tensor, model_kwargs, model_input_name, generation_config)

@@ -11,11 +11,14 @@ import torch
 
 from fastgen import config, report
 from fastgen.memory import limits
-from fastgen.optimizer.transformers import beam_search, graphs, interception, planning, verifying
-from fastgen.optimizer.transformers.decoder import TreeDecoder
-from fastgen.optimizer.transformers.proof import disproof
-from fastgen.optimizer.transformers.requests import Request, unsupported_reason
-from fastgen.optimizer.transformers.screening import may_screen
+from fastgen.optimizer.transformers import interception, verification
+from fastgen.optimizer.transformers.cache import planning
+from fastgen.optimizer.transformers.equivalence import disproof
+from fastgen.optimizer.transformers.generate import beam_search
+from fastgen.optimizer.transformers.generate.argmax_head import may_screen
+from fastgen.optimizer.transformers.model.decoder import TreeDecoder
+from fastgen.optimizer.transformers.replay import conditions
+from fastgen.optimizer.transformers.request import Request, unsupported_reason
 from fastgen.replay import statistics
 
 _DIVERSE = "diverse beam search is fastgen's own: this version of transformers has moved its own to the Hub"
@@ -35,7 +38,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     reason = _DIVERSE if request.diverse else request.changed_rule if request.is_search else None
     if reason and settings.strict and settings.tier == "fast":
         raise report.FallbackError(reason)
-    replayer = graphs.replayer_for(request, stock)
+    replayer = conditions.replayer_for(request, stock)
     start = time.perf_counter()
     screens, caches = may_screen(request, stock), planning.plan_for(request, stock)
     with contextlib.closing(TreeDecoder(request, None, replayer, screens, caches.kept)) as decoder:
@@ -51,7 +54,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         statistics.note(request.model, replayer)
     steps = decoder.tree.steps + 1  # the prompt's own forward pass chooses tokens too
     _record(request, tier, reason, steps, seconds, *cache)
-    verifying.note(request, tier)
+    verification.note(request, tier)
     return result
 
 

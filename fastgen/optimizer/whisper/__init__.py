@@ -43,9 +43,9 @@ def _verified(stock: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     def run(self: Any, mel: Any) -> Any:
         if not config.current().verify:
             return stock(self, mel)
-        from fastgen.optimizer.whisper import verifying
+        from fastgen.optimizer.whisper import verification
 
-        return verifying.run(stock, self, mel)
+        return verification.run(stock, self, mel)
 
     return run
 

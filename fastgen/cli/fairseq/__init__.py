@@ -1,1 +1,0 @@
-"""What fastgen-generate does with fairseq."""

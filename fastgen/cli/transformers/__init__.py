@@ -1,1 +1,0 @@
-"""What fastgen-generate-transformers does with transformers."""

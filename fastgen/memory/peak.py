@@ -1,0 +1,89 @@
+"""The most memory that a piece of work held above what was held before it."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+from fastgen.memory.release import release
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """``with PeakMemory(device) as memory: work()``, then ``memory.bytes``; None where it can't be measured.
+
+    CUDA: torch's own count. Linux: the process's resident memory, whose high-water mark is reset first, after
+    memory that is free already went back to the system. So everything counts, native buffers included.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.bytes: int | None = None
+        self._before: int | None = None
+
+    def __enter__(self) -> PeakMemory:
+        release()  # or what serves again would not count
+        gc.collect()
+        if self.device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+        else:
+            _return_free_memory()
+            self._before = field("VmRSS") if reset_high_water_mark() else None
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if self._before is None:
+            return
+        if self.device.type == "cuda":
+            import torch
+
+            peak: int | None = torch.cuda.max_memory_allocated(self.device)
+        else:
+            peak = field("VmHWM")
+        self.bytes = None if peak is None else max(0, peak - self._before)
+
+    @staticmethod
+    def meaning(device: Any) -> str:
+        """For the user: what the number is."""
+        what = "in generate() above what the process held before it (one batch, the one with the longest output)"
+        if device.type == "cuda":
+            return f"GPU memory allocated by torch, peak {what}."
+        if field("VmHWM") is None:
+            return "Peak memory is not measured on this system: it takes Linux's /proc."
+        return f"Resident memory of the process, peak {what}."
+
+
+def field(name: str) -> int | None:
+    """A line of /proc/self/status in bytes."""
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def reset_high_water_mark() -> bool:
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _return_free_memory() -> None:
+    """glibc keeps what was freed; without this the second side would reuse it and seem to need less."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
+        if trim is not None:
+            trim(0)

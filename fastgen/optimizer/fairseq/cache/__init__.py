@@ -1,0 +1,1 @@
+"""Slim caches for the host's attention."""

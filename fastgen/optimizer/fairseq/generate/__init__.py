@@ -1,0 +1,1 @@
+"""The host's loop and ours over the beam tree, alone and several at once."""

@@ -1,0 +1,1 @@
+"""The host's models over the beam tree: attention, decoder, encoder."""

@@ -1,0 +1,196 @@
+"""Attention over the beam tree, called the way fairseq's layers call `MultiheadAttention`.
+
+`B` sentences, `M` beams, `N` source positions, `P` prompt positions, `H` heads, `D` head size, `C = H * D`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.cache.slim.latent import Slim, attend, keys_and_values
+from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
+from fastgen.layers.attention import fold_beams, unfold_beams
+from fastgen.optimizer.fairseq.model.session import Session, Source
+
+
+class _TreeAttention:
+    """Stands in for one attention module during one call: its projections, the tree's keys and values."""
+
+    def __init__(self, module: Any, session: Session, slim: Slim | None) -> None:
+        """`slim`: how it attends where neither keys nor values are stored."""
+        self._module, self._session, self.slim = module, session, slim
+        self._heads, self._size, self._scale = module.num_heads, module.head_dim, module.scaling
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    @property
+    def stores(self) -> int:
+        """How many tensors are stored of each position."""
+        return 2 if self.slim is None else 1
+
+    def _get_input_buffer(self, incremental_state: Any) -> dict[str, Any]:
+        """What the host's cache holds: nothing."""
+        return {}
+
+    def _queries(self, query: Tensor) -> Tensor:
+        """`[1, B*M, C]` -> `[B*M, H, 1, D]`; several streams of a beam, as ProphetNet's, become rows side by side."""
+        return self._module.q_proj(query).transpose(0, 1).reshape(-1, self._heads, 1, self._size)
+
+    def _output(self, rows: Tensor, streams: int = 1) -> Tensor:
+        """`[B*M, 1, H, D]` -> `[1, B*M, C]`."""
+        return self._module.out_proj(rows.flatten(1).unflatten(0, (-1, streams)).transpose(0, 1))
+
+    def _latent(self, inputs: Tensor) -> Tensor:
+        """What a slim cache stores of the layer's `inputs`, `[length, rows, C]`."""
+        projection = {"k": "k_proj", "v": "v_proj"}.get(self.slim.kind) if self.slim is not None else None
+        return inputs if projection is None else getattr(self._module, projection)(inputs)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """`[length, B, C]` -> `[B, H, length, D]`."""
+        return x.unflatten(2, (self._heads, self._size)).permute(1, 2, 0, 3)
+
+
+class TreeSelfAttention(_TreeAttention):
+    """Self-attention: of all positions of a prompt at first, then of the tokens that the beams have chosen."""
+
+    def __init__(self, module: Any, session: Session, slim: Slim | None = None) -> None:
+        super().__init__(module, session, slim)
+        self.layer: TreeLayer | None = None
+
+    def __call__(self, query: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """`query`: `[1, B*M, C]` in a step, `[P, B, C]` for the prompt; the output has its shape."""
+        tree = self._session.tree
+        if not tree.steps:
+            return self._prompt(query), None
+        queries, new = self._queries(query), self._new(query)
+        if self.layer is None:
+            self._prefill(*(each[:, :, :0] for each in new))
+        assert self.layer is not None
+        stored, mask = self.layer.append(*new), tree.mask(None, query.dtype)
+        return self._output(attend(queries, stored, self.slim, mask, self._scale)), None
+
+    def _new(self, query: Tensor) -> tuple[Tensor, ...]:
+        """What a step stores, each `[B, H, M, D]`."""
+        tree, module = self._session.tree, self._module
+        if self.slim is not None:
+            return (self._latent(query).view(tree.batch, 1, tree.beams, -1),)
+        keys, values = [
+            projection(query).view(tree.batch, tree.beams, self._heads, self._size).transpose(1, 2)
+            for projection in (module.k_proj, module.v_proj)
+        ]
+        return keys, values
+
+    def begin(self, tree: BeamTree, like: Tensor) -> None:
+        """Give `tree`, whose sentences have no token yet, its next layer."""
+        layer, heads, size = TreeLayer(tree, slim=self.slim), self._heads, self._size
+        shape = (tree.batch, heads, 0, size) if self.slim is None else (tree.batch, 1, 0, heads * size)
+        layer.prefill(*(like.new_empty(shape) for _ in range(self.stores)))
+        tree.layers.append(layer)
+
+    def _prompt(self, query: Tensor) -> Tensor:
+        queries, keys, values = [
+            self._by_head(projection(query))
+            for projection in (self._module.q_proj, self._module.k_proj, self._module.v_proj)
+        ]
+        if self.slim is None:
+            self._prefill(keys, values)
+        else:
+            self._prefill(self._latent(query).transpose(0, 1)[:, None])
+        output = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=self._scale)
+        return self._module.out_proj(output.permute(2, 0, 1, 3).flatten(2))
+
+    def _prefill(self, *tensors: Tensor) -> None:
+        self.layer = TreeLayer(self._session.tree, slim=self.slim)
+        self.layer.prefill(*tensors)
+        self._session.tree.layers.append(self.layer)
+
+
+class TreeCrossAttention(_TreeAttention):
+    """Attention to the source, one row of keys for all beams of a sentence."""
+
+    def __init__(self, module: Any, session: Session, shared: Shared, slim: Slim | None = None) -> None:
+        """`shared`: by the layers of a model."""
+        super().__init__(module, session, slim)
+        self.source: Source | None = None
+        self.shared = shared
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_head_weights: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from `query` `[1, B*M, C]`, or `[S, B*M, C]` of `S` streams.
+
+        `key`, the source `[N, B, C]`, and its padding, nonzero `[B, N]`, are looked at in the first step only.
+        Returns the output and the weights of each head, `[H, B*M, S, N]`, if they are wanted. Weights averaged
+        over the heads, which the host asks every layer for, are looked at by nobody.
+        """
+        self.see(key, key_padding_mask)
+        assert self.source is not None
+        queries, source, streams = self._queries(query), self.source, len(query)
+        if not need_head_weights:
+            return self._output(attend(queries, source.stored, self.slim, source.bias, self._scale), streams), None
+        keys, values = keys_and_values(source.stored, self.slim)
+        queries = fold_beams(queries, self._session.tree.batch, self._heads)
+        scores = (queries[:, :, 0] * self._scale) @ keys.transpose(2, 3)  # [B, H, M*S, N]
+        if source.bias is not None:
+            scores += source.bias
+        weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        output = unfold_beams((weights @ values)[:, :, None])
+        return self._output(output, streams), weights.transpose(0, 1).flatten(1, 2).unflatten(1, (-1, streams))
+
+    def see(self, source: Tensor, padding: Tensor | None, is_masked: bool = False) -> None:
+        """Attend to this source, `[N, B, C]`, from now on, unless there is one already; see `project`."""
+        if self.source is None:
+            self.source = self.project(source, padding, is_masked)
+            self._session.sources.append(self.source)
+
+    def project(self, source: Tensor, padding: Tensor | None, is_masked: bool = False) -> Source:
+        """The keys and values of `source`, `[N, B, C]`; see `__call__`.
+
+        `is_masked`: with a mask, even if that hides nothing.
+        """
+        bias = None if padding is None else self.shared.bias(padding, source.dtype, is_masked)
+        if self.slim is not None:
+            is_shared = self.slim.kind == "x"
+            latent = self.shared.latent(source) if is_shared else self._latent(source).transpose(0, 1)[:, None]
+            return Source((latent,), bias, self.slim)
+        projections = self._module.k_proj, self._module.v_proj
+        keys, values = [self._by_head(projection(source)).contiguous() for projection in projections]
+        return Source((keys, values), bias)
+
+
+class Shared:
+    """What the layers of a model derive from a source and its padding, once for all."""
+
+    def __init__(self) -> None:
+        self._derived: dict[int, tuple[Tensor, Tensor | None]] = {}  # by id of the tensor that comes first
+
+    def bias(self, padding: Tensor, dtype: torch.dtype, is_masked: bool) -> Tensor | None:
+        """What is added to the scores, `[B, 1, 1, N]`, from `padding` `[B, N]`; None if that hides nothing, unless it
+        `is_masked` in any case."""
+        if id(padding) not in self._derived:
+            hidden = padding.bool()
+            has_any = is_masked or bool(hidden.any())
+            self._derived[id(padding)] = padding, additive_mask(~hidden, dtype)[:, None, None] if has_any else None
+        return self._derived[id(padding)][1]
+
+    def latent(self, source: Tensor) -> Tensor:
+        """`source` `[N, B, C]` as a slim cache stores it, `[B, 1, N, C]`."""
+        if id(source) not in self._derived:
+            self._derived[id(source)] = source, source.transpose(0, 1)[:, None]
+        latent = self._derived[id(source)][1]
+        assert latent is not None
+        return latent
+
+    def forget(self) -> None:
+        """Let go of all."""
+        self._derived.clear()

@@ -1,0 +1,339 @@
+"""What the host's search sees as its models: the same ones, over the tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import config
+from fastgen.cache.slim.latent import Choice, Slim, identity_of
+from fastgen.cache.tree import BeamTree
+from fastgen.decoding.fairseq_beam_search import CollectingPolicy, CollectingSearch
+from fastgen.layers.linear import Products
+from fastgen.memory import arena
+from fastgen.memory.buffers import Buffers
+from fastgen.optimizer.fairseq.cache.slim import plan_for, slim_of
+from fastgen.optimizer.fairseq.foreign_code import called_one_by_one, layers_of
+from fastgen.optimizer.fairseq.generate.shortlist import Shortlist, unnormalised
+from fastgen.optimizer.fairseq.model.attention import Shared, TreeCrossAttention, TreeSelfAttention
+from fastgen.optimizer.fairseq.model.encoder import with_own_products
+from fastgen.optimizer.fairseq.model.session import Session
+from fastgen.optimizer.fairseq.model.streams import TreeStreamAttention, attends_in_streams
+from fastgen.optimizer.fairseq.model.views import replaced, standing_in, with_layers, with_products
+from fastgen.optimizer.fairseq.replay.guards import snapshot
+from fastgen.optimizer.fairseq.replay.step_state import State
+from fastgen.optimizer.fairseq.replay.steps import ReplayedSteps, replayer_for, source_of
+from fastgen.optimizer.fairseq.request import Request, calls_back, foldable_language_model, is_interrupted
+from fastgen.replay import store
+from fastgen.replay.replayer import Replayer
+from fastgen.report import FallbackError
+
+_PROMPT_LOGITS = 2**24  # computed at a time: all positions of long prompts would take gigabytes
+
+
+class StandIn:
+    """Stands in for the generator's `model`: the encoder's output keeps one row per sentence.
+
+    Whatever else the host asks is answered by its own ensemble.
+    """
+
+    def __init__(self, request: Request, shortlist: Shortlist | None) -> None:
+        self.inner, self.shortlist = request.generator.model, shortlist
+        self.reason: str | None = None  # why the tree turned out not to fit; then the host's own cache is used
+        self._batch = request.batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def forward_encoder(self, net_input: dict[str, Any]) -> Any:
+        try:
+            with arena.of(self.inner.models[0]):
+                outputs = with_own_products(self.inner).forward_encoder(net_input)
+        finally:
+            arena.settle()  # of the activations
+        if self.inner.has_encoder():
+            self.reason = _misfit(outputs, self._batch)
+        if self.reason and config.current().strict:
+            raise FallbackError(self.reason)
+        return outputs
+
+    def reorder_encoder_out(self, encoder_outs: Any, new_order: Tensor) -> Any:
+        if self.reason:
+            return self.inner.reorder_encoder_out(encoder_outs, new_order)
+        return encoder_outs if self.inner.has_encoder() else []
+
+
+class TreeEnsemble(StandIn):
+    """Stands in during one call: decoder steps run over the tree, and reordering edits the ancestry."""
+
+    def __init__(self, request: Request, shortlist: Shortlist | None) -> None:
+        super().__init__(request, shortlist)
+        source = request.source
+        assert source is not None
+        self._device = source.device
+        self.replayer, self.request = replayer_for(request), request
+        buffers, is_static = Buffers(self.inner.models[0]), self.replayer is not None
+        tree = BeamTree(request.batch, request.beams, request.max_steps, buffers, is_static)
+        self.session = Session(tree, request.generator.pad, source.device)
+        self._products = products_for(request)
+        self.choice, self.plan = plan_for(request, source)  # which caches are slim, and what speaks for it
+        models = [
+            standing_in(model, decoder=over_the_tree(model.decoder, self.session, self.choice, self._products))
+            for model in self.inner.models
+        ]
+        shown = models if shortlist is None else [unnormalised(models[0])]
+        own = [layer.self_attn.slim for model in models for layer in layers_of(model.decoder)]
+        self._own_caches = tuple(map(identity_of, own))  # with the steps' other inputs they decide which recording fits
+        # With no modules of its own: what is kept with a recording must not keep the model alive.
+        self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0], _modules={})
+        self._replayed = ReplayedSteps(self._over_the_tree, self.replayer) if self.replayer else None
+        self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
+        self._search: tuple[Hashable, CollectingSearch] | None = None
+        self._width: int | None = None  # positions of the source
+        self._is_handed_on = False
+        self._prompt: Prompt | None = None
+        self._arena = arena.of(self.inner.models[0])
+        if not self.inner.has_encoder() and request.generator.lm_model is None:
+            self._prompt = self._read_prompt(request, models)
+        self.session.plant()
+        if self._replayed is not None and not self.inner.has_encoder():
+            self._take_up([])
+
+    @staticmethod
+    def _read_prompt(request: Request, models: list[Any]) -> Prompt | None:
+        prefix = request.shared_prefix()
+        if not prefix or called_one_by_one(request.generator.model):
+            return None
+        assert request.prefix_tokens is not None
+        forced = request.prefix_tokens[:, :prefix]
+        start = torch.full_like(forced[:, :1], request.start)
+        return Prompt(models, torch.cat([start, forced], dim=1))
+
+    def forward_encoder(self, net_input: dict[str, Any]) -> Any:
+        outputs = super().forward_encoder(net_input)
+        if self._replayed is not None and self.inner.has_encoder() and not self.reason:
+            self._take_up(outputs)
+        return outputs
+
+    def _take_up(self, encoder_outs: Any) -> None:
+        """Go on with a recording that an earlier call has kept, if there is one of these shapes."""
+        assert self._replayed is not None and self.replayer is not None
+        # A language model that is fused in runs over the same tree.
+        may_share = self.request.generator.lm_model is None
+        self._width = len(source_of(encoder_outs[0])[0]) if encoder_outs else None
+        self._replayed.see(encoder_outs, store.SOURCE_STEP if may_share else None)
+        if not may_share:
+            return
+        state = self._state()
+        self._key = self._key_of(state)
+        if self._key is None:
+            return
+        kept = store.take_up(self.owner, self._key, state, self.replayer)
+        if kept is not None:
+            self.session, self._replayed = kept.session, kept.replayed
+            self._products, self._search = kept.products, kept.search
+            self._replayed.replayer = self.replayer
+        store.remember(self.session.tree, self.replayer, self._device)
+
+    def search(self, policy: CollectingPolicy) -> CollectingSearch:
+        """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
+        request, replayer = self.request, self.replayer
+        tokens = {"start": request.start, "end": request.generator.eos, "pad": request.generator.pad}
+        if replayer is not None:
+            replayer = replayer.another()
+        key = (request.batch, request.beams, policy, *tokens.values())
+        if self._search is not None and self._search[0] == key and replayer is not None:
+            self._search[1].restart(replayer)
+        else:
+            arguments = (request.batch, request.beams, policy)
+            self._search = key, CollectingSearch(*arguments, **tokens, device=self._device, replayer=replayer)
+        return self._search[1]
+
+    def hand_on(self) -> None:
+        """The call has succeeded: keep its recording for later ones."""
+        if not self.session.tree.remembers or self.replayer is None or not self.replayer.captured:
+            return
+        state, models, tree = self._state(), self.inner.models, self.session.tree
+        state.rewind()
+        if self._key_of(state) == self._key:
+            self._is_handed_on = True
+            recording = store.recorded(state, tree, self.replayer)
+            store.keep(self.owner, self._key, recording, lambda: snapshot(models), self._device)
+
+    def _shrink(self, replayer: Replayer) -> None:
+        """Sentences leave; there will be two copies for a while."""
+        tree = self.session.tree
+        is_first = tree.remembers and not tree.departures
+        if is_first and not store.may_keep(self._state().nbytes(), self._device):
+            store.forget(tree, replayer, self._search and self._search[1])
+        replayer.shrink()
+
+    def close(self) -> None:
+        """Let go of all keys and values."""
+        if self.replayer is not None:
+            self.replayer.close()
+        if not self._is_handed_on:
+            self.session.tree.close()
+
+    @property
+    def owner(self) -> torch.nn.Module:
+        """What keeps the recordings: the model or, of several, the generator's ensemble."""
+        models = self.inner.models
+        owner: torch.nn.Module = models[0] if len(models) == 1 else self.inner
+        return owner
+
+    def _state(self) -> State:
+        assert self._replayed is not None
+        return State(self.session, self._replayed, self._products, self._search)
+
+    def _key_of(self, state: State) -> Hashable:
+        surroundings = store.surroundings(self._device)
+        temperature, averaged = self.request.generator.temperature, type(self.inner).forward_decoder
+        # An ensemble's models may be exchanged while others hold on to the old ones.
+        models = tuple(map(id, self.inner.models))
+        how = (temperature, averaged, models, self.shortlist is None, self._own_caches)
+        return None if surroundings is None else (state.shape(), surroundings, how)
+
+    def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:
+        if self.reason:
+            self.inner.reorder_incremental_state(incremental_states, new_order)
+            return
+        if self.replayer is not None and len(new_order) < self.session.tree.batch * self.session.tree.beams:
+            self._shrink(self.replayer)
+        stay = self.session.reorder(new_order)
+        if stay is not None and self._prompt is not None:
+            self._prompt.keep(stay)
+
+    def forward_decoder(
+        self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.reason:
+            return self.inner.forward_decoder(tokens, encoder_outs, incremental_states, temperature)
+        position = tokens.shape[1] - 1
+        if self._prompt is not None:
+            if position < self._prompt.length:
+                scores = self._prompt.log_probs(position, temperature)  # [B, V]
+                return scores.repeat_interleave(self.session.tree.beams, dim=0), None
+            self._prompt = None
+        self.session.advance(tokens[:, -1])
+        with self._arena:
+            if self._replayed is None:
+                scores, weights = self._over_the_tree.forward_decoder(
+                    tokens, encoder_outs, incremental_states, temperature
+                )
+            else:
+                scores, weights = self._replayed(
+                    tokens, encoder_outs, incremental_states, temperature, self.session.tree.epoch
+                )
+                weights = weights if weights is None else weights[:, : self._width]
+        return scores if self.shortlist is None else self.shortlist.of(tokens, scores), weights
+
+
+class TreeLanguageModel:
+    """Stands in for the language model that is fused in: it reads one token a step instead of all of them again."""
+
+    def __init__(self, inner: Any, ensemble: TreeEnsemble) -> None:
+        self.inner, self._ensemble = inner, ensemble
+        self._decoder = over_the_tree(inner.decoder, ensemble.session, ensemble.choice, products_for(ensemble.request))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, tokens: Tensor) -> Any:
+        if self._ensemble.reason:
+            return self.inner(tokens)
+        return self._decoder(tokens, incremental_state={})
+
+
+class Prompt:
+    """The forced beginning of decoder-only models: read in one pass, once per sentence."""
+
+    def __init__(self, models: list[Any], tokens: Tensor) -> None:
+        """`models`: over the tree; `tokens`: int64 `[B, P]`, with no padding."""
+        self.length = tokens.shape[1]
+        self._models = models
+        self._features = [model.decoder.extract_features(tokens, None)[0] for model in models]  # each [B, P, C]
+        vocabulary = max(len(model.decoder.dictionary) for model in models)
+        self._positions = max(1, _PROMPT_LOGITS // (tokens.shape[0] * vocabulary))
+        self._first, self._chunk = 0, tokens.new_empty(0, 0, 0)  # log-probabilities [B, positions, V] from `first` on
+
+    def keep(self, sentences: Tensor) -> None:
+        """Drop all sentences but these, int64 `[B']`."""
+        self._features = [features.index_select(0, sentences) for features in self._features]
+        self._chunk = self._chunk.index_select(0, sentences)
+
+    def log_probs(self, position: int, temperature: float) -> Tensor:
+        """Of the token after `position`, averaged over the models as the host does, `[B, V]`."""
+        if position >= self._first + self._chunk.shape[1]:
+            self._first = position
+            self._chunk = self._compute(slice(position, position + self._positions), temperature)
+        return self._chunk[:, position - self._first]
+
+    def _compute(self, positions: slice, temperature: float) -> Tensor:
+        each = []
+        for model, features in zip(self._models, self._features, strict=True):
+            logits = model.decoder.output_layer(features[:, positions]).div_(temperature)
+            each.append(model.get_normalized_probs((logits, None), log_probs=True, sample=None))
+        if len(each) == 1:
+            return each[0]
+        return torch.logsumexp(torch.stack(each), dim=0) - math.log(len(each))
+
+
+def products_for(request: Request) -> Products:
+    """For one decoder in one call."""
+    products = Products(config.current().packing)
+    if calls_back(request) or is_interrupted(request):
+        products.expect_edits()
+    return products
+
+
+def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Products) -> Any:
+    """The decoder with attention over the session's tree and products of its own; the decoder itself stays as it is.
+
+    `choice`: which of its caches are slim.
+    """
+    shared = Shared()
+    layers = []
+
+    def slim_for(module: Any, kind: str) -> Slim | None:
+        if (slim := slim_of(module, kind)) is not None:
+            products.set_apart(module.k_proj)
+            products.set_apart(module.v_proj)
+        return slim
+
+    for layer in layers_of(decoder):
+        module = layer.self_attn
+        kind = TreeStreamAttention if attends_in_streams(module) else TreeSelfAttention
+        own = kind(with_products(module, products), session, slim_for(module, choice.own))
+        attention: dict[str, Any] = {"self_attn": own}
+        if (module := layer.encoder_attn) is not None:
+            slim = slim_for(module, choice.source)
+            attention["encoder_attn"] = TreeCrossAttention(with_products(module, products), session, shared, slim)
+        layers.append(replaced(with_products(layer, products), **attention))
+    return replaced(with_products(decoder, products), layers=with_layers(decoder, layers))
+
+
+def _misfit(encoder_outs: Any, batch: int) -> str | None:
+    """Why these encoder outputs can't be attended to over the tree; None if they can."""
+    for output in encoder_outs:
+        if not isinstance(output, dict) or not {"encoder_out", "encoder_padding_mask"} <= output.keys():
+            return "its encoder returns something else than fairseq's Transformer encoder"
+        states, masks = output["encoder_out"], output["encoder_padding_mask"]
+        if len(states) != 1 or states[0].ndim != 3 or states[0].shape[1] != batch:
+            return "its encoder does not return one row per sentence"
+        if len(masks) > 1 or any(mask is not None and mask.shape != states[0].shape[1::-1] for mask in masks):
+            return "its encoder's padding mask is not one row per sentence"
+    return None
+
+
+def decode_over_the_tree(request: Request, generator: Any, shortlist: Shortlist | None) -> TreeEnsemble:
+    """Give `generator`, a view of the request's own, models that run over the tree."""
+    ensemble = TreeEnsemble(request, shortlist)
+    generator.__dict__["model"] = ensemble
+    if foldable_language_model(request):
+        generator.__dict__["lm_model"] = TreeLanguageModel(request.generator.lm_model, ensemble)
+    return ensemble

@@ -1,0 +1,89 @@
+"""ProphetNet over the beam tree: a main stream, which writes keys and values, and one beside it that predicts.
+
+`B` sentences, `M` beams, `S` streams (two, the main one first), `H` heads, `D` head size, `C = H * D`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from fairseq.models.transformer import TransformerDecoderBase
+from fairseq.modules.multihead_attention import MultiheadAttention
+from torch import Tensor
+
+from fastgen.layers.attention import stream_attention
+from fastgen.optimizer.fairseq.model.attention import TreeSelfAttention
+
+_HOME = "fastgen.models.prophetnet"  # which nobody has to load who has no such model
+STREAMS = 2
+
+
+def has_streams(decoder: Any) -> bool:
+    """Whether the decoder's steps have a stream that predicts beside the one that reads."""
+    home = sys.modules.get(f"{_HOME}.decoder")
+    return home is not None and isinstance(decoder, home.NgramTransformerDecoder)
+
+
+def attends_in_streams(attention: Any) -> bool:
+    home = sys.modules.get(f"{_HOME}.attention")
+    return home is not None and type(attention) is home.NgramMultiheadAttention
+
+
+def decoder_class(decoder: Any) -> type:
+    """Whose methods the decoder must have for its steps to be known."""
+    if has_streams(decoder):
+        known: type = sys.modules[f"{_HOME}.decoder"].NgramTransformerDecoder
+        return known
+    return TransformerDecoderBase
+
+
+def attention_class(decoder: Any) -> type:
+    """What its layers must attend to earlier tokens with."""
+    if has_streams(decoder):
+        known: type = sys.modules[f"{_HOME}.attention"].NgramMultiheadAttention
+        return known
+    return MultiheadAttention
+
+
+class TreeStreamAttention(TreeSelfAttention):
+    """N-gram self-attention of a step: both streams attend to the tree's slots, which the main stream wrote, and the
+    predicting one to its own key too, which nobody needs again."""
+
+    def __call__(self, query: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """`query`: `[S, B*M, C]`; the output has its shape."""
+        module, tree = self._module, self._session.tree
+        queries, keys, values = [
+            projection(query).unflatten(2, (self._heads, self._size)).permute(1, 2, 0, 3)
+            for projection in (module.q_proj, module.k_proj, module.v_proj)
+        ]  # [B*M, H, S, D]
+        main = tuple(
+            each[:, :, 0].unflatten(0, (tree.batch, tree.beams)).transpose(1, 2) for each in (keys, values)
+        )  # [B, H, M, D]
+        if self.layer is None:
+            self._prefill(*(each[:, :, :0] for each in main))
+        assert self.layer is not None
+        seen_keys, seen_values = self.layer.append(*main)  # [B, H, width, D]
+        bias, own_bias = self._biases(query)
+        own_keys, own_values = keys[:, :, 1:], values[:, :, 1:]
+        rows = stream_attention(  # [B*M, S, H, D]
+            queries, seen_keys, seen_values, own_keys, own_values, bias, own_bias, self._scale
+        )
+        return module.out_proj(rows.flatten(2).transpose(0, 1)), None
+
+    def _biases(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to the scores of the slots, `[B, H, M, S, width]`, and of own keys, `[B*M, H, S - 1]`."""
+        tree, mask = self._session.tree, self._session.tree.mask(None, query.dtype)
+        relative = self._module.relative_linear(query).unflatten(2, (self._module.buckets, self._heads))
+        buckets = tree.of_step(("buckets", id(self._module.bucket_of)), self._buckets)
+        folded = relative.unflatten(1, (tree.batch, tree.beams)).permute(1, 4, 2, 0, 3)  # [B, H, M, S, buckets]
+        index = buckets[:, None, None].expand(tree.batch, self._heads, tree.beams, -1, -1)
+        return folded.gather(4, index) + mask[:, :, :, None], relative[1:, :, 0].permute(1, 2, 0)
+
+    def _buckets(self) -> Tensor:
+        """Of each slot's distance, for each stream, int64 `[B or 1, S, width]`; any, where nobody sees the slot."""
+        tree, table = self._session.tree, self._module.bucket_of
+        back = tree.position - tree.positions()
+        # What is predicted is one position later.
+        return table[torch.stack([back, back + 1], dim=1).clamp(0, len(table) - 1)]

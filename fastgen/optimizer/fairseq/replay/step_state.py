@@ -1,0 +1,54 @@
+"""What the steps of a call read and write, besides the model and the inputs of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from fastgen.cache.slim.latent import identity_of
+from fastgen.decoding.fairseq_beam_search import CollectingSearch
+from fastgen.layers.linear import Products
+from fastgen.optimizer.fairseq.model.session import Session
+from fastgen.optimizer.fairseq.replay.steps import ReplayedSteps
+
+
+@dataclass
+class State:
+    """Kept with a recording of such a step; a later call of the same shapes puts its source here."""
+
+    session: Session  # the tree, and cross-attention's keys and values
+    replayed: ReplayedSteps  # the model's views
+    products: Products
+    search: tuple[Hashable, CollectingSearch] | None = None  # our loop's, by what it is for
+
+    def fill(self, other: State) -> None:
+        """Begin anew, in place, with the source of a state of the same `shape`."""
+        tree = self.session.tree
+        tree.replant(other.session.tree)
+        tree.max_steps = other.session.tree.max_steps
+        self.session.cache_bytes = 0
+        for mine, theirs in zip(self.session.stored(), other.session.stored(), strict=True):
+            mine.copy_(theirs)
+
+    def rewind(self) -> None:
+        """Have the buffers again that it had before it grew or sentences left."""
+        self.session.rewind()
+        if self.search is not None:
+            self.search[1].rewind()
+
+    def shape(self) -> Hashable:
+        """What states must have in common for one to be filled with the other."""
+        tree = self.session.tree
+        return (
+            (tree.batch, tree.beams, tree.capacity, tree.prompt_length),
+            tuple((identity_of(source.slim), source.bias is None) for source in self.session.sources),
+            tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self.session.stored()),
+        )
+
+    def nbytes(self) -> int:
+        return self.session.remembered_bytes + (0 if self.search is None else self.search[1].state.nbytes)
+
+    def close(self) -> None:
+        """Let go of all keys and values."""
+        self.session.tree.close()
+        self.session.sources.clear()

@@ -1,0 +1,123 @@
+"""A search that the host runs too, and its hypotheses compared: see `fastgen.optimizer.verification`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from fairseq import search
+from torch import Tensor
+
+from fastgen.optimizer import verification
+from fastgen.optimizer.fairseq.request import Request, calls_back, is_interrupted
+
+_HOST = "fairseq"
+_OPTIONS = """beam_size max_len_a max_len_b min_len normalize_scores len_penalty unk_penalty temperature
+match_source_len""".split()
+Hypotheses = list[list[dict[str, Any]]]
+
+
+def _model_of(request: Request) -> Any:
+    """The user's model, whatever generator it is in; of an ensemble the first, and None of what is no ensemble."""
+    return next(iter(getattr(request.generator.model, "models", ())), None)
+
+
+def run(
+    request: Request,
+    ours: Callable[[], Any],
+    stock: Callable[[Any, dict[str, Any]], Any],
+    view: Any,
+    sample: dict[str, Any],
+) -> Any:
+    """`ours`; compared with `stock`, the host's search by a generator and a sample, if that is due.
+
+    `view`, `sample`: the request's, without the host's bugs; the view is a stand-in, to be changed here.
+    """
+    model = _model_of(request)
+    before = verification.RandomState(torch.device("cpu") if request.source is None else request.source.device)
+    with verification.watching() as seen:
+        result = ours()
+    if not seen or model is None or not verification.is_due(model):
+        return result
+    if reason := _incomparable(request):
+        verification.note(verification.UNVERIFIED, reason)
+        return result
+    # Named by place, as the host does where a sample has no numbers: the search is told which sentences are left.
+    if "id" in sample:
+        sample = {**sample, "id": torch.arange(request.batch)}
+    gaps = torch.full((request.batch,), torch.inf)
+    if type(request.generator.search) is search.BeamSearch:
+        view.__dict__["search"] = _Looking(request.generator.search, gaps)
+    question = verification.Question(_HOST, model, before, _facts(request))
+    return question.answer(result, lambda: stock(view, sample), lambda theirs: _judged(theirs, result, gaps))
+
+
+def _incomparable(request: Request) -> str | None:
+    if calls_back(request) or is_interrupted(request):
+        return "with code of yours between the steps"
+    if not type(request.generator.search).__module__.startswith("fairseq."):
+        return "with a search of yours"
+    if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in _model_of(request).parameters()):
+        return "in half precision"
+    return None
+
+
+def _facts(request: Request) -> dict[str, Any]:
+    generator = request.generator
+    options = {name: getattr(generator, name, None) for name in _OPTIONS}
+    inputs = request.sample["net_input"]
+    return {
+        "model": f"{type(_model_of(request)).__name__}, {len(generator.model.models)} of them",
+        "search": type(generator.search).__name__,
+        "inputs": verification.plain(inputs),
+        "options": verification.plain({**options, "prefix_tokens": request.prefix_tokens}),
+    }
+
+
+class _Looking:
+    """The host's beam search, and by how little it decides: the least for each sentence, float `[B]`."""
+
+    def __init__(self, stock: Any, gaps: Tensor) -> None:
+        self._stock, self._gaps = stock, gaps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def step(
+        self, step: int, lprobs: Tensor, scores: Tensor, prev_output_tokens: Any = None, original_batch_idxs: Any = None
+    ) -> Any:
+        """`lprobs` `[B', M, V]` of the sentences that are left, `original_batch_idxs`; `scores` `[B', M, step]`."""
+        beams = lprobs.shape[1]
+        sums = lprobs[:, :1] if step == 0 else lprobs + scores[:, :, step - 1 :]
+        gaps = verification.least_gap(sums.flatten(1), 2 * beams).cpu().float()
+        left = torch.as_tensor(original_batch_idxs).cpu()
+        self._gaps[left] = torch.minimum(self._gaps[left], gaps)
+        return self._stock.step(step, lprobs, scores, prev_output_tokens, original_batch_idxs)
+
+
+def _judged(theirs: Hypotheses, mine: Hypotheses, gaps: Tensor) -> tuple[str, str]:
+    found = [(number, _difference(*pair)) for number, pair in enumerate(zip(theirs, mine, strict=True))]
+    apart = [(number, why) for number, why in found if why]
+    for number, why in apart:
+        ranked = [float(hypothesis["score"]) for hypothesis in theirs[number]]
+        closest = min((a - b for a, b in itertools.pairwise(ranked)), default=float("inf"))
+        if why != _TOKENS or min(float(gaps[number]), closest) >= verification.GAP:
+            return verification.DIFFERENT, f"sentence {number}: {why}"
+    return (verification.NEAR_TIE if apart else verification.SAME), ""
+
+
+_TOKENS = "its hypotheses have other tokens"
+
+
+def _difference(theirs: list[dict[str, Any]], mine: list[dict[str, Any]]) -> str | None:
+    tokens = [[hypothesis["tokens"].tolist() for hypothesis in side] for side in (theirs, mine)]
+    if tokens[0] != tokens[1]:
+        return _TOKENS
+    for a, b in zip(theirs, mine, strict=True):
+        for name in ("score", "positional_scores"):
+            one, other = torch.as_tensor(a[name]), torch.as_tensor(b[name])
+            if not torch.allclose(one, other, rtol=1e-5, atol=verification.TOLERANCE, equal_nan=True):
+                return f"{name} differs by {float((one - other).abs().max()):.1e}"
+    return None

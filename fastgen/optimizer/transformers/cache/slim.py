@@ -1,0 +1,295 @@
+"""Slim caches for the host's attention modules.
+
+The modules hand keys and values to the cache, already projected. So while a session runs, the layers that project to
+them note what the cache is to store in their place, and those whose result nobody needs return nothing but a shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from fastgen.cache.slim.latent import Projections, Slim
+from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.layers.linear import Products
+from fastgen.optimizer.transformers import interception
+from fastgen.optimizer.transformers.interception import Wrapper
+from fastgen.optimizer.transformers.model import modules
+from fastgen.optimizer.transformers.versions import FINDS_EAGER
+from fastgen.patching.replaced_code import is_watched
+
+# Classes of attention whose keys and values are projections of their input, and no more -> the layers that make them.
+_SEPARATE = {
+    **dict.fromkeys(
+        """BartAttention BlenderbotAttention M2M100Attention MBartAttention MarianAttention OPTAttention
+        PegasusAttention Speech2TextAttention WhisperAttention""".split(),
+        ("k_proj", "v_proj"),
+    ),
+    **dict.fromkeys(("MT5Attention", "T5Attention", "UMT5Attention"), ("k", "v")),
+    **dict.fromkeys("GemmaAttention LlamaAttention MistralAttention OlmoAttention".split(), ("k_proj", "v_proj")),
+}
+# One layer makes queries, keys and values or, of a source, keys and values.
+_FUSED = {"GPT2Attention": "c_attn", "Phi3Attention": "qkv_proj"}
+# Of these, whose keys are rotated by their position as Llama's are.
+_ROTARY = frozenset("GemmaAttention LlamaAttention MistralAttention OlmoAttention Phi3Attention".split())
+
+
+class Noted(NamedTuple):
+    """What a layer's cache is about to be updated with, in place of keys and values."""
+
+    module: nn.Module  # the attention
+    slim: Slim
+    rows: Tensor  # [rows, P, C]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How one attention module stores what it attends to; None: keys and values."""
+
+    own: Slim | None = None
+    source: Slim | None = None
+
+
+@dataclass
+class SlimCaches:
+    """Those of one session."""
+
+    is_needed: bool = False  # by any layer
+    source: Tensor | None = None  # the encoder's output, [B, N, C], if it matters; None until the prompt is read
+    prompt_tokens: int = 0
+    is_stepping: bool = False
+    noted: Noted | None = None
+    rotation: tuple[Tensor, Tensor] | None = None  # cosine and sine, [rows or 1, P, R], of the forward pass under way
+    _is_rotation_stored: bool = False
+    _source_layers: dict[nn.Module, Any] = field(default_factory=dict)  # slim ones, by attention module
+
+    def install(self, kept: Mapping[nn.Module, Kept], products: Products) -> None:
+        """See to the projections of these attention modules."""
+        self.is_needed = True
+        for module, its in kept.items():
+            attention = _Attention(self, module, its)
+            if (name := _FUSED.get(type(module).__name__)) is not None:
+                products.put_instead(getattr(module, name), attention.fused)
+            else:
+                keys, values = projecting_layers(module)
+                products.put_instead(keys, attention.keys)
+                products.put_instead(values, attention.values)
+
+    def take(self, states: tuple[Tensor, Tensor]) -> Tensor:
+        """What is to be stored in this update of a cache, `[rows, 1, P, C]`, with these keys and values."""
+        assert self.noted is not None, "a slim layer's cache was updated without its projections"
+        (_, slim, rows), self.noted = self.noted, None
+        if getattr(slim, "is_stored_rotated", False):
+            return states[0].transpose(1, 2).flatten(2)[:, None]
+        return rows[:, None]
+
+    def rotate(self, tree: BeamTree) -> None:
+        """Store the rotation of the positions that the forward pass under way reads, once for all layers."""
+        if self._is_rotation_stored:
+            return
+        assert self.rotation is not None, "a rotary layer was called without its rotation"
+        rows = tree.batch * (tree.beams if tree.steps else 1)
+        stored = [each.expand(rows, -1, -1)[:, None] for each in self.rotation]  # [rows, 1, P, R]
+        if tree.rotations is None:
+            tree.rotations = TreeLayer(tree)
+        if tree.steps:
+            tree.rotations.append(*stored)
+        else:
+            tree.rotations.prefill(*stored)
+        self._is_rotation_stored = True
+
+    def note_rotation(self, rotation: tuple[Tensor, Tensor]) -> None:
+        """All layers of a forward pass are given the same object."""
+        if self.rotation is not rotation:
+            self.rotation, self._is_rotation_stored = rotation, False
+
+    def attend_by(self, layer: Any) -> None:
+        """From now on the layer's module attends to the source as this slim layer stores it."""
+        self._source_layers[layer.module] = layer
+
+    def seen_source(self) -> Tensor:
+        """The source, which somebody attends to."""
+        assert self.source is not None
+        return self.source
+
+    def source_layer(self, module: nn.Module) -> Any:
+        """What this attention module's slim cache stores of the source; None if it has keys and values."""
+        return self._source_layers.get(module)
+
+    def encoded_layer(self, module: nn.Module) -> Any:
+        """The same, if the prompt, too, attends to the source itself; else None."""
+        layer = self.source_layer(module)
+        return layer if layer is not None and self.reads_encoded(layer.slim) else None
+
+    def reads_encoded(self, slim: Slim) -> bool:
+        """Whether the prompt, too, attends to the source itself: a long one does so faster by keys and values that are
+        dropped again."""
+        return slim.kind == "x" and self.prompt_tokens < slim.projections.key.shape[1]
+
+
+class _Attention:
+    """In place of the products of one attention module's projections."""
+
+    def __init__(self, caches: SlimCaches, module: nn.Module, kept: Kept) -> None:
+        self._caches, self._module, self._kept = caches, module, kept
+        self._layer: Any = getattr(module, _FUSED.get(type(module).__name__, ""), None)
+
+    def keys(self, rows: Tensor, product: Callable[[], Tensor]) -> Tensor:
+        if (slim := self._slim(rows)) is None:
+            return product()
+        keys = product() if self._shows(slim, rows, "k") else _of_shape(rows, slim.projections.key)
+        if slim.kind != "v":
+            self._note(slim, keys if slim.kind == "k" else rows)  # of "h" somebody else stores them
+        return keys
+
+    def values(self, rows: Tensor, product: Callable[[], Tensor]) -> Tensor:
+        if (slim := self._slim(rows)) is None:
+            return product()
+        values = product() if self._shows(slim, rows, "v") else _of_shape(rows, slim.projections.value)
+        if slim.kind == "v":
+            self._note(slim, values)
+        return values
+
+    def fused(self, rows: Tensor, product: Callable[[], Tensor]) -> Tensor:
+        if (slim := self._slim(rows)) is None:
+            return product()
+        projections = [slim.projections.key, slim.projections.value]
+        sizes = [weight.shape[0] * weight.shape[1] for weight in projections]
+        weight = self._layer.weight if isinstance(self._layer, Conv1D) else self._layer.weight.t()  # [in, out]
+        sizes.insert(0, weight.shape[1] - sum(sizes))  # the queries', none of a source
+        shown = [True, *(self._shows(slim, rows, which) for which in "kv")]
+        if all(shown):
+            output = product()
+            parts = list(output.split(sizes, dim=-1))
+        else:
+            biases = [None] * 3 if self._layer.bias is None else self._layer.bias.split(sizes)
+            weights = [None, *projections]
+            parts = [
+                F.linear(rows, part.t(), bias) if is_shown else _of_shape(rows, of)
+                for part, bias, is_shown, of in zip(weight.split(sizes, dim=1), biases, shown, weights, strict=True)
+            ]
+            output = torch.cat(parts, dim=-1)
+        self._note(slim, {"k": parts[1], "v": parts[2]}.get(slim.kind, rows))
+        return output
+
+    def _slim(self, rows: Tensor) -> Slim | None:
+        return self._kept.source if rows is self._caches.source else self._kept.own
+
+    def _shows(self, slim: Slim, rows: Tensor, which: str) -> bool:
+        """Whether somebody needs the keys, or the values, of these rows."""
+        if rows is self._caches.source:
+            return not self._caches.reads_encoded(slim)
+        return not self._caches.is_stepping or slim.kind == which
+
+    def _note(self, slim: Slim, rows: Tensor) -> None:
+        self._caches.noted = Noted(self._module, slim, rows)
+
+
+def _of_shape(rows: Tensor, weight: Any) -> Tensor:
+    """Zeros of the shape of a product with `weight`, `[H, D, C]`, that take no memory."""
+    return rows.new_zeros(1).expand(*rows.shape[:-1], weight.shape[0] * weight.shape[1])
+
+
+def rotary_seams(attentions: Iterable[nn.Module]) -> dict[tuple[type, str], Wrapper]:
+    """Wrappers, by class and attribute, that note the rotation which these attention modules are given."""
+    owners = {type(module) for module in attentions if is_rotary(module)}
+    return {(owner, "forward"): _noting_rotation for owner in owners}
+
+
+def _noting_rotation(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def attention(self: Any, *args: Any, **kwargs: Any) -> Any:
+        session, rotation = interception.current(), kwargs.get("position_embeddings")
+        if session is not None and rotation is not None:
+            session.slim.note_rotation(rotation)
+        return forward(self, *args, **kwargs)
+
+    return attention
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """Whether this attention module rotates its keys."""
+    return type(module).__name__ in _ROTARY
+
+
+def unsupported_kind(module: nn.Module, kind: str) -> str | None:
+    """Why this attention module, one of `attention_modules`, cannot have a cache of this kind, exactness apart."""
+    if kind != "k" and is_rotary(module):
+        return "its keys are rotated by their position"
+    if kind != "x" and len(projections_of(module).key) < heads_of(module):
+        return "several query heads share a key head, so that keys and values hold less than the layer's input"
+    return None
+
+
+def attention_modules(model: Any) -> Iterator[nn.Module]:
+    """Those of the decoder that can have a slim cache of some kind."""
+    found = [m for m in modules.of_steps(model) if type(m).__name__ in _SEPARATE.keys() | _FUSED.keys()]
+    if not found:
+        return
+    # Who is called for one attention must not be called for another, nor for its queries.
+    times = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    for module in found:
+        if not _misfit(module) and all(times[id(layer)] == 1 for layer in projecting_layers(module)):
+            yield module
+
+
+def unsupported_reason(model: Any) -> str | None:
+    """Why no layer of this model can have a slim cache, or None."""
+    if not FINDS_EAGER:
+        return "this version of transformers has not been tried with slim caches"
+    if not modules.is_tested(model):
+        return f"{type(model).__name__} is none of the models whose slim caches have been compared with stock"
+    if torch.is_autocast_enabled(model.device.type):
+        return "what autocast rounds are keys and values"
+    if is_watched(modules.of_steps(model)):
+        return "something of yours looks at the model's modules, or has replaced them"
+    if not any(True for _ in attention_modules(model)):
+        return "keys and values of its attention are more than projections of the layer's input"
+    return None
+
+
+def _misfit(module: Any) -> bool:
+    """Whether this module's keys and values are other than those of its class."""
+    layers = projecting_layers(module)
+    plain = all(type(layer) in (nn.Linear, Conv1D) and type(layer.weight) is nn.Parameter for layer in layers)
+    clips = getattr(getattr(module, "config", None), "clip_qkv", None) is not None
+    return not plain or clips or getattr(module, "reorder_and_upcast_attn", False)
+
+
+def heads_of(module: Any) -> int:
+    """An attention module's query heads."""
+    names = ("num_heads", "n_heads")
+    return next((getattr(module, name) for name in names if hasattr(module, name)), None) or (
+        module.config.num_attention_heads
+    )
+
+
+def projecting_layers(module: Any) -> list[Any]:
+    """The layers that make an attention module's keys and values."""
+    name = type(module).__name__
+    return [getattr(module, each) for each in ((_FUSED[name],) if name in _FUSED else _SEPARATE[name])]
+
+
+def projections_of(module: Any) -> Projections:
+    """Views of the weights, of which a later change is seen."""
+    layers = projecting_layers(module)
+    size = getattr(module, "head_dim", None) or module.key_value_proj_dim
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    if len(layers) == 1:
+        weight = weights[0].t() if isinstance(layers[0], Conv1D) else weights[0]  # [(Q + 2 * Hkv) * D, C]
+        groups = getattr(module, "num_key_value_groups", 1)
+        sizes = [heads_of(module) // groups * size] * 2
+        sizes.insert(0, len(weight) - sum(sizes))
+        weights = weight.split(sizes)[1:]
+        biases = [None] * 2 if biases[0] is None else biases[0].split(sizes)[1:]
+    keys, values = (weight.unflatten(0, (-1, size)) for weight in weights)
+    key_bias, value_bias = (None if bias is None else bias.unflatten(0, (-1, size)) for bias in biases)
+    return Projections(keys, values, key_bias, value_bias)

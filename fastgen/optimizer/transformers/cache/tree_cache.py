@@ -1,0 +1,393 @@
+"""The tree as a transformers `Cache`, and back."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
+
+from fastgen.cache.batch_tree import Seats
+from fastgen.cache.slim.latent import Slim, keys_and_values
+from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.optimizer.transformers.cache.slim import SlimCaches
+from fastgen.optimizer.transformers.model.session import Session
+from fastgen.report import OfThisVersion
+
+
+def unsupported_cache(cache: Any) -> str | None:
+    """Why the tree cannot stand in for the cache the host has prepared, or None."""
+    if isinstance(cache, EncoderDecoderCache):
+        cache = cache.self_attention_cache
+    if type(cache) is not DynamicCache:
+        return _told(type(cache), f"its cache is a {type(cache).__name__}")
+    if getattr(cache, "offloading", False):
+        return "its cache is offloaded"
+    for layer in cache.layers:
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return _told(type(layer), f"a layer keeps its state in a {type(layer).__name__}")
+    return None
+
+
+# Of the host's own module of caches, those that its versions so far have: not for us, but known.
+_KNOWN = re.compile(
+    "(Static|Quantized|Offloaded|Hybrid|Sink|SlidingWindow|Mtp|DFlash|EncoderDecoder|Chunked|Dynamic"
+    "|Quanto|HQQ|Fp8|Linear|Dummy|BaseQuantized)"
+)
+
+
+def _told(kind: type, reason: str) -> str:
+    """The reason, as one of the host's version if this kind of cache is new there."""
+    is_new = kind.__module__ == Cache.__module__ and not _KNOWN.match(kind.__name__)
+    return OfThisVersion(reason) if is_new else reason
+
+
+class _Layer(CacheLayerMixin):
+    """A layer of the tree under the host's names."""
+
+    is_sliding = False  # a sliding window is part of the tree's mask
+
+    def __init__(self, session: Session, layer: TreeLayer) -> None:
+        super().__init__()
+        self.session, self.layer = session, layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        tree, slim = self.session.tree, self.layer.slim
+        states = key_states, value_states
+        stored: tuple[Tensor, ...] = states
+        if slim is not None:
+            stored = (self.session.slim.take(states),)
+            if slim.rotates:
+                self.session.slim.rotate(tree)
+        if not tree.steps:
+            is_first = not self.layer.prompt_length
+            self.layer.prefill(*stored)
+            # The prompt may be read in chunks, and later ones see those before.
+            return states if is_first else self.layer.prompt()
+        self.session.appended(self.layer)
+        spanned = self.layer.append(*stored)
+        keys, values = spanned if slim is None else (_of_width(each, tree) for each in states)
+        return keys, values
+
+    def get_seq_length(self, *args: Any) -> int:
+        tree = self.session.tree
+        if tree.steps:
+            # A step must not bake it in; elsewhere a number is at hand, and a tensor might have to be waited for.
+            return tree.position if self.session.is_active else tree.length  # type: ignore[return-value]
+        return self.layer.prompt_length
+
+    def get_mask_sizes(self, query_length: int | Tensor, *args: Any) -> tuple[int, int]:
+        if self.session.tree.steps:
+            return self.session.tree.width, 0
+        return self.get_seq_length() + _count(query_length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        pass  # the tree is reordered as a whole
+
+
+def _of_width(states: Tensor, tree: BeamTree) -> Tensor:
+    """`[B*M, H, 1, D]` -> zeros of the shape of all that a step spans, `[B, H, width, D]`, that take no memory."""
+    return states.new_zeros(1).expand(tree.batch, states.shape[1], tree.width, states.shape[3])
+
+
+def _count(query_length: int | Tensor) -> int:
+    """5.x says how many queries there are; 4.57 gives their positions."""
+    return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+
+
+class TreeCache(Cache):
+    """Self-attention's cache: layers appear as the model updates them, windowed as the host's own were."""
+
+    def __init__(self, session: Session, stock: Cache) -> None:
+        super().__init__(layers=[])
+        self.session = session
+        self.windows = [getattr(layer, "sliding_window", None) for layer in stock.layers]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layers = self.session.tree.layers
+        while len(layers) <= layer_idx:
+            window = self.windows[len(layers)] if len(layers) < len(self.windows) else None
+            noted = self.session.slim.noted
+            layers.append(TreeLayer(self.session.tree, window, noted and noted.slim))
+        self.cover()
+        return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    def cover(self) -> None:
+        """Have a layer for each of the tree's."""
+        for layer in self.session.tree.layers[len(self.layers) :]:
+            self.layers.append(_Layer(self.session, layer))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0 if layer_idx >= len(self.layers) else self.layers[layer_idx].get_seq_length()
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+        if layer_idx >= len(self.layers):
+            return _count(query_length), 0
+        return self.layers[layer_idx].get_mask_sizes(query_length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.session.tree.steps:  # in the first step all beams share the prompt
+            device = self.session.tree.ancestry().device
+            self.session.tree.reorder(beam_idx.to(device, torch.int64))
+
+
+class SourceLayer:
+    """What a layer stores of the source; where that is not keys and values, those have a shape and take no memory."""
+
+    def __init__(self, keys: Tensor, values: Tensor, *stored: Tensor) -> None:
+        """`stored`: what there is in place of `keys` and `values`."""
+        self.tensors = [x.contiguous() for x in stored or (keys, values)]
+        self._sizes = [(x.shape[1], x.shape[3]) for x in (keys, values)]
+        self.slim: Slim | None = None
+        self.module: Any = None  # the attention, if it has a slim cache
+
+    @property
+    def keys(self) -> Tensor:
+        return self._shown(0)
+
+    @property
+    def values(self) -> Tensor:
+        return self._shown(1)
+
+    def _shown(self, which: int) -> Tensor:
+        if self.slim is None:
+            return self.tensors[which]
+        (heads, size), (latent,) = self._sizes[which], self.spanned()
+        return latent.new_zeros(1).expand(latent.shape[0], heads, latent.shape[2], size)
+
+    def spanned(self) -> tuple[Tensor, ...]:
+        """What attention needs, each `[B, H, N, D]`."""
+        return tuple(self.tensors)
+
+
+class EncodedLayer(SourceLayer):
+    """A layer that attends to the encoder's output, which is stored elsewhere, once for all layers."""
+
+    def __init__(self, keys: Tensor, values: Tensor, caches: SlimCaches) -> None:
+        super().__init__(keys, values, keys[:0])
+        self.caches, self.tensors = caches, []
+
+    def spanned(self) -> tuple[Tensor, ...]:
+        return (self.caches.seen_source()[:, None],)
+
+
+class FollowingLayer(SourceLayer):
+    """A layer that attends to what the first one has stored."""
+
+    def __init__(self, keys: Tensor, values: Tensor, first: SourceLayer) -> None:
+        super().__init__(keys, values, keys[:0])
+        self.first, self.tensors = first, []
+
+    def spanned(self) -> tuple[Tensor, ...]:
+        return self.first.spanned()
+
+
+class _Skipped:
+    """A layer that the model does not have."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.slim = self.module = None
+
+
+class SourceCache(Cache):
+    """Cross-attention's cache."""
+
+    layers: list[Any]
+
+    def __init__(self, caches: SlimCaches) -> None:
+        super().__init__(layers=[])
+        self._caches = caches
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        caches, noted = self._caches, self._caches.noted
+        # A model may put something between the encoder's output and its decoder.
+        if noted is not None and noted.slim.kind == "x" and noted.rows is not caches.source:
+            noted = caches.noted = None
+        if noted is None:
+            layer = SourceLayer(key_states, value_states)
+        elif noted.slim.kind == "x":
+            layer = EncodedLayer(key_states, value_states, caches)
+        elif noted.slim.kind == "h":
+            layer = FollowingLayer(key_states, value_states, self._first())
+        else:
+            layer = SourceLayer(key_states, value_states, noted.rows[:, None])
+        if noted is not None:
+            caches.noted, layer.slim, layer.module = None, noted.slim, noted.module
+            caches.attend_by(layer)
+        self.layers += [_Skipped() for _ in range(len(self.layers), layer_idx + 1)]
+        self.layers[layer_idx] = layer
+        return key_states, value_states
+
+    def _first(self) -> SourceLayer:
+        """The layer whose keys others attend to."""
+        return next(layer for layer in self.layers if layer.slim is not None and layer.slim.kind == "k")
+
+    def taken_over(self, layer: Any) -> Any:
+        """A layer of another such cache, for this one's source."""
+        layer = copy.copy(layer)
+        layer.tensors = []
+        if isinstance(layer, EncodedLayer):
+            layer.caches = self._caches
+        if isinstance(layer, FollowingLayer):
+            layer.first = self._first()
+        if layer.slim is not None:
+            self._caches.attend_by(layer)
+        return layer
+
+
+class TreeEncoderDecoderCache(EncoderDecoderCache):
+    """Both caches of a decoder; the source's keys are the sentence's, whatever the beams."""
+
+    cross_attention_cache: SourceCache
+    _seats: list[list[Seats]]  # of what each layer stores, once sentences come and go
+    _capacity = 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.self_attention_cache.reorder_cache(beam_idx)
+
+    def keep(self, sentences: Tensor) -> None:
+        for layer in self.cross_attention_cache.layers:
+            layer.tensors = [tensor.index_select(0, sentences) for tensor in layer.tensors]
+
+    def regroup(self, stay: Tensor, newcomers: list[Any], length: int, rows: int) -> None:
+        """Drop all sentences but `stay` (int64 `[S]`), put those of other caches behind, all with `length` slots."""
+        others = [cache.cross_attention_cache.layers for cache in newcomers]
+        mine = self.cross_attention_cache
+        if not mine.layers:
+            for layer in others[0]:
+                mine.layers.append(mine.taken_over(layer))
+            self.is_updated = dict.fromkeys(range(len(mine.layers)), True)
+            buffers = self.self_attention_cache.session.tree.buffers
+            self._seats = [[Seats(rows, buffers) for _ in layer.tensors] for layer in others[0]]
+        self._capacity = max(self._capacity, length)
+        for index, layer in enumerate(mine.layers):
+            for place, seats in enumerate(self._seats[index]):
+                taken = layer.tensors[place] if place < len(layer.tensors) else None
+                new = [layers[index].tensors[place] for layers in others]
+                held = seats.regroup(taken, stay, None, new, length, self._capacity)
+                layer.tensors[place : place + 1] = [held[:, :, :length]]
+
+    def close(self) -> None:
+        """Let go of the source's keys."""
+        self.cross_attention_cache.layers = []
+        self._seats = []
+
+    def stored(self) -> list[Tensor]:
+        """The source's keys and values, as far as there are any."""
+        return [tensor for layer in self.cross_attention_cache.layers for tensor in layer.tensors]
+
+    @property
+    def cross_bytes(self) -> int:
+        encoded = next((x for x in self.cross_attention_cache.layers if isinstance(x, EncodedLayer)), None)
+        return sum(tensor.nbytes for tensor in (*self.stored(), *(encoded.spanned() if encoded else ())))
+
+
+def tree_cache(session: Session, stock: Cache) -> Cache:
+    """An empty tree in place of the empty cache that the host has prepared."""
+    if isinstance(stock, EncoderDecoderCache):
+        return TreeEncoderDecoderCache(TreeCache(session, stock.self_attention_cache), SourceCache(session.slim))
+    return TreeCache(session, stock)
+
+
+def resized(tensor: Tensor, dim: int, length: int) -> Tensor:
+    """Cut off, or fill up with zeros, to this length along `dim`."""
+    if tensor.shape[dim] >= length:
+        return tensor.narrow(dim, 0, length)
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim]))
+
+
+class _Gathered(CacheLayerMixin):
+    """A layer with one row per beam, gathered when somebody looks."""
+
+    def fill(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
+        """`stored`: keys and values or, of a slim cache, what they follow from, each `[B, H, slots, D]`; `index`: int64
+        `[B*M, length]`."""
+        self._stored, self._slim, self._index = stored, slim, index
+        self.dtype, self.device = stored[0].dtype, stored[0].device
+        self.is_initialized = True
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("keys", "values") and vars(self).get(name) is None and (stored := vars(self).get("_stored")):
+            self.keys, self.values = keys_and_values(tuple(_gather(x, self._index) for x in stored), self._slim)
+        return super().__getattribute__(name)
+
+
+class _Rows(_Gathered, DynamicLayer):
+    """All positions."""
+
+    def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
+        super().__init__()
+        self.fill(stored, slim, index)
+
+    def get_seq_length(self) -> int:
+        # Nothing need be gathered for it, unless somebody has looked and may have appended since.
+        length: int = self._index.shape[1] if vars(self).get("keys") is None else super().get_seq_length()
+        return length
+
+
+class _WindowRows(_Gathered, DynamicSlidingWindowLayer):
+    """The last positions of a sliding window, as many as the host's own layer stores between two steps."""
+
+    def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor, window: int) -> None:
+        super().__init__(sliding_window=window)
+        self.fill(stored, slim, index[:, -window + 1 :])
+        self.cumulative_length = index.shape[1]
+        if (size := vars(self).get("_sliding_window_tensor")) is not None:  # not in all versions
+            self._sliding_window_tensor = size.to(self.device)
+
+
+def _rows(layer: TreeLayer, paths: Tensor) -> DynamicLayer:
+    if not layer.stored():
+        return DynamicLayer()
+    if layer.window is None:
+        return _Rows(layer.needed(), layer.slim, paths)
+    return _WindowRows(layer.needed(), layer.slim, paths, layer.window)
+
+
+def _gather(source: Tensor, index: Tensor) -> Tensor:
+    """`source` `[B, H, slots, D]`, `index` int64 `[B*M, length]` -> `[B*M, H, length, D]`."""
+    sentences = torch.arange(index.shape[0], device=index.device) // (index.shape[0] // source.shape[0])
+    return source[sentences[:, None], :, index].transpose(1, 2)
+
+
+def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
+    """What the host would have returned as its cache: one row per beam, gathered on demand."""
+    paths = tree.paths()
+    own = DynamicCache()
+    own.layers = [_rows(layer, paths) for layer in tree.layers]
+    if not isinstance(cache, EncoderDecoderCache):
+        return own
+    cross = DynamicCache()
+    for layer in cache.cross_attention_cache.layers:
+        if isinstance(layer, _Skipped):
+            cross.layers.append(DynamicLayer())
+            continue
+        everything = torch.arange(layer.keys.shape[2], device=paths.device).expand(paths.shape[0], -1)
+        cross.layers.append(_Rows(layer.spanned(), layer.slim, everything))
+    return EncoderDecoderCache(own, cross)

@@ -1,0 +1,165 @@
+"""Whether a model is equal on the tree: known for the families of our tests, tried for all others.
+
+A model that nobody has tested may put something into its attention that the tree does not know of. So
+before its first accelerated call a few steps are run both ways, and it stays with the host unless the
+logits are equal. The trial runs on copies of the model, which share its parameters and nothing else: what a
+forward pass writes to a buffer or an attribute, and the random numbers it draws, are not to be seen afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+
+from fastgen.optimizer.transformers.generate import beam_search
+from fastgen.optimizer.transformers.model.decoder import TreeDecoder, selected
+from fastgen.optimizer.transformers.model.modules import is_tested
+from fastgen.optimizer.transformers.request import Request
+from fastgen.optimizer.transformers.versions import CACHE
+from fastgen.replay.replayer import Replayer
+
+_SENTENCES, _BEAMS, _STEPS = 2, 3, 6
+# Largest difference of two logits, relative to the largest logit: rounding in another order stays far below.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+_verdicts: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
+
+
+def disproof(request: Request, stock: Callable[..., Any], is_replayed: bool = False) -> str | None:
+    """Why this model may not run on the tree, or None; tried once for each model and way to run it.
+
+    `is_replayed`: the question is whether its steps may be replayed.
+    """
+    model = request.model
+    if is_tested(model) and not request.foreign:
+        return None
+    if rule := request.users_rule:  # which would see the trial's search, on whatever copy
+        return f"{rule}, and a trial would run it"
+    if is_replayed and request.generation_config.max_length - request.input_ids.shape[1] < _STEPS:
+        return "its first calls were too short to try"
+    verdicts = _verdicts.setdefault(model, {})
+    is_chunked = request.generation_config.prefill_chunk_size is not None
+    attention = getattr(model.config, "_attn_implementation", None)
+    found, dtype = tuple(request.foreign), _dtype_of_products(request)
+    key = (attention, model.dtype, dtype, request.is_search, request.beams > 1, is_chunked, is_replayed, found)
+    if key not in verdicts:
+        if request.generation_config.max_length - request.input_ids.shape[1] < 2:
+            return "its first calls were too short to try"  # nothing behind the prompt
+        devices = [request.input_ids.device] if request.input_ids.is_cuda else []
+        with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
+            try:
+                expected = _on_a_copy(sample_of(request, LogitsProcessorList())).run(stock)
+            except Exception as error:  # the request's own fault, most likely: it says nothing about the model
+                return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
+            verdicts[key] = _try(request, stock, expected, is_replayed)
+    return verdicts[key]
+
+
+def _try(
+    request: Request,
+    stock: Callable[..., Any],
+    expected: Any,
+    is_replayed: bool,
+) -> str | None:
+    ours = _on_a_copy(sample_of(request, LogitsProcessorList([_Recorded(expected.scores)])))
+    replayer = Replayer(request.input_ids.device) if is_replayed else None
+    try:
+        with contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
+            result = beam_search.fast(ours, decoder) if ours.is_search else beam_search.compat(ours, decoder, stock)
+    # Here, and only here, an unknown model's code meets the tree: whatever it raises is the verdict.
+    except Exception as error:
+        return f"it cannot run on the tree ({type(error).__name__}: {_first_line(error)})"
+    if replayer is not None and replayer.failure:
+        return replayer.failure
+    steps = len(result.scores) - 1
+    if not decoder.session.folds:
+        return "its attention cannot be reached: it is not looked up in AttentionInterface"
+    tolerance = _TOLERANCE.get(_dtype_of_products(request), 1e-4)
+    for step, (a, b) in enumerate(zip(expected.logits, result.logits, strict=False)):
+        difference = _difference(a, b)
+        if not difference <= tolerance:
+            return f"its logits differ on the tree, by {difference:.1e} of the largest in step {step} of {steps}"
+    if len(expected.logits) != len(result.logits):
+        return "its search ends at another step on the tree"
+    return None
+
+
+def _dtype_of_products(request: Request) -> torch.dtype:
+    device, dtype = request.input_ids.device.type, request.model.dtype
+    if dtype.is_floating_point and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:120]
+
+
+def _on_a_copy(request: Request) -> Request:
+    """The request for a copy of its model that has the same parameters, and all else of its own."""
+    model = request.model
+    parameters = {id(parameter): parameter for parameter in model.parameters()}
+    return dataclasses.replace(request, model=copy.deepcopy(model, parameters))
+
+
+def _difference(expected: Tensor, logits: Tensor) -> float:
+    finite = torch.isfinite(expected)
+    if not torch.equal(finite, torch.isfinite(logits)):
+        return float("inf")
+    largest = expected[finite].abs().max().clamp(min=1.0)
+    return float((expected[finite] - logits[finite]).abs().max() / largest)
+
+
+class _Recorded(LogitsProcessor):
+    """The host's scores in place of ours, step by step.
+
+    Only logits of the same tokens can be compared, and in half precision the next two beams are often so
+    close that another order of sums swaps them.
+    """
+
+    def __init__(self, scores: Sequence[Tensor]) -> None:
+        self._scores = iter(scores)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return next(self._scores, scores).clone()
+
+
+def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _STEPS) -> Request:
+    """A few sentences, beams and `steps` of the request, with plain search and nothing shared with it."""
+    beams = min(request.beams, _BEAMS)
+    sentences = min(request.batch, _SENTENCES)
+    rows = request.input_ids.shape[0]
+    first = torch.arange(sentences)[:, None] * request.beams + torch.arange(beams)
+    index = first.flatten()
+
+    config = copy.copy(request.generation_config)
+    config.num_beams, config.num_return_sequences = (beams, 1) if request.is_search else (1, beams)
+    config.do_sample = False
+    config.length_penalty, config.early_stopping = 1.0, False
+    config.max_length = min(config.max_length, request.input_ids.shape[1] + steps)
+    config.return_dict_in_generate = config.output_scores = config.output_logits = True
+    config._fastgen_sequence_scores_only = False
+    kwargs = {name: selected(value, index, rows) for name, value in request.model_kwargs.items() if name != CACHE}
+    # The cache is still empty: its layers' kinds are what is copied.
+    kwargs[CACHE] = copy.deepcopy(request.model_kwargs[CACHE])
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=config.max_length)])
+    return Request(
+        request.model,
+        selected(request.input_ids, index, rows),
+        processors,
+        criteria,
+        config,
+        False,
+        kwargs,
+        is_search=request.is_search,
+    )

@@ -1,0 +1,110 @@
+"""What on a model of transformers is not the host's own code, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers.generation.utils import GenerationMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from fastgen import config
+from fastgen.optimizer.transformers import interception, versions
+from fastgen.optimizer.transformers.model import modules
+from fastgen.patching import foreign_code
+from fastgen.patching.foreign_code import Finding, HostCode
+from fastgen.patching.replaced_code import is_of
+
+# The host's helpers whose rules our loop follows. With others in their place the host's own loop runs, in the compat
+# tier: there they see what they see without us.
+SEARCH_RULES = frozenset(
+    """_get_top_k_continuations _get_running_beams_for_next_iteration _update_finished_beams _check_early_stop_heuristic
+    _beam_search_has_unfinished_sequences _has_unfinished_sequences _gather_beams _flatten_beam_dim
+    _unflatten_beam_dim""".split()
+)
+_CODE = HostCode(
+    packages=("transformers", "fastgen"),
+    utilities=(
+        "transformers.generation",
+        "transformers.integrations",
+        "transformers.modeling_utils",
+        "transformers.utils",
+    ),
+    in_steps=SEARCH_RULES
+    | frozenset(
+        """prepare_inputs_for_generation _update_model_kwargs_for_generation _prefill _get_initial_cache_position
+        get_output_embeddings get_encoder get_decoder get_compiled_call _valid_auto_compile_criteria
+        _optimize_model_for_decode""".split()
+    ),
+    # A product of low rank beside a linear layer's, or its output scaled: tests/peft compares them with stock.
+    row_local=frozenset(
+        """peft.tuners.lora.layer.Linear peft.tuners.lora.layer.Embedding peft.tuners.lora.dora.DoraLinearLayer
+        peft.tuners.ia3.layer.Linear peft.tuners.adalora.layer.SVDLinear""".split()
+    ),
+    class_attributes=interception.stock_attributes,
+)
+
+
+def of_decoder(model: Any) -> list[Finding]:
+    """Foreign code that a decode step of this model would run."""
+    return [*_CODE.find(modules.of_steps_by_name(model)), *_replaced_attention(model)]
+
+
+def of_encoder(model: Any) -> list[Finding]:
+    """The same of the model's encoder, as it is called before the search."""
+    return of_modules(model.get_encoder())
+
+
+def of_modules(model: nn.Module) -> list[Finding]:
+    """Foreign code in all of a model."""
+    return list(_CODE.find(model.named_modules()))
+
+
+def reason_against(findings: list[Finding]) -> str | None:
+    """Why these, of which none is a search rule, leave a call to the host; None if the user wants them tried."""
+    if not findings or config.current().foreign_code == "trial":
+        return None
+    return f'{findings[0]}: it is left to the host unless foreign_code="trial" is configured'
+
+
+def changed_rule(findings: list[Finding]) -> str | None:
+    """Which of the host's search rules is not the host's own; None if all are."""
+    return next((f"the model has its own {finding.name}" for finding in findings if finding.name in SEARCH_RULES), None)
+
+
+def overridden_rule(model: Any) -> str | None:
+    """Which of the search rules a class of the host has changed for its models; None if none."""
+    for name in sorted(SEARCH_RULES):
+        function = getattr(type(model), name, None)
+        if function is not None and not _is_mixins(function):
+            return f"the model has its own {name}"
+    return None
+
+
+def _is_mixins(function: Any) -> bool:
+    return bool(getattr(function, "__globals__", {}).get("__name__") == GenerationMixin.__module__)
+
+
+def _replaced_attention(model: nn.Module) -> Iterator[Finding]:
+    """Functions of attention or of its masks that are not the host's, though their names are known."""
+    seam = interception.stock_attributes(AttentionInterface).get(versions.ATTENTION_SEAM)
+    if seam is not None and not is_of(seam, "transformers"):
+        yield Finding("", f"looks attention up by a {versions.ATTENTION_SEAM} that is not the host's own")
+    names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}
+    for name in sorted(name for name in names if isinstance(name, str)):
+        function = dict(ALL_ATTENTION_FUNCTIONS).get(name)
+        is_stock = function is sdpa_attention_forward if name == "sdpa" else is_of(function, "transformers")
+        if function is not None and not (is_stock and is_of(function, "transformers")):
+            yield Finding("", f"calls the attention function {name!r}, which is not the host's own")
+        mask = dict(ALL_MASK_ATTENTION_FUNCTIONS).get(name)
+        if mask is not None and not is_of(mask, "transformers"):
+            yield Finding("", f"calls the function for masks {name!r}, which is not the host's own")
+
+
+def ambient_reason() -> str | None:
+    """Why the surroundings of a call leave it to the host."""
+    mode = foreign_code.active_mode()
+    return None if mode is None else f"a mode of yours ({mode}) sees each operation"

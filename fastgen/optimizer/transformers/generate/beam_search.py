@@ -1,0 +1,223 @@
+"""Both tiers of beam search over the tree: our loop, and the host's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
+
+from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
+from fastgen.decoding.sampling import TokenSearch
+from fastgen.decoding.static_beam_search import StaticSearch
+from fastgen.memory.buffers import Buffers
+from fastgen.optimizer.transformers import interception, versions
+from fastgen.optimizer.transformers.cache.tree_cache import stock_cache
+from fastgen.optimizer.transformers.generate import chunked_prefill
+from fastgen.optimizer.transformers.generate.processors import Banning, Processing
+from fastgen.optimizer.transformers.model.decoder import NOT_ROWS, TreeDecoder, selected
+from fastgen.optimizer.transformers.request import Request
+
+
+def fast(request: Request, decoder: TreeDecoder) -> Any:
+    """Our loop: the host's search rules, sentences leave as they finish. Returns what the host returns."""
+    loop = Loop(request, decoder)
+    inputs = loop.begin()
+    while inputs is not None:
+        inputs = loop.proceed(decoder.step(inputs))
+    return loop.result
+
+
+class Loop:
+    """Our loop, one step at a time: it gives the host's inputs of each step, one row per beam, and is given the
+    model's outputs.
+
+    It is for searches, and for what `refill` takes into a running batch without one. No generator: an exception of
+    the user's, StopIteration among them, passes through as it is.
+    """
+
+    def __init__(self, request: Request, decoder: TreeDecoder) -> None:
+        self.request, self.decoder = request, decoder
+        self.result: Any = None  # what the host would return, once there are no further inputs
+        keeps_all, config = request.keeps_all_rows, request.generation_config
+        self._all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
+        self._all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
+        self._process, self._is_stopped = Processing(decoder.tree.buffers), request.stopper()
+        self._may_evict = request.may_evict or not request.is_search
+
+    def begin(self) -> dict[str, Any] | None:
+        """Read the prompt and choose the first tokens; returns the next step's inputs, None if that was all."""
+        request, decoder, model = self.request, self.decoder, self.request.model
+        started = versions.started(model, request.input_ids, request.model_kwargs)
+        shared = decoder.shared(started)
+        with decoder.reading(shared):
+            tokens = request.input_ids[:: request.beams]
+            outputs = versions.prefill(model, tokens, chunked_prefill.configuration(request), shared)
+        decoder.plant(shared, outputs.logits)
+        setattr(outputs, versions.CACHE, decoder.cache)
+        search = _search(request, decoder, decoder.tree.buffers) if request.is_search else _token_search(request)
+        self._search: BeamSearch | TokenSearch = search
+        samples = request.generation_config.do_sample
+        self._takes_logits = search.takes_logits and self._all_scores is None and not samples
+        # From here on the host's inputs have one row per beam, as it prepares them itself.
+        self._rows = {**started, versions.CACHE: decoder.cache}
+        logits = _last(outputs, request.input_ids.device).repeat_interleave(request.beams, dim=0)  # [B*M, V]
+        return self._choose(outputs, logits)
+
+    def proceed(self, outputs: Any) -> dict[str, Any] | None:
+        """Choose the next tokens by the model's outputs of a step; returns as `begin` does."""
+        return self._choose(outputs, _last(outputs, self.request.input_ids.device))
+
+    def _choose(self, outputs: Any, logits: Tensor) -> dict[str, Any] | None:
+        request, decoder, search, model = self.request, self.decoder, self._search, self.request.model
+        self._rows = model._update_model_kwargs_for_generation(
+            outputs, self._rows, is_encoder_decoder=decoder.is_encoder_decoder
+        )
+        del outputs
+        if self._all_logits is not None:
+            self._all_logits += (logits.clone(),)  # a replayed step writes the next ones to the same memory
+        parents = self._parents(search, logits)
+        del logits
+        decoder.reorder(parents)
+        if search.done:
+            decoder.ended(search)
+            self.result = self._found()
+            return None
+        if self._may_evict and (leaving := decoder.leaving(search)) is not None:
+            rows = search.batch * request.beams
+            index = torch.arange(rows, device=request.input_ids.device)
+            index = index[~leaving.repeat_interleave(request.beams)]
+            self._rows = _kept(self._rows, index, rows)
+            request.keep(index)
+            decoder.keep(search.evict(leaving))
+        return versions.next_inputs(model, search.running(), self._rows)
+
+    def _parents(self, search: BeamSearch | TokenSearch, logits: Tensor) -> Tensor:
+        """The row that each beam continues, int64 `[B*M]`; the search has chosen their tokens."""
+        processors = self.request.logits_processor
+        if isinstance(search, TokenSearch):
+            return search.choose(processors(search.running(), logits), self._stops)
+        banned = None
+        if self._takes_logits:
+            banned = self._process.banned(processors, search.length, logits)
+            if banned is not None and (parents := search.choose_allowed(logits, banned, self._stops)) is not None:
+                return parents
+        log_probs = self._process(processors, search.running(), logits)
+        if self._all_scores is not None:
+            self._all_scores += (log_probs.clone(),)
+        samples = self.request.generation_config.do_sample
+        return search.choose(log_probs, self._stops, samples, is_tied=banned is not None)
+
+    def _stops(self, tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
+        return self._is_stopped(tokens, hypotheses, length=self._search.length, scores=self._all_scores)
+
+    def _found(self) -> Any:
+        search, config, decoder = self._search, self.request.generation_config, self.decoder
+        found = search.result()
+        if isinstance(search, TokenSearch):
+            return found.tokens[:, :, : search.length].flatten(0, 1)
+        count = config.num_return_sequences
+        tokens, indices = found.tokens[:, :count].flatten(0, 1), found.rows[:, :count].flatten(0, 1)
+        generated = (indices + 1).bool().sum(dim=1).max()
+        tokens = tokens[:, : self.request.input_ids.shape[1] + generated]
+        if not config.return_dict_in_generate:
+            return tokens
+        cache = stock_cache(decoder.cache, decoder.tree) if self.request.keeps_all_rows else None
+        kind = GenerateBeamEncoderDecoderOutput if decoder.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
+        return kind(
+            sequences=tokens,
+            sequences_scores=found.scores[:, :count].flatten() if config.output_scores else None,
+            scores=self._all_scores,
+            logits=self._all_logits,
+            beam_indices=indices[:, :generated],
+            **{versions.CACHE: cache},
+        )
+
+
+def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) -> Any:
+    """The host's own loop over the tree: where it calls the model, in this thread, our step answers.
+
+    It runs on the user's model itself, so that what methods write to `self` stays.
+    """
+    request = dataclasses.replace(request, generation_config=chunked_prefill.configuration(request))
+    is_chunked = request.generation_config.prefill_chunk_size is not None
+    if not request.is_search and type(request.logits_processor) is LogitsProcessorList:
+        config = request.generation_config
+        draws = config.do_sample and not config.output_scores
+        request = dataclasses.replace(request, logits_processor=Banning(request.logits_processor, draws))
+
+    def call(model: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
+        if args or inputs.get(versions.CACHE) is not decoder.cache:
+            return model(*args, **inputs)
+        if not decoder.is_planted:
+            shared = decoder.shared(inputs)
+            with decoder.reading(shared):
+                outputs = model(**shared)
+            if is_chunked and decoder.tree.prompt_length < request.input_ids.shape[1]:
+                return outputs  # of which the host uses the cache alone
+            decoder.plant(shared, outputs.logits)
+            setattr(outputs, versions.CACHE, decoder.cache)
+            outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
+            return outputs
+        return decoder.run(model, inputs)
+
+    # 4.57 reads a prompt in chunks by the model's `forward`, past its hooks.
+    with interception.calling(request.model, call, by_forward=is_chunked and not versions.PREFILLS):
+        result = request.run(stock, decoder.cache)
+    if not isinstance(result, Tensor):
+        setattr(result, versions.CACHE, stock_cache(decoder.cache, decoder.tree))
+    return result
+
+
+def _token_search(request: Request) -> TokenSearch:
+    config = request.generation_config
+    pad = config._pad_token_tensor
+    fill = 0 if pad is None else int(pad)  # without one nothing ends before the last token
+    return TokenSearch(request.input_ids, request.beams, config.max_length, fill, request.seeds)
+
+
+def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSearch:
+    config = request.generation_config
+    eos, pad = config._eos_token_tensor, config._pad_token_tensor
+    policy = FinishingPolicy(
+        length_penalty=config.length_penalty,
+        early_stopping=config.early_stopping,
+        max_length=config.max_length,
+        prompt_length=request.input_ids.shape[1],
+        sorts_drawn=versions.sorts_drawn(),
+    )
+    # Enough candidates that M go on although any of M beams may end with any of the end tokens.
+    candidates = max(2, 1 + (len(eos) if eos is not None else 0)) * request.beams
+    fill = int(pad or eos[0]) if eos is not None else -1
+    arguments = (request.input_ids, request.beams, candidates, policy, fill)
+    if decoder.replayer is None or not decoder.replayer.waits_for_nothing or not request.chooses_by_numbers:
+        return BeamSearch(*arguments, buffers)
+    replayer = decoder.replayer.another()
+    key = (
+        request.input_ids.shape,
+        request.beams,
+        candidates,
+        policy,
+        fill,
+        str(config.eos_token_id),
+        request.may_evict,
+    )
+    if decoder.search is None or decoder.search[0] != key:
+        decoder.search = key, StaticSearch(*arguments, replayer, eos, is_late=request.may_evict)
+    else:
+        decoder.search[1].restart(request.input_ids, replayer)
+    return decoder.search[1]
+
+
+def _last(outputs: Any, device: torch.device) -> Tensor:
+    """Logits of the last position, float32 `[rows, V]`."""
+    return outputs.logits[:, -1, :].to(dtype=torch.float32, device=device)
+
+
+def _kept(rows: dict[str, Any], index: Tensor, of: int) -> dict[str, Any]:
+    """These rows, int64 `[rows']`, of the host's inputs, which have one row per beam."""
+    return {name: value if name in NOT_ROWS else selected(value, index, of) for name, value in rows.items()}

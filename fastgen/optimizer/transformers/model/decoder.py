@@ -1,0 +1,310 @@
+"""The model as a function of tokens: the prompt at one row per sentence, then steps over the tree."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.cache.slim.latent import kind_of
+from fastgen.cache.tree import BeamTree
+from fastgen.decoding.beam_search import BeamSearch
+from fastgen.decoding.sampling import TokenSearch
+from fastgen.decoding.static_beam_search import StaticSearch
+from fastgen.memory import arena
+from fastgen.memory.buffers import Buffers
+from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.cache.slim import Kept
+from fastgen.optimizer.transformers.cache.tree_cache import TreeEncoderDecoderCache, tree_cache
+from fastgen.optimizer.transformers.model import modules
+from fastgen.optimizer.transformers.model.session import Session
+from fastgen.optimizer.transformers.replay.guards import snapshot
+from fastgen.optimizer.transformers.replay.step_state import State
+from fastgen.optimizer.transformers.request import Request
+from fastgen.patching.replaced_code import are_interrupted
+from fastgen.replay import store
+from fastgen.replay.replayer import Replayer
+
+NOT_ROWS = (versions.CACHE, "cache_position")  # of the host's inputs, those that have no row per beam
+
+
+class TreeDecoder:
+    """Runs a request's model over a beam tree.
+
+    The model sees what it always sees in beam search, tokens `[B*M, 1]` and the host's own inputs for them;
+    only masks, encoder outputs and the cache have one row per sentence.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tree: BeamTree | None = None,
+        replayer: Replayer | None = None,
+        may_screen: bool = False,
+        kept: Mapping[torch.nn.Module, Kept] | None = None,
+    ) -> None:
+        """`close` it when the call ends, however it does.
+
+        `replayer`: of the steps on a tree of this call alone; `may_screen`: nobody sees more of the logits than which
+        is the largest; `kept`: the attention modules whose caches are slim.
+        """
+        self.model, self.beams = request.model, request.beams
+        self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
+        max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
+        if tree is None:
+            tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
+        self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
+        self.session, self._arena = Session(self.tree, self.model, kept), arena.of(self.model)
+        if request.calls_back or are_interrupted(modules.of_steps(self.model)):
+            self.session.products.expect_edits()
+        self.cache = tree_cache(self.session, request.model_kwargs[versions.CACHE])
+        self.encoder_outputs: Any = None
+        self.source_mask: Any = None
+        self.search: tuple[Hashable, StaticSearch] | None = None  # by what it is for
+        self.peak_bytes = 0
+        self.is_planted = False  # the prompt has been read
+        self.finished_mask: tuple[Tensor, Tensor] | None = None
+        # What a result refers to, no later call may write to; and other models may not take padding for padding.
+        is_free = not request.generation_config.return_dict_in_generate
+        self._shares = replayer is not None and is_free and modules.is_tested(self.model)
+        self._is_handed_on = False
+        self._whole: State | None = None  # from before sentences left, if it is to be kept
+        self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
+        self._prompt_tokens = request.input_ids.shape[1]
+        self._may_screen = may_screen
+        self._is_screened = False
+        self._takes_plain_mask = modules.takes_plain_mask(self.model)
+
+    def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The host's inputs with the expansion to beams undone, over the tree's cache."""
+        inputs = {
+            name: value if name in NOT_ROWS else _unexpanded(value, self.beams, self.tree.batch)
+            for name, value in inputs.items()
+        }
+        inputs[versions.CACHE] = self.cache
+        return inputs
+
+    @contextlib.contextmanager
+    def reading(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """For the prompt's forward pass, of these inputs."""
+        if self._may_screen:
+            self.session.products.watch(self.model.get_output_embeddings())
+        self.encoder_outputs = inputs.get("encoder_outputs")
+        self._hand_source()
+        self.session.slim.prompt_tokens = self._prompt_tokens
+        with self.session.reading(self.model):
+            yield
+
+    def _hand_source(self) -> None:
+        """Attention to the source itself is to the encoder's output: there is no other copy of it."""
+        if self.session.slim.is_needed and isinstance(self.encoder_outputs, dict):
+            self.session.slim.source = self.encoder_outputs["last_hidden_state"]
+
+    def plant(self, inputs: dict[str, Any], logits: Tensor) -> None:
+        """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`, and `logits`,
+        `[B, P', V]`, what came of them."""
+        # A bias or a scale behind the head could make another token the best.
+        self._is_screened = self._may_screen and self.session.products.screen(logits)
+        mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
+        self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
+        self.tree.plant(mask)
+        self.is_planted = True
+        if self._shares:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        """Go on with a recording that an earlier call has kept, if there is one of these shapes."""
+        assert self.replayer is not None
+        self._widen_source()
+        state = self._state()
+        self._key = self._key_of(state)
+        if self._key is None:
+            return
+        kept = store.take_up(self.model, self._key, state, self.replayer)
+        if kept is None:
+            # From now on in memory of its own: later calls will write to it.
+            self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
+        else:
+            for field in dataclasses.fields(kept):
+                setattr(self, field.name, getattr(kept, field.name))
+        self._hand_source()
+        store.remember(self.tree, self.replayer, self._device)
+
+    def hand_on(self) -> None:
+        """The call has succeeded: keep its recording for later ones."""
+        if not self.tree.remembers or self.replayer is None or not self.replayer.captured:
+            return
+        state, tree = self._whole or self._state(), self.tree
+        state.rewind()
+        if self._key_of(state) == self._key:
+            self._is_handed_on = True
+            recording = store.recorded(state, tree, self.replayer)
+            store.keep(self.model, self._key, recording, lambda: snapshot(self.model), self._device)
+
+    def _key_of(self, state: State) -> Hashable:
+        key = state.shape(), store.surroundings(self._device), self._is_screened
+        return None if None in key else key
+
+    def _state(self) -> State:
+        source = self.encoder_outputs, self.source_mask, self.finished_mask
+        return State(self.tree, self.session, self.cache, *source, self.search)
+
+    def _widen_source(self) -> None:
+        """Pad the source on the right."""
+        outputs = self.encoder_outputs
+        if not self._is_finished_here() or not isinstance(outputs, dict) or [*outputs] != ["last_hidden_state"]:
+            return
+        states: Tensor = outputs["last_hidden_state"]
+        layers = self.cache.cross_attention_cache.layers
+        length = self.source_mask.shape[1]
+        if any(x.shape[-2] != length for x in (states, *self.cache.stored())):
+            return
+        if not (more := -length % store.SOURCE_STEP):
+            return
+        self.encoder_outputs = type(outputs)(last_hidden_state=F.pad(states, (0, 0, 0, more)))
+        self.source_mask = F.pad(self.source_mask, (0, more))
+        for layer in layers:
+            layer.tensors = [F.pad(tensor, (0, 0, 0, more)) for tensor in layer.tensors]
+        self._hand_source()
+
+    def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Open the next step and turn the host's inputs, one row per beam, into those of the tree."""
+        self.tree.advance()
+        mask = self.tree.ancestry()[:, None]  # bool [B, 1, M, used]
+        if not self.is_encoder_decoder:
+            return {**inputs, "attention_mask": mask}
+        inputs = {**inputs, "decoder_attention_mask": mask, "encoder_outputs": self.encoder_outputs}
+        if inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = self._padding()
+        return inputs
+
+    def _is_finished_here(self) -> bool:
+        """Whether the model is given a finished mask of the source in place of the user's, `[B, N]`."""
+        is_plain = self.source_mask is not None and self.source_mask.ndim == 2
+        return is_plain and versions.TAKES_SOURCE_MASK and not self._takes_plain_mask
+
+    def _padding(self) -> Tensor:
+        """The source's mask as the model takes it; the same object until sentences leave or enter."""
+        mask: Tensor = self.source_mask
+        if not self._is_finished_here():
+            return mask
+        if self.finished_mask is None or self.finished_mask[0] is not mask:
+            self.finished_mask = (mask, mask[:, None, None].bool())  # [B, 1, 1, N]: taken as it is, with no host sync
+            self.session.hide_source(self.finished_mask[1])
+        return self.finished_mask[1]
+
+    def step(self, inputs: dict[str, Any]) -> Any:
+        """The model's outputs for the host's inputs of one step, one row per beam."""
+        return self.run(self.model, {**inputs, "return_dict": True})
+
+    def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
+        """The same by the model's `forward`. Where it is replayed, good until the next step."""
+        inputs = self.step_inputs(inputs)
+
+        def step(inputs: dict[str, Any]) -> Any:
+            with self.session.active():
+                return forward(**inputs)
+
+        # Autograd would have to see the model, and autocast casts anew what was cast.
+        may_replay = not (torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type))
+        with self._arena:
+            if self.replayer is None or not may_replay:
+                return step(inputs)
+            return self.replayer(step, inputs, self.tree.epoch)
+
+    def reorder(self, parents: Tensor) -> None:
+        """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
+        self.cache.reorder_cache(parents)
+
+    def leaving(self, search: BeamSearch | TokenSearch) -> Tensor | None:
+        """Which sentences shall leave now, bool `[B]`, if any: letting few out does not pay."""
+        return search.settled() if self.tree.lets_go(search.leavers()) else None
+
+    def ended(self, search: BeamSearch | TokenSearch) -> None:
+        """The search is done."""
+
+    def keep(self, sentences: Tensor) -> None:
+        """Drop all sentences but these, int64 `[B']`."""
+        self._measure()
+        if self.replayer is not None:
+            self._shrink(self.replayer)
+        sentences = sentences.to(self.tree.ancestry().device)
+        self.tree.keep(sentences)
+        if isinstance(self.cache, TreeEncoderDecoderCache):
+            self.cache.keep(sentences)
+        batch = self.encoder_outputs[0].shape[0] if self.encoder_outputs is not None else 0
+        self.encoder_outputs = selected(self.encoder_outputs, sentences, batch)
+        self.source_mask = selected(self.source_mask, sentences, batch)
+        self._hand_source()
+
+    def _shrink(self, replayer: Replayer) -> None:
+        if self._whole is None and self.tree.remembers:
+            whole = self._state()
+            # There will be two copies for a while.
+            if store.may_keep(whole.nbytes(), self._device):
+                whole.remember()
+                self._whole = whole
+            else:
+                store.forget(self.tree, replayer, self.search and self.search[1])
+        replayer.shrink()
+
+    def cache_bytes(self) -> int:
+        """The most bytes that keys and values have taken, self- and cross-attention's."""
+        self._measure()
+        return self.peak_bytes
+
+    def cache_kind(self) -> str:
+        """What was stored of each position."""
+        is_split = isinstance(self.cache, TreeEncoderDecoderCache)
+        across = self.cache.cross_attention_cache.layers if is_split else ()
+        return kind_of((layer.slim for layer in self.tree.layers), (layer.slim for layer in across))
+
+    def close(self) -> None:
+        """Let go of all keys and values; those that the result refers to live on with it."""
+        if self.replayer is not None:
+            self.replayer.close()
+        if not self._is_handed_on:
+            self._state().close()
+        arena.settle()
+
+    def _measure(self) -> None:
+        size = self.tree.nbytes
+        if isinstance(self.cache, TreeEncoderDecoderCache):
+            size += self.cache.cross_bytes
+        self.peak_bytes = max(self.peak_bytes, size)
+
+
+def _unexpanded(value: Any, beams: int, batch: int) -> Any:
+    """Undo the host's expansion of a tensor, or of a dict of tensors in place.
+
+    In place because the host expanded it in place: the copies are freed, and encoder outputs that the
+    user passed become what they were.
+    """
+    if isinstance(value, dict):
+        for name, item in list(value.items()):
+            value[name] = _unexpanded(item, beams, batch)
+        return value
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == batch * beams:
+        return value[::beams].contiguous()
+    return value
+
+
+def cloned(value: Any) -> Any:
+    """A copy of a tensor, or of a dict of tensors; anything else as it is."""
+    if isinstance(value, dict):
+        return type(value)(**{name: cloned(item) for name, item in value.items()})
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def selected(value: Any, rows: Tensor, of: int) -> Any:
+    """These rows of a tensor with `of` rows, or of a dict of such tensors; anything else as it is."""
+    if isinstance(value, dict):
+        return type(value)(**{name: selected(item, rows, of) for name, item in value.items()})
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == of:
+        return value.index_select(0, rows.to(value.device))
+    return value

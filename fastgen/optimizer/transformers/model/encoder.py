@@ -1,0 +1,265 @@
+"""The encoder with products of our own, and without padding: rows of like length are read together, each group as
+long as its longest row.
+
+Padding on the right is masked in every layer of the encoders below and shifts no position, so the states of the real
+positions are the same but for rounding. Those of padding become zeros: cross-attention masks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen import config, report
+from fastgen.layers.linear import Products
+from fastgen.optimizer.transformers import foreign_code
+from fastgen.optimizer.transformers.model import session as sessions
+from fastgen.optimizer.transformers.model.modules import is_the_hosts_own
+from fastgen.optimizer.transformers.request import (
+    unsupported_configuration,
+    unsupported_model,
+    unsupported_modules,
+)
+from fastgen.patching.replaced_code import is_watched
+
+# Compared with the padded call by the test suite. Padding must reach nothing: no convolution, no blocks of positions,
+# no experts that a batch shares.
+_ENCODERS = frozenset(
+    """BartEncoder BertGenerationEncoder BertModel BlenderbotEncoder M2M100Encoder MarianEncoder MBartEncoder MT5Stack
+    PegasusEncoder T5Stack UMT5Stack""".split()
+)
+# Of models that are encoders alone: the base model, the heads, and what they may be given. Of what they return, all
+# with three dimensions has positions, and these with two.
+_ALONE = frozenset(
+    """AlbertModel BertModel CamembertModel DistilBertModel ElectraModel MPNetModel RobertaModel
+    XLMRobertaModel""".split()
+)
+_HEADS = frozenset("Model ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMaskedLM".split())
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+_SPANS = ("start_logits", "end_logits")
+_SEARCHES = ("greedy_search", "sample", "beam_search", "beam_sample")
+_MIN_SAVING = 0.1  # of the padded batch's cost
+# What one more group costs, in tokens. Its products read all weights once more, which takes as long as multiplying
+# some tens of tokens; besides, each layer's calls cost time, worth that many multiplications of its ~12 d^2 weights.
+_WEIGHTS_TOKENS = 32
+_CALLS_WEIGHTS = {"cpu": 2**23}
+_CALLS_WEIGHTS_ELSEWHERE = 2**33  # an estimate: a GPU multiplies about a thousand times as fast as a core
+
+Prepare = Callable[[Any, Any, dict[str, Any], Any, Any], dict[str, Any]]
+
+
+def encode(
+    stock: Prepare,
+    model: Any,
+    inputs: Tensor | None,
+    model_kwargs: dict[str, Any],
+    input_name: str | None,
+    generation_config: Any,
+) -> dict[str, Any]:
+    """`stock`, the host's method that adds `encoder_outputs` to `model_kwargs`, once for each group of rows.
+
+    `inputs`: tokens int64 `[B, N]`, or whatever the model reads; all but tokens is read as one group. None where a
+        model's own code has made embeddings of them.
+    """
+    if not isinstance(inputs, Tensor) or not _is_accelerated(model, generation_config, inputs):
+        return stock(model, inputs, model_kwargs, input_name, generation_config)
+    with sessions.multiplying(Products(config.current().packing), model):
+        groups = _groups(model, inputs, model_kwargs, input_name)
+        if groups is None:
+            return stock(model, inputs, model_kwargs, input_name, generation_config)
+        return _encode_groups(stock, model, inputs, model_kwargs, input_name, generation_config, groups)
+
+
+def _encode_groups(
+    stock: Prepare,
+    model: Any,
+    inputs: Tensor,
+    model_kwargs: dict[str, Any],
+    input_name: str | None,
+    generation_config: Any,
+    groups: list[tuple[list[int], int]],
+) -> dict[str, Any]:
+    mask = model_kwargs["attention_mask"]
+
+    def read(rows: Tensor, length: int) -> Any:
+        part = {**model_kwargs, "attention_mask": mask[rows, :length]}
+        return stock(model, inputs[rows, :length], part, input_name, generation_config)["encoder_outputs"]
+
+    model_kwargs["encoder_outputs"] = _joined(read, groups, inputs)
+    return model_kwargs
+
+
+def run(model: Any, inputs: Mapping[str, Any]) -> Any:
+    """See `fastgen.encode`."""
+    if config.current().tier == "stock":
+        return model(**inputs)
+    if reason := _unsupported(model, inputs):
+        if config.current().strict:
+            raise report.FallbackError(reason)
+        report.log_once(f"{reason}; its padding is computed", type(model).__name__)
+        return model(**inputs)
+    with sessions.multiplying(Products(config.current().packing), model):
+        groups = _split_by_length(model, inputs["attention_mask"])
+        if not groups:
+            return model(**inputs)
+
+        def read(rows: Tensor, length: int) -> Any:
+            return model(**{name: value[rows, :length] for name, value in inputs.items()})
+
+        return _joined(read, groups, inputs["input_ids"], draws=False)
+
+
+def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
+    """Why this model cannot read these inputs in groups, or None."""
+    ids, base = inputs.get("input_ids"), getattr(model, "base_model", model)
+    name = type(model).__name__
+    head = name.removeprefix(type(base).__name__.removesuffix("Model"))
+    if type(base).__name__ not in _ALONE or head not in _HEADS or not is_the_hosts_own(model):
+        return f"{name} is none of the encoders that were compared with the padded call"
+    if getattr(model.config, "is_decoder", False) or is_watched(model.modules()):
+        return f"{name} is used as a decoder, or has hooks or replaced parts"
+    if reason := foreign_code.ambient_reason():
+        return reason
+    if found := foreign_code.of_modules(model):
+        return f"{name} is not as the host made it: {found[0]}"
+    if getattr(model.config, "chunk_size_feed_forward", 0):
+        return "chunk_size_feed_forward divides texts by their padded length"
+    if reason := unsupported_modules(model, (None, "eager", "sdpa")):
+        return reason
+    if model.training or torch.is_grad_enabled():
+        return "the model is in training mode" if model.training else "gradients are enabled: use torch.no_grad()"
+    asked = ("output_attentions", "output_hidden_states")
+    if any(getattr(model.config, option, False) for option in asked) or not model.config.return_dict:
+        return f"its configuration asks for one of {', '.join(asked)}, or for tuples"
+    if unknown := sorted(set(inputs) - set(_INPUTS)):
+        return f"{', '.join(unknown)} cannot be divided into groups"
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or "attention_mask" not in inputs:
+        return "it needs input_ids, one row for each text, and their attention_mask"
+    if any(not isinstance(value, Tensor) or value.shape != ids.shape for value in inputs.values()):
+        return f"not all of its inputs have the shape of input_ids, {tuple(ids.shape)}"
+    if not _is_padded_right(inputs["attention_mask"]):
+        return "a text is empty, or padded elsewhere than on the right"
+    return None
+
+
+def _joined(
+    read: Callable[[Tensor, int], Any], groups: list[tuple[list[int], int]], ids: Tensor, draws: bool = True
+) -> Any:
+    """The outputs of all groups, each read by `read(rows, length)`, as if of the one batch `ids` `[B, N]`.
+
+    `draws`: whether the encoder may draw random numbers, though in evaluation mode.
+    """
+    joined = None
+    for rows, width in groups:
+        index = torch.tensor(rows, device=ids.device)
+        # Some encoders draw a number for each layer: the random stream sees one call.
+        with torch.random.fork_rng(devices=[], enabled=draws and joined is not None):
+            outputs = read(index, width)
+        if joined is None:
+            joined = type(outputs)(**{name: _room(name, value, *ids.shape) for name, value in outputs.items()})
+        for name, value in outputs.items():
+            if _has_positions(name, value):
+                joined[name][index, :width] = value
+            else:
+                joined[name][index] = value
+    report.note_encoder(sum(len(rows) * width for rows, width in groups), ids.numel())
+    return joined
+
+
+def _room(name: str, value: Tensor, batch: int, length: int) -> Tensor:
+    """For all rows, zeros: states `[B, N, D]`, or a pooled `[B, D]`; of spans, the least, where none is to be found."""
+    if not _has_positions(name, value):
+        return value.new_zeros(batch, *value.shape[1:])
+    fill = torch.finfo(value.dtype).min if name in _SPANS else 0.0
+    return value.new_full((batch, length, *value.shape[2:]), fill)
+
+
+def _has_positions(name: str, value: Tensor) -> bool:
+    return value.dim() == 3 or name in _SPANS
+
+
+def _groups(
+    model: Any, inputs: Tensor, kwargs: dict[str, Any], input_name: str | None
+) -> list[tuple[list[int], int]] | None:
+    """The rows and the length of each group; None where the host has to read the batch as it is."""
+    mask = kwargs.get("attention_mask")
+    given = {name for name, value in kwargs.items() if value is not None and not name.startswith("decoder_")}
+    if not given <= {"attention_mask", "use_cache", "labels"}:
+        return None
+    if input_name not in (None, "input_ids") or inputs.dtype != torch.int64 or inputs.dim() != 2:
+        return None
+    if not isinstance(mask, Tensor) or mask.shape != inputs.shape:
+        return None
+    encoder = model.get_encoder()
+    if type(encoder).__name__ not in _ENCODERS or not type(encoder).__module__.startswith("transformers.models."):
+        return None
+    groups = _split_by_length(encoder, mask) if _is_padded_right(mask) else None
+    return None if groups is None or is_watched(encoder.modules()) else groups
+
+
+def _split_by_length(encoder: Any, mask: Tensor) -> list[tuple[list[int], int]] | None:
+    """The same from a mask `[B, N]` of texts that are padded on the right."""
+    weights = _CALLS_WEIGHTS.get(mask.device.type, _CALLS_WEIGHTS_ELSEWHERE)
+    fixed = _WEIGHTS_TOKENS + weights / (12 * encoder.config.hidden_size**2)
+    return split([int(length) for length in mask.sum(1).tolist()], mask.shape[1], fixed)
+
+
+def _is_padded_right(mask: Tensor) -> bool:
+    """Whether the mask has only ones and zeros behind them, and no row of zeros."""
+    lengths = mask.sum(1)
+    is_padded_right = mask == (torch.arange(mask.shape[1], device=mask.device) < lengths[:, None])
+    return bool(is_padded_right.all() & (lengths > 0).all())
+
+
+def split(lengths: Sequence[int], width: int, fixed: float) -> list[tuple[list[int], int]] | None:
+    """The split of rows into groups, with the length of each, that costs least; None if it hardly pays.
+
+    Cost counts the tokens multiplied: a group's rows times its length, and `fixed` for the group. Attention's share
+    is left out: it is small below some thousand tokens, and what it adds speaks for shorter groups too. In the best
+    split groups are neighbours by length, and rows of equal length are together, so a dynamic programme over the
+    different lengths finds it: the best split of the shorter ones is a group, up to each, behind a best split of the
+    still shorter ones.
+    """
+    by_length: dict[int, list[int]] = {}
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        by_length.setdefault(lengths[row], []).append(row)
+    distinct = list(by_length)
+    best, last = [0.0], [0]  # of the first j lengths: the cost, and where the last group begins
+    for j, length in enumerate(distinct):
+        costs, rows = [], 0
+        for i in range(j, -1, -1):
+            rows += len(by_length[distinct[i]])
+            costs.append((best[i] + rows * length + fixed, i))
+        cost, begin = min(costs)
+        best.append(cost)
+        last.append(begin)
+    if best[-1] > (1 - _MIN_SAVING) * (len(lengths) * width + fixed):
+        return None
+    groups: list[tuple[list[int], int]] = []
+    j = len(distinct)
+    while j:
+        begin = last[j]
+        groups.append(([row for length in distinct[begin:j] for row in by_length[length]], distinct[j - 1]))
+        j = begin
+    return groups
+
+
+def _is_accelerated(model: Any, generation_config: Any, inputs: Tensor) -> bool:
+    """Whether the call, as far as it is known before the encoder has run, will decode over the tree."""
+    rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+    return (
+        config.current().tier != "stock"
+        and isinstance(model, torch.nn.Module)
+        and foreign_code.ambient_reason() is None
+        and generation_config.get_generation_mode() in _SEARCHES
+        and generation_config.use_cache is not False
+        and (rows > 1 or inputs.device.type == "cpu")
+        and unsupported_configuration(model, generation_config) is None
+        and unsupported_model(model) is None
+        and is_the_hosts_own(model)
+        and not foreign_code.of_decoder(model)
+        and not foreign_code.of_encoder(model)
+    )

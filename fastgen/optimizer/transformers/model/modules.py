@@ -1,0 +1,281 @@
+"""Attention modules that compute attention themselves instead of calling an attention function.
+
+Most models look their attention function up in `AttentionInterface`; the session folds it there. A few do
+not: of those the ones listed here are folded at the module's boundary, `[B*M, 1, d]` as `[B, M, d]`; a model
+with any other cannot run on the tree.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fastgen.optimizer.transformers import interception
+from fastgen.optimizer.transformers.interception import Wrapper
+from fastgen.optimizer.transformers.model import streams
+from fastgen.optimizer.transformers.versions import CACHE_LENGTH, CACHE_PARAMETERS, FINDS_EAGER
+
+# Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
+_FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
+# Its classes have names that many have. `[1, B*M, d]` becomes `[M, B, d]`: beams as if they were positions.
+_FSMT = "transformers.models.fsmt.modeling_fsmt"
+
+# These modules would wait for a device to know a token's position.
+# Before each look-up they compare it with their table's length, to make the table longer.
+# Class -> static method that numbers positions.
+_WITH_GROWING_TABLES = {"M2M100SinusoidalPositionalEmbedding": "create_position_ids_from_input_ids"}
+# They make a Python range of positions unless they are given some. Class -> the shape of those of one step.
+_NUMBERING_UNLESS_TOLD = {
+    "BertEmbeddings": (1, 1),
+    "BertGenerationEmbeddings": (1, 1),
+    "ElectraEmbeddings": (1, 1),
+    "ErnieEmbeddings": (1, 1),
+    "RoCBertEmbeddings": (1, 1),
+    "TrOCRLearnedPositionalEmbedding": (1,),
+}
+_NUMBERING = "LEDLearnedPositionalEmbedding"  # takes no positions, but is an embedding of them
+_MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder's output from its input's
+
+# `model_type` of the configurations that the test suite compares with stock, in both tiers.
+_TESTED = frozenset(
+    """bart bert bert-generation blenderbot fsmt gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
+    mistral mt5 olmo opt pegasus phi3 prophetnet qwen3 speech_to_text t5 trocr umt5 unilm whisper""".split()
+)
+
+
+@functools.cache
+def _computes_attention_itself(forward: Any) -> bool:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    if code is None:
+        return False
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    caches = any(name in parameters for name in CACHE_PARAMETERS) and "update" in code.co_names
+    return caches and "ALL_ATTENTION_FUNCTIONS" not in code.co_names
+
+
+def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
+    """Wrappers, by class and attribute, for the model's modules to be folded at their boundary."""
+    wrappers = {(owner, "forward"): _folding(owner) for owner in {type(module) for module in model.modules()}}
+    return {seam: wrapper for seam, wrapper in wrappers.items() if wrapper is not None}
+
+
+def _folding(owner: Any) -> Wrapper | None:
+    """What folds a class that computes attention itself; None if nothing does."""
+    if _is_fsmts(owner, "Attention"):
+        return _folded_with_time_first
+    if (streamed := streams.folding(owner)) is not None:
+        return streamed
+    mask_name = _FOLDED_AT_THE_BOUNDARY.get(owner.__name__)
+    return None if mask_name is None else functools.partial(_folded, mask_name=mask_name)
+
+
+def replayable_inputs(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
+    """Wrappers, by class and attribute, for what would wait for a device to know a token's position or a mask."""
+    wrappers: dict[tuple[type, str], Wrapper] = {}
+    for owner in {type(module) for module in model.modules()}:
+        if owner.__name__ in _WITH_GROWING_TABLES:
+            wrappers[owner, "forward"] = _of_grown_table
+        elif owner.__name__ in _NUMBERING_UNLESS_TOLD:
+            wrappers[owner, "forward"] = _told_its_position
+        elif owner.__name__ == _NUMBERING:
+            wrappers[owner, "forward"] = _of_one_position
+        elif _is_fsmts(owner, "SinusoidalPositionalEmbedding"):
+            wrappers[owner, "forward"] = _of_grown_weight
+        # Once, where it is defined: subclasses would wrap the wrapped one.
+        if (base := next((base for base in owner.__mro__ if _MASK_OF_FEATURES in vars(base)), None)) is not None:
+            wrappers[base, _MASK_OF_FEATURES] = _finished_mask
+    return wrappers
+
+
+def unfoldable_attention(model: torch.nn.Module) -> str | None:
+    """The name of an attention class that cannot be folded, if the model has one."""
+    return next((owner.__name__ for owner in _hand_written(model) if _folding(owner) is None), None)
+
+
+def _is_fsmts(owner: Any, name: str) -> bool:
+    """Whether it is this class of FSMT, in a version that numbers a token by what is in the cache."""
+    if owner.__name__ != name or owner.__module__ != _FSMT or not FINDS_EAGER:
+        return False
+    numbering = sys.modules[_FSMT].SinusoidalPositionalEmbedding.forward
+    return CACHE_LENGTH in inspect.signature(numbering).parameters
+
+
+def takes_plain_mask(model: torch.nn.Module) -> bool:
+    """Whether the model's own code asks for a mask of the source in two dimensions, `[B, N]`."""
+    return any(hasattr(m, _MASK_OF_FEATURES) or _is_fsmts(type(m), "Attention") for m in model.modules())
+
+
+def is_the_hosts_own(model: torch.nn.Module) -> bool:
+    """Whether all of the model's forward passes are the host's, torch's or our own (`fastgen.models`).
+
+    Somebody's subclass may have other methods beside them: `foreign` says which matter.
+    """
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    owners = [next(base for base in kind.__mro__ if "forward" in vars(base)) for kind in kinds]
+    return {owner.__module__.partition(".")[0] for owner in owners} <= {"torch", "transformers", "fastgen"}
+
+
+def is_tested(model: Any) -> bool:
+    """Whether the model is one of those that the test suite compares with stock."""
+    config = getattr(model.config, "decoder", None)
+    model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
+    # Where eager attention can't be found, not even these are sure; nor are classes derived from theirs.
+    return model_type in _TESTED and FINDS_EAGER and is_the_hosts_own(model)
+
+
+def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules that a decode step may call: all that are not the encoder's alone."""
+    return (module for _, module in of_steps_by_name(model))
+
+
+def of_steps_by_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The same, each with one path to it; the model's own is empty."""
+    encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None  # type: ignore[operator, union-attr]
+    seen, waiting = {encoder} - {model}, [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            yield path, module
+            # Not `named_children`, which leaves out a child that is there under two names.
+            children = [(name, child) for name, child in module._modules.items() if child is not None]
+            waiting += [(f"{path}.{name}" if path else name, child) for name, child in children]
+
+
+def _hand_written(model: torch.nn.Module) -> set[Any]:
+    types: set[Any] = {type(module) for module in model.modules()}
+    return {owner for owner in types if _computes_attention_itself(getattr(owner, "forward", None))}
+
+
+def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def folded(self: torch.nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        session = interception.current()
+        if session is None or not session.folds_rows(hidden_states.shape[0]):
+            return forward(self, hidden_states, *args, **kwargs)
+        tree = session.tree
+        beams = hidden_states.view(tree.batch, tree.beams, -1)  # [B*M, 1, d] -> [B, M, d]
+        call = signature.bind(self, beams, *args, **kwargs)
+        bias: torch.Tensor | None
+        if call.arguments.get("key_value_states") is None:
+            bias = session.self_bias(None, beams.dtype)
+        else:
+            bias = session.cross_bias(call.arguments.get(mask_name), beams.dtype)
+        if bias is not None:
+            call.arguments[mask_name] = bias.expand(-1, -1, tree.beams, -1)
+        output, *rest = forward(*call.args, **call.kwargs)
+        session.folded()
+        return (output.reshape(hidden_states.shape), *rest)
+
+    return folded
+
+
+def _folded_with_time_first(forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def folded(self: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        session = interception.current()
+        if session is None or len(query) != 1 or not session.folds_rows(query.shape[1]):
+            return forward(self, query, *args, **kwargs)
+        tree = session.tree
+        beams = query.view(tree.batch, tree.beams, -1).transpose(0, 1)  # [1, B*M, d] -> [M, B, d]
+        call = signature.bind(self, beams, *args, **kwargs)
+        if not self.encoder_decoder_attention:
+            call.arguments["attn_mask"] = session.self_bias(None, beams.dtype)
+        output, *rest = forward(*call.args, **call.kwargs)
+        session.folded()
+        return (output.transpose(0, 1).reshape(query.shape), *rest)
+
+    return folded
+
+
+def _replayable() -> Any:
+    """The session of this thread whose step may be replayed, None elsewhere: the wrappers are there for all threads."""
+    session = interception.current()
+    return session if session is not None and session.tree.is_static else None
+
+
+def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def positions(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        session, number = _replayable(), getattr(self, _WITH_GROWING_TABLES[type(self).__name__], None)
+        call = {} if session is None else signature.bind(self, *args, **kwargs).arguments
+        input_ids, before = call.get("input_ids"), call.get(CACHE_LENGTH)
+        if session is None or number is None or input_ids is None or not torch.is_tensor(before):
+            stock: torch.Tensor = forward(self, *args, **kwargs)
+            return stock
+        longest = self.padding_idx + 1 + session.tree.prompt_length + session.tree.max_steps
+        if longest > len(self.weights):
+            self.make_weights(longest + self.offset, self.embedding_dim, self.padding_idx)
+        session.held.append(self.weights)  # another thread may make a longer one
+        ids = number(input_ids, self.padding_idx, before)
+        return self.weights.index_select(0, ids.flatten()).unflatten(0, ids.shape).detach()
+
+    return positions
+
+
+def _of_grown_weight(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def positions(self: Any, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        session, before = _replayable(), kwargs.get(CACHE_LENGTH)
+        if session is None or not torch.is_tensor(before):
+            stock: torch.Tensor = forward(self, input, **kwargs)
+            return stock
+        longest = self.padding_idx + 1 + session.tree.prompt_length + session.tree.max_steps
+        if longest > len(self.weight):
+            self.make_weight(longest, self.embedding_dim, self.padding_idx)
+        session.held.append(self.weight)  # another thread may make a longer one
+        numbers = self.make_positions(input, self.padding_idx) + before
+        return torch.nn.Embedding.forward(self, numbers)
+
+    return positions
+
+
+def _told_its_position(forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def embeddings(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = signature.bind(self, *args, **kwargs)
+        if _replayable() is not None and call.arguments.get("position_ids") is None:
+            position = call.arguments[CACHE_LENGTH]  # a tensor: the tree's
+            call.arguments["position_ids"] = position.view(_NUMBERING_UNLESS_TOLD[type(self).__name__])
+        embedded: torch.Tensor = forward(*call.args, **call.kwargs)
+        return embedded
+
+    return embeddings
+
+
+def _of_one_position(forward: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def positions(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _replayable() is not None:
+            before: torch.Tensor = signature.bind(self, *args, **kwargs).arguments[CACHE_LENGTH]
+            return torch.nn.Embedding.forward(self, before.view(1))
+        stock: torch.Tensor = forward(self, *args, **kwargs)
+        return stock
+
+    return positions
+
+
+def _finished_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Of four dimensions, as the host would make it once it has looked whether there is any padding."""
+
+    @functools.wraps(stock)
+    def mask_of(self: Any, length: int, attention_mask: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        mask: torch.Tensor = stock(self, length, attention_mask, *args, **kwargs)
+        return mask if _replayable() is None else mask[:, None, None].bool()
+
+    return mask_of

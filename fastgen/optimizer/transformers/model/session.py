@@ -1,0 +1,256 @@
+"""A decode under way: the tree, the masks and biases of its step, and how its attention is folded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+from transformers.pytorch_utils import Conv1D
+
+from fastgen import config
+from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
+from fastgen.layers.attention import as_beams, beam_attention, fold_beams
+from fastgen.layers.linear import Products, multiply, using
+from fastgen.memory import arena
+from fastgen.optimizer.transformers import interception, versions
+from fastgen.optimizer.transformers.cache import slim
+from fastgen.optimizer.transformers.cache.slim import Kept, SlimCaches
+from fastgen.optimizer.transformers.interception import Wrapper, redirected
+from fastgen.optimizer.transformers.model import modules
+from fastgen.patching.replaced_code import is_of
+
+
+class Hidden(NamedTuple):
+    """What hides the source's padding."""
+
+    mask: Tensor | None  # bool [B, 1, 1, N]
+    biases: dict[torch.dtype, Tensor]  # of that mask: the same at every step
+
+
+class Session:
+    """What one decode step must know: the tree, and this step's masks and biases.
+
+    While it is `active`, attention functions that a model of this thread looks up are wrapped: a call whose
+    query has one row per beam and whose keys have one row per sentence is folded, any other passes through.
+    """
+
+    def __init__(
+        self, tree: BeamTree, model: torch.nn.Module, kept: Mapping[torch.nn.Module, Kept] | None = None
+    ) -> None:
+        """`kept`: the attention modules whose caches are slim, and how."""
+        self.tree = tree
+        self.products = Products(config.current().packing)
+        self.slim = SlimCaches()
+        if kept:
+            self.slim.install(kept, self.products)
+        self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
+        rotating = slim.rotary_seams(kept) if kept else {}
+        self._reading = {**_ATTENTION, **rotating}
+        self.patches |= rotating
+        if tree.is_static:
+            self.patches |= modules.replayable_inputs(model)
+        # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
+        self.spans: list[tuple[int, int]] | None = None
+        self.knows_positions = False  # with `spans`: the host has told the positions of all rows
+        self.folds = 0  # calls folded so far: proof that the path ran
+        self.held: list[Tensor] = []  # what a captured step reads, and perhaps nobody else keeps
+        self.is_active = False
+        self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
+        self.hidden = Hidden(None, {})
+        self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+
+    def appended(self, layer: TreeLayer) -> None:
+        """Note that a layer has appended to the tree: the next folded call is its self-attention."""
+        self._check()
+        self._appended = layer
+
+    def _check(self) -> None:
+        if self._appended is not None:
+            raise RuntimeError(
+                "an attention of this model did not go through its attention function, so fastgen could not fold it; "
+                "call fastgen.disable() for this model"
+            )
+
+    def folded(self) -> TreeLayer | None:
+        """Count a folded call; the layer whose self-attention it is, None for cross-attention."""
+        self.folds += 1
+        layer, self._appended = self._appended, None
+        return layer
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Fold the attention of this thread inside the block."""
+        self.is_active = self.slim.is_stepping = True
+        self._derived.clear()
+        self.tree.forget_masks()
+        try:
+            with interception.entered(self), redirected(_ATTENTION | self.patches), using(self.products):
+                yield
+            self._check()
+        finally:
+            self.is_active = self.slim.is_stepping = False
+            self._derived.clear()
+            self._appended = None
+
+    @contextlib.contextmanager
+    def reading(self, model: torch.nn.Module) -> Iterator[None]:
+        """For the prompt's forward pass: nothing is folded."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(multiplying(self.products, model))
+            if self.slim.is_needed:
+                stack.enter_context(interception.entered(self))
+                stack.callback(self._derived.clear)
+                stack.enter_context(redirected(self._reading))
+            yield
+
+    def folds_rows(self, rows: int) -> bool:
+        return rows == self.tree.batch * self.tree.beams
+
+    def attend(
+        self,
+        inner: Callable[..., Any],
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """The host's attention-function protocol; returns `[B*M, 1, H, D]` and no weights."""
+        if not self.is_active:
+            if (encoded := self.slim.encoded_layer(module)) is not None:
+                if is_of(inner, "transformers"):
+                    bias = self._bias(module, None, query.dtype, attention_mask, kwargs)
+                    output = encoded.slim.attend(as_beams(query), encoded.spanned(), bias, scale_of(query, kwargs))
+                    return output.view(query.shape[0], query.shape[2], *output.shape[2:]), None
+                key, value = encoded.slim.keys_and_values(encoded.spanned())
+            return inner(module, query, key, value, attention_mask, *args, **kwargs)
+        if not self.folds_rows(query.shape[0]) or key.shape[0] != self.tree.batch:
+            return inner(module, query, key, value, attention_mask, *args, **kwargs)
+        layer = self.folded()
+        bias = self._bias(module, layer, query.dtype, attention_mask, kwargs)
+        scale = scale_of(query, kwargs)
+        if (attended := self.slim.source_layer(module) if layer is None else layer) and attended.slim is not None:
+            if is_of(inner, "transformers"):
+                return attended.slim.attend(query, attended.spanned(), bias, scale), None
+            key, value = attended.slim.keys_and_values(attended.spanned())  # a user's own may do anything with them
+        if inner is sdpa_attention_forward:
+            return beam_attention(query, key, value, bias, scale), None
+        # The model's own function knows what else belongs to its attention: soft-capping, sinks.
+        kwargs = {name: option for name, option in kwargs.items() if name not in ("position_bias", "is_causal")}
+        rows = fold_beams(query, self.tree.batch, key.shape[1]).flatten(1, 2)  # [B, H, M, D]
+        output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
+        return output.flatten(0, 1)[:, None].contiguous(), None
+
+    def self_bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        return self.tree.mask(window, dtype)
+
+    def cross_bias(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The source's padding as an additive mask `[B, 1, 1, N]`."""
+        if mask is None:
+            return None
+        if mask.dtype != torch.bool:
+            return mask
+        if mask is not self.hidden.mask:
+            return self._once(("cross", dtype), mask, lambda: additive_mask(mask, dtype))
+        if dtype not in self.hidden.biases:
+            self.hidden.biases[dtype] = additive_mask(mask, dtype)
+        return self.hidden.biases[dtype]
+
+    def hide_source(self, mask: Tensor) -> None:
+        """From now on this is the source's mask, bool `[B, 1, 1, N]`; what was derived from the last one is gone."""
+        self.hidden = Hidden(mask, {})
+
+    def change_source(self, mask: Tensor) -> None:
+        """The source's mask has these values now; it and what was derived from it are written to in place."""
+        if self.hidden.mask is not None:
+            self.hidden.mask.copy_(mask)
+            for dtype, bias in self.hidden.biases.items():
+                bias.copy_(additive_mask(self.hidden.mask, dtype))
+
+    def position_bias(self, bias: Tensor) -> Tensor:
+        """T5: a bias computed for consecutive slots -> for the position each slot stands for."""
+        return self._once(
+            "position", bias, lambda: torch.take_along_dim(bias, self.tree.positions()[:, None, None], -1)
+        )
+
+    def _bias(
+        self,
+        module: torch.nn.Module,
+        layer: TreeLayer | None,
+        dtype: torch.dtype,
+        attention_mask: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Tensor | None:
+        position_bias = kwargs.get("position_bias")
+        if layer is None:
+            bias = self.cross_bias(attention_mask, dtype)
+            if position_bias is None or not getattr(module, "has_relative_attention_bias", True):
+                return bias  # T5's cross-attention hands on zeros
+            return position_bias if bias is None else position_bias + bias
+        bias = self.self_bias(layer.window, dtype)
+        if position_bias is None:
+            return bias
+        return self._once("sum", position_bias, lambda: self.position_bias(position_bias) + bias)
+
+    def _once(self, what: Hashable, tensor: Tensor, derive: Callable[[], Tensor]) -> Tensor:
+        """Derive from `tensor` once a step: layers share masks and biases, as objects."""
+        key = (what, id(tensor))
+        if key not in self._derived:
+            self._derived[key] = (derive(), tensor)  # the tensor is kept so that its id stays its own
+        return self._derived[key][0]
+
+
+def scale_of(query: Tensor, kwargs: dict[str, Any]) -> float:
+    """The factor of the scores, from what an attention function is given."""
+    scale: float | None = kwargs.get("scaling")
+    return query.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callable[..., Any]:
+    if not is_of(stock, "torch", "transformers"):  # somebody's own
+        return stock
+
+    @functools.wraps(stock)
+    def forward(self: torch.nn.Module, input: Tensor) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return stock(self, input)
+        return multiply(self, input, stock, transposed)
+
+    return forward
+
+
+_PRODUCTS: dict[tuple[type, str], Wrapper] = {
+    (torch.nn.Linear, "forward"): _wrap_product,
+    (Conv1D, "forward"): functools.partial(_wrap_product, transposed=True),
+}
+
+
+@contextlib.contextmanager
+def multiplying(products: Products, model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block this thread multiplies by `products`, in the model's arena, and folds nothing."""
+    try:
+        with arena.of(model), redirected(_PRODUCTS), using(products):
+            yield
+    finally:
+        arena.settle()  # of the activations
+
+
+def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def lookup(self: AttentionInterface, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        inner = stock(self, *args, **kwargs)
+        session = interception.current()
+        return inner if session is None else functools.partial(session.attend, inner)
+
+    return lookup
+
+
+_ATTENTION: dict[tuple[type, str], Wrapper] = {(AttentionInterface, versions.ATTENTION_SEAM): _wrap_lookup}

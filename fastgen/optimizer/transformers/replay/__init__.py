@@ -1,0 +1,1 @@
+"""Which calls replay their decode steps, and what those read and write."""

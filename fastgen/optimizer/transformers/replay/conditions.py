@@ -1,0 +1,30 @@
+"""Which calls replay their decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastgen import config
+from fastgen.optimizer.transformers import equivalence, versions
+from fastgen.optimizer.transformers.model import modules
+from fastgen.optimizer.transformers.request import Request
+from fastgen.patching.replaced_code import is_watched
+from fastgen.replay import replayer, statistics
+
+
+def replayer_for(request: Request, stock: Callable[..., Any]) -> replayer.Replayer | None:
+    """What replays this call's steps; None where they run by themselves."""
+    model, device = request.model, request.input_ids.device
+    rows, steps = request.input_ids.shape[0], request.generation_config.max_length - request.input_ids.shape[1]
+    if not versions.COUNTS_IN_TENSORS or not statistics.are_wanted(model, device.type, request.batch, rows, steps):
+        return None
+    if config.current().cache_threshold:  # what is left out differs from step to step
+        return None
+    # Whoever watches, has replaced something or may change the model while it decodes expects it to be called.
+    if request.calls_back or request.foreign or is_watched(modules.of_steps(model)):
+        return None
+    if reason := equivalence.disproof(request, stock, is_replayed=True):
+        statistics.note_disproof(model, reason)
+        return None
+    return replayer.Replayer(device)

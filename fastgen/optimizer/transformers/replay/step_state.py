@@ -1,0 +1,98 @@
+"""What the steps of a call read and write, besides the model and the inputs of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.cache.slim.latent import identity_of
+from fastgen.cache.tree import BeamTree
+from fastgen.decoding.static_beam_search import StaticSearch
+from fastgen.layers.linear import Products
+from fastgen.optimizer.transformers.cache.tree_cache import TreeEncoderDecoderCache
+from fastgen.optimizer.transformers.model.session import Session
+
+
+@dataclass
+class State:
+    """Kept with a recording of such a step; a later call of the same shapes puts its prompt and its source here."""
+
+    tree: BeamTree
+    session: Session
+    cache: Any  # the tree under the host's names, and cross-attention's keys and values
+    encoder_outputs: Any
+    source_mask: Tensor | None  # [B, N]
+    finished_mask: tuple[Tensor, Tensor] | None  # that mask, and what the model is given in its place
+    search: tuple[Hashable, StaticSearch] | None  # if its steps are captured too
+
+    def __post_init__(self) -> None:
+        self._before: tuple[Any, ...] | None = None  # of the source, what others are about to take the place of
+
+    @property
+    def products(self) -> Products:
+        return self.session.products
+
+    def fill(self, other: State) -> None:
+        """Begin anew, in place, with the prompt and the source of a state of the same `shape`."""
+        self.tree.replant(other.tree)
+        for mine, theirs in zip(self._source(), other._source(), strict=True):
+            mine.copy_(theirs)
+        if self.source_mask is not None:
+            self.session.change_source(self.source_mask[:, None, None].bool())
+
+    def remember(self) -> None:
+        """Sentences are about to leave: note the source's buffers, which others take the place of."""
+        tensors = [layer.tensors for layer in self._source_layers()]
+        self._before = tensors, self.session.hidden, self.session.slim.source
+
+    def rewind(self) -> None:
+        """Have the buffers again that it had before it grew or, if it was told to `remember`, sentences left."""
+        self.tree.rewind()
+        if self.search is not None:
+            self.search[1].rewind()
+        if self._before is None:
+            return
+        tensors, self.session.hidden, self.session.slim.source = self._before
+        for layer, its in zip(self._source_layers(), tensors, strict=True):
+            layer.tensors = its
+        self._before = None
+
+    def shape(self) -> Hashable:
+        """What states must have in common for one to be filled with the other; None if it can be with none."""
+        tree, outputs = self.tree, self.encoder_outputs
+        if outputs is not None and not (isinstance(outputs, dict) and all(map(torch.is_tensor, outputs.values()))):
+            return None  # of all layers, for a user who has asked for them
+        return (
+            (tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length),
+            tuple((layer.window, identity_of(layer.slim)) for layer in tree.layers),
+            tuple(identity_of(layer.slim) for layer in self._source_layers()),
+            tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self._tensors()),
+            self.source_mask is None,
+        )
+
+    def nbytes(self) -> int:
+        search = 0 if self.search is None else self.search[1].live.nbytes
+        return self.tree.remembered_bytes + sum(tensor.nbytes for tensor in self._source()) + search
+
+    def close(self) -> None:
+        """Let go of all keys and values: there are cycles, and memory is not to wait for the garbage collector."""
+        self.tree.close()
+        self.session.slim.source = None
+        if hasattr(self.cache, "close"):
+            self.cache.close()
+
+    def _source_layers(self) -> list[Any]:
+        return self.cache.cross_attention_cache.layers if isinstance(self.cache, TreeEncoderDecoderCache) else []
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._source(), *(tensor for layer in self.tree.layers for tensor in layer.stored())]
+
+    def _source(self) -> list[Tensor]:
+        """Of the source, all that a step may read: the encoder's output, its mask, its keys and values."""
+        source = [] if self.encoder_outputs is None else [*self.encoder_outputs.values()]
+        source += [] if self.source_mask is None else [self.source_mask]
+        return source + (self.cache.stored() if isinstance(self.cache, TreeEncoderDecoderCache) else [])

@@ -1,0 +1,1 @@
+"""A corpus generated with a model of fairseq: what fastgen-generate does."""

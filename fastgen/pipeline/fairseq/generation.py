@@ -1,0 +1,191 @@
+"""From samples to hypotheses as plain lists."""
+
+from __future__ import annotations
+
+import base64
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from fairseq import utils
+
+from fastgen.pipeline.batching import run_with_backoff
+from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.fairseq import lines
+from fastgen.pipeline.fairseq.batches import Batches
+from fastgen.pipeline.fairseq.load import Loaded
+
+
+@dataclass(frozen=True)
+class Done:
+    """What the writer needs to know of a batch besides its lines."""
+
+    number: int
+    sentences: int
+    tokens: int
+    seconds: float
+    has_target: bool
+    random_state: str | None  # after the batch, when sampling: a run that is resumed goes on from it
+
+
+class Generation:
+    """Generates samples, in smaller parts where memory runs out."""
+
+    def __init__(
+        self, loaded: Loaded, batches: Batches, warn: Callable[[str], None], random_state: str | None = None
+    ) -> None:
+        """`random_state` is that of an earlier run: set before the first batch, after the iterator has drawn."""
+        self._loaded, self._batches, self._warn = loaded, batches, warn
+        self._random_state = random_state
+
+    def __call__(self, number: int, sample: Any, positions: list[int] | None) -> tuple[lines.Batch, Done] | None:
+        """`positions` in the dataset, of the sample's sentences in any order; None if the task doesn't tell."""
+        if "net_input" not in sample:  # the empty batch that evens out shards
+            return None
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+        self.check(sample)
+        started = time.perf_counter()
+        hypotheses = self._hypotheses(sample, positions)
+        return self.generated(number, sample, hypotheses, time.perf_counter() - started)
+
+    def generated(
+        self, number: int, sample: Any, hypotheses: list[list[Any]], seconds: float
+    ) -> tuple[lines.Batch, Done]:
+        """What is returned of a sample."""
+        done = Done(
+            number,
+            sample["nsentences"] if "nsentences" in sample else sample["id"].numel(),
+            sum(len(best[0]["tokens"]) for best in hypotheses),
+            seconds,
+            sample["target"] is not None,
+            random_state() if self._loaded.cfg.generation.sampling else None,
+        )
+        return self.plain(sample, hypotheses), done
+
+    def check(self, sample: Any) -> None:
+        """The flags that need more than sources in the data; which those have shows in a batch first."""
+        generation, subset = self._loaded.cfg.generation, self._loaded.cfg.dataset.gen_subset
+        if sample.get("target") is None:
+            for flag, given in (
+                ("--prefix-size", generation.prefix_size > 0),
+                ("--score-reference", generation.score_reference),
+            ):
+                if given:
+                    raise InputError(f"{flag} needs targets, and the subset {subset} has none.")
+        if generation.constraints and sample.get("constraints") is None:
+            raise InputError(f"--constraints needs constraints in the data, and the subset {subset} has none.")
+
+    def _hypotheses(self, sample: Any, positions: list[int] | None) -> list[Any]:
+        """Per sentence of `sample`, its hypotheses, best first."""
+        if positions is None:
+            return self.infer(sample)
+
+        def run(part: Sequence[int]) -> list[tuple[int, Any]]:
+            """Ids and hypotheses, in an order of the collater's own: it sorts by length."""
+            chosen = sample if len(part) == len(positions) else self._batches.collate(part)
+            if "net_input" not in chosen:  # some datasets have sentences that can't be used
+                return []
+            started = time.perf_counter()
+            found = self.infer(chosen)
+            work = sum(len(best[0]["tokens"]) for best in found) + chosen.get("ntokens", 0)
+            self._batches.succeeded(part, work / (time.perf_counter() - started))
+            return list(zip(chosen["id"].tolist(), found, strict=True))
+
+        def out_of_memory(part: Sequence[int]) -> None:
+            self._batches.failed(part)
+            self._warn(f"out of memory with {len(part)} sentences in a batch: going on with halves")
+
+        by_id: dict[int, list[Any]] = {}  # an id may come twice
+        for name, found in run_with_backoff(positions, run, out_of_memory):
+            by_id.setdefault(name, []).append(found)
+        return [by_id[name].pop(0) for name in sample["id"].tolist()]
+
+    def infer(self, sample: Any) -> list[Any]:
+        """The task's own inference step, as fairseq-generate calls it."""
+        loaded = self._loaded
+        if loaded.device.type == "cuda":
+            sample = utils.move_to_cuda(sample)
+        prefix = None
+        if loaded.cfg.generation.prefix_size > 0:
+            prefix = sample["target"][:, : loaded.cfg.generation.prefix_size]
+        return loaded.task.inference_step(
+            loaded.generator,
+            loaded.models,
+            sample,
+            prefix_tokens=prefix,
+            constraints=sample.get("constraints"),
+        )
+
+    def plain(self, sample: Any, hypotheses: list[list[Any]]) -> lines.Batch:
+        """The `nbest` hypotheses and what is printed with them, without tensors."""
+        loaded, targets = self._loaded, sample["target"]
+        ids = sample["id"].tolist()
+        source_texts = target_texts = None
+        if loaded.form.align_dict is not None:
+            dataset = loaded.task.dataset(loaded.cfg.dataset.gen_subset)
+            source_texts = [dataset.src.get_original_text(i) for i in ids]
+            if targets is not None:
+                target_texts = [dataset.tgt.get_original_text(i) for i in ids]
+        sources = sample["net_input"].get("src_tokens") if loaded.form.source is not None else None
+        best = [found[: loaded.cfg.generation.nbest] for found in hypotheses]
+        return lines.Batch(
+            ids,
+            None if sources is None else sources.tolist(),
+            None if targets is None else targets.tolist(),
+            source_texts,
+            target_texts,
+            _plain_hypotheses(best, history=loaded.form.history),
+        )
+
+
+def _plain_hypotheses(hypotheses: list[list[Any]], *, history: bool) -> list[list[lines.Hypothesis]]:
+    """Lists instead of tensors, with one transfer from the device for each kind of number, not one a hypothesis."""
+    flat = [hypothesis for best in hypotheses for hypothesis in best]
+    if not flat:
+        return [[] for _ in hypotheses]
+    tokens = _lists([h["tokens"] for h in flat])
+    # Base 2, divided in the tensors' own precision as stock does.
+    scores = (torch.stack([torch.as_tensor(h["score"]) for h in flat]) / math.log(2)).tolist()
+    positional = _lists([h["positional_scores"] for h in flat], divisor=math.log(2))
+    plain = iter(
+        [
+            lines.Hypothesis(
+                tokens[k],
+                scores[k],
+                positional[k],
+                [] if h["alignment"] is None or torch.is_tensor(h["alignment"]) else list(h["alignment"]),
+                h.get("steps"),
+                [step["tokens"].tolist() for step in h["history"]] if history else [],
+            )
+            for k, h in enumerate(flat)
+        ]
+    )
+    return [list(islice(plain, len(best))) for best in hypotheses]
+
+
+def _lists(tensors: list[torch.Tensor], divisor: float | None = None) -> list[list[Any]]:
+    together = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    numbers = iter((together if divisor is None else together / divisor).tolist())
+    return [list(islice(numbers, tensor.numel())) for tensor in tensors]
+
+
+def random_state() -> str:
+    """torch's random state, as text; of the GPU in use too."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return ",".join(base64.b64encode(state.numpy().tobytes()).decode("ascii") for state in states)
+
+
+def set_random_state(text: str) -> None:
+    """The state that `random_state` noted."""
+    states = [torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.uint8) for part in text.split(",")]
+    torch.set_rng_state(states[0])
+    if len(states) > 1 and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[1])

@@ -1,0 +1,171 @@
+"""One run of fastgen-generate-transformers: read, tokenise, generate, detokenise, write, compare with references."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, writing
+from fastgen.pipeline.progress import Progress
+from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents
+from fastgen.pipeline.stages import run_stages
+from fastgen.pipeline.transformers import batches, failures, metrics, records, tokenizing
+from fastgen.pipeline.transformers.settings import RunSettings
+from fastgen.pipeline.transformers.writer import Writer
+from fastgen.pipeline.workers import WorkerPool
+
+WORKERS = 2
+# Settings that don't change what a run writes: a run may be resumed with others.
+_FREE = set(
+    """workers resume overwrite on_error quiet references metrics output ray actors cpus_per_actor
+    gpus_per_actor""".split()
+)
+
+
+def run(settings: RunSettings) -> int:
+    """Generate, and show the metrics; returns the exit code."""
+    source, output = Path(settings.input), Path(settings.output)
+    form = settings.output_format or records.format_of(output)
+    total = records.count_lines(source)
+    references, wanted = references_of(settings, total)  # what can be refused is refused before anything slow
+    if output.exists() and output.samefile(source):
+        raise InputError(f"{settings.output} is the input: choose another file for the output.")
+    decisive = decisive_settings(settings) | contents(*files_of_model(settings))
+    with Journal(output, decisive).locked(resume=settings.resume, overwrite=settings.overwrite) as journal:
+        if journal.complete:
+            _check_complete(settings, journal.facts, total)
+            say(f"{settings.output} is complete: nothing to resume.")
+        else:
+            writer = Writer(form, failures.policy_of(settings.on_error, form), journal)
+            _check_input(settings, writer)
+            _generate(settings, form, total, writer, journal)
+        return summary(settings, form, total, journal.facts.get("failed", 0), references, wanted)
+
+
+def _check_input(settings: RunSettings, writer: Writer) -> None:
+    """InputError if lines that an earlier run has done are others now; all others may have been mended."""
+    with open(settings.input, "rb") as lines:
+        if not writer.knows(lines):
+            raise InputError(
+                f"Cannot resume {settings.output}: lines of {settings.input} that it has done have changed; "
+                "--overwrite starts again."
+            )
+
+
+def _check_complete(settings: RunSettings, facts: dict[str, Any], total: int) -> None:
+    if "input" not in facts:
+        raise InputError(f"{settings.output} is complete, and was written with --ray: nothing to resume.")
+    with open(settings.input, "rb") as lines:
+        crc = records.lines_crc(lines)
+    if (facts.get("records"), facts["input"]) != (total, crc):
+        raise InputError(
+            f"Cannot resume {settings.output}: it is complete, and {settings.input} has changed since; "
+            "--overwrite starts again."
+        )
+
+
+def references_of(settings: RunSettings, total: int) -> tuple[list[str], list[str]]:
+    """The references, and the metrics that are wanted."""
+    wanted = [metric for metric in settings.metrics.split(",") if metric]
+    if settings.references is None:
+        return [], wanted
+    metrics.check(wanted)
+    if settings.on_error == failures.SKIP:
+        raise InputError("--on-error skip leaves lines out, and --references compares all of them: give one of them.")
+    return metrics.read_references(settings.references, total), wanted
+
+
+def decisive_settings(settings: RunSettings) -> dict[str, Any]:
+    """The settings that decide what a run writes, by their names."""
+    decisive = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _FREE}
+    decisive |= {f"generation.{name}": value for name, value in decisive.pop("generation").items()}
+    # Between the others one may change: what was written is the same.
+    return decisive | {"on_error": failures.SKIP if settings.on_error == failures.SKIP else None}
+
+
+def files_of_model(settings: RunSettings) -> list[Path]:
+    """What decides about the results and can be replaced; of a name on the hub, nothing."""
+    output = Path(settings.output).name
+    paths: list[Path] = []
+    for name in {settings.model, settings.tokenizer or settings.model}:
+        if os.path.isdir(name):
+            paths += [path for path in Path(name).iterdir() if not path.name.startswith((".", output))]
+    return [path for path in paths if path.is_file()]
+
+
+def _generate(settings: RunSettings, form: str, total: int, writer: Writer, journal: Journal) -> None:
+    from fastgen.pipeline.transformers import prepare  # brings torch, which a driver of Ray does without
+
+    def read() -> Iterator[records.Record]:
+        form = settings.input_format or records.format_of(settings.input)
+        return records.read(Path(settings.input), form, text_field=settings.text_field)
+
+    known = prepare.prepared(settings, say)
+    lengths = None if known.limit is None or settings.truncate else failures.Lengths(known.limit, known.token_counter())
+    failures.scan(islice(read(), writer.next, None), writer.policy, lengths)
+    workers = WORKERS if settings.workers is None else settings.workers
+    with WorkerPool(workers, tokenizing.build, known.spec) as pool:  # starts while the model is loaded
+        generator = prepare.generator_of(
+            settings,
+            known,
+            pool,
+            read(),
+            form=form,
+            warn=say,
+            finished=writer.finished,
+            first=writer.next // batches.WINDOW * batches.WINDOW,
+        )
+
+        if generator.per_record > 1 and form == records.TEXT:
+            say(
+                f"each input has {generator.per_record} lines in {settings.output}, "
+                "in the order of the inputs, best first."
+            )
+        if journal.resuming and generator.has_scores:
+            say(OTHER_DIGITS)
+        progress = Progress(total, done=writer.done, enabled=not settings.quiet)
+        generator.progress = progress.update
+
+        def generate(batch: batches.Batch) -> Any:
+            if not batch.records[0].usable:
+                progress.update(len(batch.records), 0)
+                return _nothing(), (batch.records, [], generator.per_record)
+            found = generator(batch)
+            return pool.submit(tokenizing.Decode(found.rows)), (batch.records, found.scores, generator.per_record)
+
+        try:
+            with journal.opened():  # not before: what is refused leaves an earlier run's results alone
+                run_stages(generator.source, generate, writer.write, cut=generator.source.cut, depth=2)
+        finally:
+            progress.close()
+
+
+def _nothing() -> Future[list[str]]:
+    """The texts of a batch that has nothing to detokenise."""
+    future: Future[list[str]] = Future()
+    future.set_result([])
+    return future
+
+
+def summary(settings: RunSettings, form: str, total: int, failed: int, references: list[str], wanted: list[str]) -> int:
+    """Shows failures and metrics; returns the exit code."""
+    if failed:
+        say(f"{failed} of {counted(total, 'record')} failed.")
+    if references and failed < total:
+        per_record = records.count_lines(Path(settings.output)) // total if form == records.TEXT else 1
+        best = records.best_outputs(Path(settings.output), form, per_record)
+        pairs = [(text, reference) for text, reference in zip(best, references, strict=True) if text is not None]
+        with writing("standard output"):
+            for line in metrics.score([text for text, _ in pairs], [reference for _, reference in pairs], wanted):
+                print(line, flush=True)
+    return INPUT_ERROR if failed else DONE
+
+
+def say(text: str) -> None:
+    print(f"fastgen-generate-transformers: {text}", file=sys.stderr)
