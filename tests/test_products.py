@@ -184,7 +184,7 @@ def test_modes() -> None:
 def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every product of the trial is right, and each shape is decided once for all its layers."""
     clock = [0.0]
-    stock = torch.nn.functional.linear
+    torchs = torch.nn.functional.linear
     product: Any = packed_weights.multiply if kind != "skinny" else linear._skinny()
     monkeypatch.setattr(linear, "_skinny", lambda: slow if kind == "skinny" else None)
 
@@ -194,7 +194,7 @@ def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.Monk
 
     def timed_linear(*arguments: Any) -> Any:
         clock[0] += 2.0
-        return stock(*arguments)
+        return torchs(*arguments)
 
     monkeypatch.setattr(packed_weights, "multiply", slow)
     monkeypatch.setattr(linear.nn.functional, "linear", timed_linear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -54,6 +55,8 @@ def replaced_function() -> str | None:
     if _WAS_PATCHED is not None:
         return _WAS_PATCHED
     for prefix, space, called in zip(_PREFIXES, _NAMESPACES, _CALLED, strict=True):
+        if all(map(operator.is_, map(space.get, called), called.values())):
+            continue
         for name, value in called.items():
             if space.get(name) is not value and not _is_torchs(space.get(name)):  # its own compiler replaces some, too
                 return prefix + name

@@ -23,6 +23,7 @@ _CONTAINERS = (list, tuple, set, frozenset, dict)
 _NOT_OF_THE_STEP = ("builtins", "typing")
 # Of a module's own dict, those that others of its attributes are in.
 _CONTENTS = ("_parameters", "_buffers", "_modules")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))  # the others of these are hooks, which a replayed model has none of
 
 
@@ -37,7 +38,7 @@ class Host:
     registered: Callable[[], list[dict[str, Any]]] = list  # functions that steps look up elsewhere, by name
 
 
-class Snapshot:
+class ModelGuards:
     """All that the Python of some modules reads: attributes, tensors, configs, code.
 
     Values of tensors don't count, which a recording reads anew; but what was derived from them does, so they must not
@@ -47,27 +48,37 @@ class Snapshot:
     def __init__(self, modules: Iterable[nn.Module], host: Host) -> None:
         """It keeps alive what the modules' attributes hold, but not the modules it is made of."""
         modules, self._host = list(modules), host
-        self._modules = [(weakref.ref(module), _attributes(module)) for module in modules]
+        self._modules = [(weakref.ref(module), type(module), _attributes(module)) for module in modules]
         seen: dict[int, Any] = {}
         # Whether there was nothing but what can be looked at again: anything else may change, or hold the model.
         self.is_complete = all(
-            self._collect(value, seen) for _, attributes in self._modules for value in _values(attributes)
+            self._collect(value, seen) for _, _, attributes in self._modules for value in _values(attributes)
         )
         self._containers = [(value, self._content(value)) for value in seen.values() if not isinstance(value, Tensor)]
         self._tensors = [(value, _identity(value)) for value in seen.values() if isinstance(value, Tensor)]
         owners = self._with_bases({type(module) for module in modules})
-        self._classes = [(owner, dict(host.class_attributes(owner))) for owner in owners]
-        self._functions = [(name, _functions(name)) for name in {owner.__module__ for owner in owners}]
+        self._classes = [(owner, tuple(vars(owner).values()), dict(host.class_attributes(owner))) for owner in owners]
+        names = {owner.__module__ for owner in owners}
+        self._functions = [(name, tuple(vars(sys.modules[name]).values()), _functions(name)) for name in names]
         self._registered = host.registered()
 
     def is_current(self) -> bool:
-        """Whether all of it is the same."""
+        """Whether all of it is the same, and no tensor has been written to."""
+        return self.is_same_code() and all(_identity(tensor) == identity for tensor, identity in self._tensors)
+
+    def is_same_code(self) -> bool:
+        """Whether all of it is the same but for what is in tensors."""
         return (
-            all(_is_unchanged(module(), attributes) for module, attributes in self._modules)
+            all(_is_unchanged(module(), kind, attributes) for module, kind, attributes in self._modules)
             and all(_are_same(self._content(value), content) for value, content in self._containers)
-            and all(_identity(tensor) == identity for tensor, identity in self._tensors)
-            and all(_are_same(self._host.class_attributes(owner), attributes) for owner, attributes in self._classes)
-            and all(_are_same(_functions(name), functions) for name, functions in self._functions)
+            and all(
+                _are_identical(vars(owner), values) or _are_same(self._host.class_attributes(owner), attributes)
+                for owner, values, attributes in self._classes
+            )
+            and all(
+                _are_identical(vars(sys.modules[name]), values) or _are_same(_functions(name), functions)
+                for name, values, functions in self._functions
+            )
             and all(map(_are_same, self._host.registered(), self._registered))
         )
 
@@ -107,21 +118,29 @@ class Snapshot:
 
 def _attributes(module: nn.Module) -> tuple[dict[str, Any], ...]:
     own = vars(module)
-    return (dict(own), *(dict(own[name]) for name in _CONTENTS))
+    return (dict(own), *(dict(own[name]) for name in (*_CONTENTS, *_HOOKS)))
 
 
-def _is_unchanged(module: nn.Module | None, attributes: tuple[dict[str, Any], ...]) -> bool:
-    return module is not None and all(map(_are_same, _attributes(module), attributes))
+def _is_unchanged(module: nn.Module | None, kind: type, attributes: tuple[dict[str, Any], ...]) -> bool:
+    if type(module) is not kind:
+        return False
+    own = vars(module)
+    return all(map(_are_same, (own, *(own[name] for name in (*_CONTENTS, *_HOOKS))), attributes))
+
+
+def _are_identical(space: Mapping[str, Any], values: tuple[Any, ...]) -> bool:
+    """Whether all of a class's, or a module's, attributes are these: the quick look."""
+    return len(space) == len(values) and all(map(operator.is_, space.values(), values))
 
 
 def _are_same(now: Any, then: Any) -> bool:
     """Whether two dicts or lists hold the same objects; numbers and strings may be other objects that are equal."""
+    if len(now) != len(then):
+        return False
     if isinstance(now, Mapping):
-        if list(now) != list(then):
+        if not all(map(operator.eq, now, then)):  # names, in their order
             return False
         now, then = now.values(), then.values()
-    elif len(now) != len(then):
-        return False
     return all(map(operator.is_, now, then)) or all(
         mine is theirs or (type(mine) is type(theirs) and type(mine) in _PLAIN and mine == theirs)
         for mine, theirs in zip(now, then, strict=True)
@@ -129,7 +148,7 @@ def _are_same(now: Any, then: Any) -> bool:
 
 
 def _values(attributes: tuple[dict[str, Any], ...]) -> Iterable[Any]:
-    own, parameters, buffers, _ = attributes
+    own, parameters, buffers, *_ = attributes
     yield from (value for name, value in own.items() if name not in _OF_ALL_MODULES)
     yield from parameters.values()
     yield from buffers.values()

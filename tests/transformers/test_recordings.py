@@ -27,11 +27,11 @@ from fastgen.decoding.beam_search import BeamSearch
 from fastgen.memory import limits
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
-from fastgen.optimizer.transformers.replay.guards import snapshot
+from fastgen.optimizer.transformers.replay.guards import guards_of_steps
 from fastgen.optimizer.transformers.replay.step_state import State
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.replay import replayer, statistics, store
-from fastgen.replay.guards import Snapshot
+from fastgen.replay.guards import ModelGuards
 
 pytestmark = [
     pytest.mark.skipif(not versions.COUNTS_IN_TENSORS, reason="steps of this version are never replayed"),
@@ -402,7 +402,7 @@ def test_a_model_that_has_changed(
 def test_the_snapshot_is_what_tells(change: Callable[[Any, Any], None], monkeypatch: Any) -> None:
     """Without it the old step would be replayed."""
     model, inputs = _changeable(change)
-    monkeypatch.setattr(Snapshot, "is_current", lambda self: True)
+    monkeypatch.setattr(ModelGuards, "is_current", lambda self: True)
     change(model, monkeypatch)
     with pytest.raises(AssertionError, match="differ"):
         harness.compare(model, inputs, tier="compat", **LONG)
@@ -460,8 +460,8 @@ def test_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _captures(model, _inputs("bart", 1)) == 1
 
 
-def _snapshot(model: Any) -> Snapshot:
-    found = snapshot(model)
+def _snapshot(model: Any) -> ModelGuards:
+    found = guards_of_steps(model)
     assert found.is_complete and found.is_current()
     return found
 

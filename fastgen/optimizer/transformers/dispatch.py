@@ -18,7 +18,8 @@ from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.generate.argmax_head import may_screen
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 from fastgen.optimizer.transformers.replay import conditions
-from fastgen.optimizer.transformers.request import Request, unsupported_reason
+from fastgen.optimizer.transformers.request import Request
+from fastgen.optimizer.transformers.support import unsupported_reason
 from fastgen.replay import statistics
 
 _DIVERSE = "diverse beam search is fastgen's own: this version of transformers has moved its own to the Hub"

@@ -22,7 +22,6 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria, Stoppin
 
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder, selected
-from fastgen.optimizer.transformers.model.modules import is_tested
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.replay.replayer import Replayer
@@ -40,7 +39,7 @@ def disproof(request: Request, stock: Callable[..., Any], is_replayed: bool = Fa
     `is_replayed`: the question is whether its steps may be replayed.
     """
     model = request.model
-    if is_tested(model) and not request.foreign:
+    if request.facts.is_tested and not request.foreign:
         return None
     if rule := request.users_rule:  # which would see the trial's search, on whatever copy
         return f"{rule}, and a trial would run it"

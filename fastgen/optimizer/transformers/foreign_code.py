@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from fastgen import config
 from fastgen.optimizer.transformers import interception, versions
-from fastgen.optimizer.transformers.model import modules
 from fastgen.patching import foreign_code
 from fastgen.patching.foreign_code import Finding, HostCode
 from fastgen.patching.replaced_code import is_of
@@ -48,19 +47,9 @@ _CODE = HostCode(
 )
 
 
-def of_decoder(model: Any) -> list[Finding]:
-    """Foreign code that a decode step of this model would run."""
-    return [*_CODE.find(modules.of_steps_by_name(model)), *_replaced_attention(model)]
-
-
-def of_encoder(model: Any) -> list[Finding]:
-    """The same of the model's encoder, as it is called before the search."""
-    return of_modules(model.get_encoder())
-
-
-def of_modules(model: nn.Module) -> list[Finding]:
-    """Foreign code in all of a model."""
-    return list(_CODE.find(model.named_modules()))
+def of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
+    """Foreign code in these modules, given with their paths in the model."""
+    return list(_CODE.find(modules))
 
 
 def reason_against(findings: list[Finding]) -> str | None:
@@ -88,12 +77,12 @@ def _is_mixins(function: Any) -> bool:
     return bool(getattr(function, "__globals__", {}).get("__name__") == GenerationMixin.__module__)
 
 
-def _replaced_attention(model: nn.Module) -> Iterator[Finding]:
-    """Functions of attention or of its masks that are not the host's, though their names are known."""
+def replaced_attention(modules: Iterable[nn.Module]) -> Iterator[Finding]:
+    """Functions of these modules' attention or of its masks that are not the host's, though their names are known."""
     seam = interception.stock_attributes(AttentionInterface).get(versions.ATTENTION_SEAM)
     if seam is not None and not is_of(seam, "transformers"):
         yield Finding("", f"looks attention up by a {versions.ATTENTION_SEAM} that is not the host's own")
-    names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules()}
+    names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in modules}
     for name in sorted(name for name in names if isinstance(name, str)):
         function = dict(ALL_ATTENTION_FUNCTIONS).get(name)
         is_stock = function is sdpa_attention_forward if name == "sdpa" else is_of(function, "transformers")

@@ -9,11 +9,11 @@ from typing import Any
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
 
-from fastgen.replay.guards import Host, Snapshot
+from fastgen.replay.guards import Host, ModelGuards
 
 _HOST = Host(configs=(argparse.Namespace, FairseqDataclass), ignored=(Dictionary,))
 
 
-def snapshot(models: Iterable[Any]) -> Snapshot:
+def snapshot(models: Iterable[Any]) -> ModelGuards:
     """Of what the models' steps may read: all of each decoder, and how the model itself normalises scores."""
-    return Snapshot([module for model in models for module in (model, *model.decoder.modules())], _HOST)
+    return ModelGuards([module for model in models for module in (model, *model.decoder.modules())], _HOST)

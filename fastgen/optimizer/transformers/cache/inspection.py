@@ -20,8 +20,10 @@ from fastgen.optimizer.transformers.cache import slim
 from fastgen.optimizer.transformers.equivalence import sample_of
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
+from fastgen.optimizer.transformers.model.facts import facts_of
 from fastgen.optimizer.transformers.model.session import Session, scale_of
-from fastgen.optimizer.transformers.request import Request, unsupported_reason
+from fastgen.optimizer.transformers.request import Request
+from fastgen.optimizer.transformers.support import unsupported_reason
 
 _STEPS, _FEW_STEPS = 24, 6  # tokens that are generated to be looked at; few where nothing is inverted
 _POSITIONS = 64  # of a prompt with them, at most
@@ -89,7 +91,7 @@ class _Capturing(Session):
         self._kinds, self.layers = list(kinds), list[Layer]()
         self._first_across: Projections | None = None
         attentions = list(slim.attention_modules(model))
-        super().__init__(BeamTree(1, 1, 1), model, dict.fromkeys(attentions, slim.Kept()))
+        super().__init__(BeamTree(1, 1, 1), facts_of(model), dict.fromkeys(attentions, slim.Kept()))
         self.products = Products("off")  # which only note what goes in
         for module in attentions:
             self.products.put_instead(slim.projecting_layers(module)[0], self._noting(module))

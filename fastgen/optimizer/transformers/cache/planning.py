@@ -16,7 +16,6 @@ from fastgen.cache.slim.latent import Choice, HybridCache, Slim, slim_cache, sta
 from fastgen.memory.release import keeper
 from fastgen.optimizer.transformers.cache import slim
 from fastgen.optimizer.transformers.cache.slim import Kept
-from fastgen.optimizer.transformers.model import modules
 from fastgen.optimizer.transformers.request import Request
 from fastgen.replay import store
 
@@ -41,7 +40,7 @@ def plan_for(request: Request, stock: Callable[..., Any]) -> Caches:
         return Caches({}, None if wanted == "auto" else f"{request.foreign[0]}, and may look at keys and values")
     if request.calls_back:
         return Caches({}, None if wanted == "auto" else _EDITABLE)
-    geometry = _geometry_of(model) if modules.is_tested(model) else None
+    geometry = _geometry_of(model) if request.facts.is_tested else None
     if geometry is None:
         return Caches({}, None if wanted == "auto" else slim.unsupported_reason(model))
     if wanted == "auto" and geometry.is_rotary:  # there is nothing to choose

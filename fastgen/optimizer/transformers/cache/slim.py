@@ -23,8 +23,8 @@ from fastgen.layers.linear import Products
 from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.interception import Wrapper
 from fastgen.optimizer.transformers.model import modules
+from fastgen.optimizer.transformers.model.facts import facts_of
 from fastgen.optimizer.transformers.versions import FINDS_EAGER
-from fastgen.patching.replaced_code import is_watched
 
 # Classes of attention whose keys and values are projections of their input, and no more -> the layers that make them.
 _SEPARATE = {
@@ -245,11 +245,12 @@ def unsupported_reason(model: Any) -> str | None:
     """Why no layer of this model can have a slim cache, or None."""
     if not FINDS_EAGER:
         return "this version of transformers has not been tried with slim caches"
-    if not modules.is_tested(model):
+    facts = facts_of(model)
+    if not facts.is_tested:
         return f"{type(model).__name__} is none of the models whose slim caches have been compared with stock"
     if torch.is_autocast_enabled(model.device.type):
         return "what autocast rounds are keys and values"
-    if is_watched(modules.of_steps(model)):
+    if facts.is_watched:
         return "something of yours looks at the model's modules, or has replaced them"
     if not any(True for _ in attention_modules(model)):
         return "keys and values of its attention are more than projections of the layer's input"

@@ -7,9 +7,8 @@ from typing import Any
 
 from transformers.generation import utils
 
-from fastgen.optimizer.transformers.model import modules
 from fastgen.optimizer.transformers.request import Request
-from fastgen.patching.replaced_code import is_replaced, is_watched
+from fastgen.patching.replaced_code import is_replaced
 
 _MIN_STEPS = 12  # a head's codes are made once, but somebody may generate only once, and a word or two
 # Between the head and the choice, what sees the model's output.
@@ -24,8 +23,8 @@ def may_screen(request: Request, stock: Callable[..., Any]) -> bool:
         and steps >= _MIN_STEPS
         and not request.calls_back
         and not request.foreign
-        and modules.is_tested(model)
+        and request.facts.is_tested
         and getattr(stock, "__globals__", None) is vars(utils)
         and not any(name in vars(model) or is_replaced(type(model), name) for name in _BETWEEN)
-        and not is_watched(modules.of_steps(model))
+        and not request.facts.is_watched
     )

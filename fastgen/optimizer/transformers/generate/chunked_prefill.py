@@ -13,7 +13,6 @@ import torch
 from fastgen import report
 from fastgen.memory import limits
 from fastgen.optimizer.transformers import versions
-from fastgen.optimizer.transformers.model.modules import is_the_hosts_own
 from fastgen.optimizer.transformers.request import Request
 
 # `model_type` of those whose chunked prompts the test suite compares with whole ones.
@@ -28,7 +27,7 @@ def configuration(request: Request) -> Any:
     length = request.input_ids.shape[1]
     if config.prefill_chunk_size is not None or length <= _SHORTEST or not versions.PREFILLS:
         return config  # 4.57 has it for some searches only, and counts positions differently
-    if request.model.config.model_type not in _TESTED or not is_the_hosts_own(request.model):
+    if request.model.config.model_type not in _TESTED or not request.facts.is_hosts_own:
         return config
     if torch.are_deterministic_algorithms_enabled():
         return config  # sums in another order, as the memory of the moment would have it

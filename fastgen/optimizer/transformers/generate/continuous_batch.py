@@ -22,13 +22,15 @@ from fastgen.cache.batch_tree import JointTree
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.sampling import TokenSearch
 from fastgen.memory.buffers import Buffers
-from fastgen.optimizer.transformers import dispatch, equivalence, foreign_code, interception
+from fastgen.optimizer.transformers import dispatch, equivalence, interception
 from fastgen.optimizer.transformers.cache import planning, slim
 from fastgen.optimizer.transformers.cache.tree_cache import TreeEncoderDecoderCache, resized
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.model import modules
 from fastgen.optimizer.transformers.model.decoder import NOT_ROWS, TreeDecoder, selected
-from fastgen.optimizer.transformers.request import Request, unsupported_reason
+from fastgen.optimizer.transformers.model.facts import facts_of
+from fastgen.optimizer.transformers.request import Request
+from fastgen.optimizer.transformers.support import unsupported_reason
 from fastgen.optimizer.transformers.versions import CACHE, CACHE_LENGTH
 
 # `model_type` of those whose only absolute positions are `position_ids` or a module told `CACHE_LENGTH`.
@@ -45,9 +47,10 @@ def unrefillable_model(model: Any) -> str | None:
     """Why no batch of this model can be kept full, or None."""
     if getattr(type(model), "generate", None) is not GenerationMixin.generate:
         return "the model has its own generate"
-    if model.config.model_type not in _REFILLED or not modules.is_the_hosts_own(model):
+    facts = facts_of(model)
+    if model.config.model_type not in _REFILLED or not facts.is_hosts_own:
         return f"{type(model).__name__} has not been tried with sentences at different positions"
-    return next((f"{finding}: such code may see other rows" for finding in foreign_code.of_decoder(model)), None)
+    return next((f"{finding}: such code may see other rows" for finding in facts.foreign), None)
 
 
 def unrefillable(model: Any, call: Mapping[str, Any], *, tokens: bool = False) -> str | None:

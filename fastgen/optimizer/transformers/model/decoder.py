@@ -21,12 +21,10 @@ from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.cache.slim import Kept
 from fastgen.optimizer.transformers.cache.tree_cache import TreeEncoderDecoderCache, tree_cache
-from fastgen.optimizer.transformers.model import modules
 from fastgen.optimizer.transformers.model.session import Session
-from fastgen.optimizer.transformers.replay.guards import snapshot
+from fastgen.optimizer.transformers.replay.guards import guards_of_steps
 from fastgen.optimizer.transformers.replay.step_state import State
 from fastgen.optimizer.transformers.request import Request
-from fastgen.patching.replaced_code import are_interrupted
 from fastgen.replay import store
 from fastgen.replay.replayer import Replayer
 
@@ -59,8 +57,8 @@ class TreeDecoder:
         if tree is None:
             tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
-        self.session, self._arena = Session(self.tree, self.model, kept), arena.of(self.model)
-        if request.calls_back or are_interrupted(modules.of_steps(self.model)):
+        self.session, self._arena = Session(self.tree, request.facts, kept), arena.of(self.model)
+        if request.calls_back or request.facts.is_interrupted:
             self.session.products.expect_edits()
         self.cache = tree_cache(self.session, request.model_kwargs[versions.CACHE])
         self.encoder_outputs: Any = None
@@ -71,14 +69,14 @@ class TreeDecoder:
         self.finished_mask: tuple[Tensor, Tensor] | None = None
         # What a result refers to, no later call may write to; and other models may not take padding for padding.
         is_free = not request.generation_config.return_dict_in_generate
-        self._shares = replayer is not None and is_free and modules.is_tested(self.model)
+        self._shares = replayer is not None and is_free and request.facts.is_tested
         self._is_handed_on = False
         self._whole: State | None = None  # from before sentences left, if it is to be kept
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
         self._prompt_tokens = request.input_ids.shape[1]
         self._may_screen = may_screen
         self._is_screened = False
-        self._takes_plain_mask = modules.takes_plain_mask(self.model)
+        self._takes_plain_mask = request.facts.takes_plain_mask
 
     def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The host's inputs with the expansion to beams undone, over the tree's cache."""
@@ -144,7 +142,7 @@ class TreeDecoder:
         if self._key_of(state) == self._key:
             self._is_handed_on = True
             recording = store.recorded(state, tree, self.replayer)
-            store.keep(self.model, self._key, recording, lambda: snapshot(self.model), self._device)
+            store.keep(self.model, self._key, recording, lambda: guards_of_steps(self.model), self._device)
 
     def _key_of(self, state: State) -> Hashable:
         key = state.shape(), store.surroundings(self._device), self._is_screened

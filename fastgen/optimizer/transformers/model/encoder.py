@@ -17,13 +17,8 @@ from fastgen import config, report
 from fastgen.layers.linear import Products
 from fastgen.optimizer.transformers import foreign_code
 from fastgen.optimizer.transformers.model import session as sessions
-from fastgen.optimizer.transformers.model.modules import is_the_hosts_own
-from fastgen.optimizer.transformers.request import (
-    unsupported_configuration,
-    unsupported_model,
-    unsupported_modules,
-)
-from fastgen.patching.replaced_code import is_watched
+from fastgen.optimizer.transformers.model.facts import facts_of, unsupported_modules
+from fastgen.optimizer.transformers.support import unsupported_configuration
 
 # Compared with the padded call by the test suite. Padding must reach nothing: no convolution, no blocks of positions,
 # no experts that a batch shares.
@@ -117,17 +112,17 @@ def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
     ids, base = inputs.get("input_ids"), getattr(model, "base_model", model)
     name = type(model).__name__
     head = name.removeprefix(type(base).__name__.removesuffix("Model"))
-    if type(base).__name__ not in _ALONE or head not in _HEADS or not is_the_hosts_own(model):
+    if type(base).__name__ not in _ALONE or head not in _HEADS or not (facts := facts_of(model)).is_hosts_own:
         return f"{name} is none of the encoders that were compared with the padded call"
-    if getattr(model.config, "is_decoder", False) or is_watched(model.modules()):
+    if getattr(model.config, "is_decoder", False) or facts.is_watched:
         return f"{name} is used as a decoder, or has hooks or replaced parts"
     if reason := foreign_code.ambient_reason():
         return reason
-    if found := foreign_code.of_modules(model):
-        return f"{name} is not as the host made it: {found[0]}"
+    if facts.foreign:
+        return f"{name} is not as the host made it: {facts.foreign[0]}"
     if getattr(model.config, "chunk_size_feed_forward", 0):
         return "chunk_size_feed_forward divides texts by their padded length"
-    if reason := unsupported_modules(model, (None, "eager", "sdpa")):
+    if reason := unsupported_modules(model.modules(), (None, "eager", "sdpa")):
         return reason
     if model.training or torch.is_grad_enabled():
         return "the model is in training mode" if model.training else "gradients are enabled: use torch.no_grad()"
@@ -197,7 +192,7 @@ def _groups(
     if type(encoder).__name__ not in _ENCODERS or not type(encoder).__module__.startswith("transformers.models."):
         return None
     groups = _split_by_length(encoder, mask) if _is_padded_right(mask) else None
-    return None if groups is None or is_watched(encoder.modules()) else groups
+    return None if groups is None or facts_of(model).is_encoder_watched else groups
 
 
 def _split_by_length(encoder: Any, mask: Tensor) -> list[tuple[list[int], int]] | None:
@@ -258,8 +253,8 @@ def _is_accelerated(model: Any, generation_config: Any, inputs: Tensor) -> bool:
         and generation_config.use_cache is not False
         and (rows > 1 or inputs.device.type == "cpu")
         and unsupported_configuration(model, generation_config) is None
-        and unsupported_model(model) is None
-        and is_the_hosts_own(model)
-        and not foreign_code.of_decoder(model)
-        and not foreign_code.of_encoder(model)
+        and (facts := facts_of(model)).unsupported is None
+        and facts.is_hosts_own
+        and not facts.foreign
+        and not facts.foreign_in_encoder
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,9 +58,9 @@ def _computes_attention_itself(forward: Any) -> bool:
     return caches and "ALL_ATTENTION_FUNCTIONS" not in code.co_names
 
 
-def hand_written_attention(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
-    """Wrappers, by class and attribute, for the model's modules to be folded at their boundary."""
-    wrappers = {(owner, "forward"): _folding(owner) for owner in {type(module) for module in model.modules()}}
+def hand_written_attention(kinds: Iterable[type]) -> dict[tuple[type, str], Wrapper]:
+    """Wrappers, by class and attribute, for modules of these classes to be folded at their boundary."""
+    wrappers = {(owner, "forward"): _folding(owner) for owner in kinds}
     return {seam: wrapper for seam, wrapper in wrappers.items() if wrapper is not None}
 
 
@@ -74,10 +74,10 @@ def _folding(owner: Any) -> Wrapper | None:
     return None if mask_name is None else functools.partial(_folded, mask_name=mask_name)
 
 
-def replayable_inputs(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]:
+def replayable_inputs(kinds: Iterable[type]) -> dict[tuple[type, str], Wrapper]:
     """Wrappers, by class and attribute, for what would wait for a device to know a token's position or a mask."""
     wrappers: dict[tuple[type, str], Wrapper] = {}
-    for owner in {type(module) for module in model.modules()}:
+    for owner in kinds:
         if owner.__name__ in _WITH_GROWING_TABLES:
             wrappers[owner, "forward"] = _of_grown_table
         elif owner.__name__ in _NUMBERING_UNLESS_TOLD:
@@ -92,9 +92,10 @@ def replayable_inputs(model: torch.nn.Module) -> dict[tuple[type, str], Wrapper]
     return wrappers
 
 
-def unfoldable_attention(model: torch.nn.Module) -> str | None:
-    """The name of an attention class that cannot be folded, if the model has one."""
-    return next((owner.__name__ for owner in _hand_written(model) if _folding(owner) is None), None)
+def unfoldable_attention(kinds: Iterable[Any]) -> str | None:
+    """The name of an attention class that cannot be folded, if there is one among these."""
+    hand_written = [owner for owner in kinds if _computes_attention_itself(getattr(owner, "forward", None))]
+    return next((owner.__name__ for owner in hand_written if _folding(owner) is None), None)
 
 
 def _is_fsmts(owner: Any, name: str) -> bool:
@@ -105,27 +106,25 @@ def _is_fsmts(owner: Any, name: str) -> bool:
     return CACHE_LENGTH in inspect.signature(numbering).parameters
 
 
-def takes_plain_mask(model: torch.nn.Module) -> bool:
-    """Whether the model's own code asks for a mask of the source in two dimensions, `[B, N]`."""
-    return any(hasattr(m, _MASK_OF_FEATURES) or _is_fsmts(type(m), "Attention") for m in model.modules())
+def takes_plain_mask(kinds: Iterable[type]) -> bool:
+    """Whether the code of these classes asks for a mask of the source in two dimensions, `[B, N]`."""
+    return any(hasattr(owner, _MASK_OF_FEATURES) or _is_fsmts(owner, "Attention") for owner in kinds)
 
 
-def is_the_hosts_own(model: torch.nn.Module) -> bool:
-    """Whether all of the model's forward passes are the host's, torch's or our own (`fastgen.models`).
+def are_the_hosts_own(kinds: Iterable[Any]) -> bool:
+    """Whether the forward passes of these classes are all the host's, torch's or our own (`fastgen.models`).
 
-    Somebody's subclass may have other methods beside them: `foreign` says which matter.
+    Somebody's subclass may have other methods beside them: `foreign_code` says which matter.
     """
-    kinds: set[Any] = {type(module) for module in model.modules()}
     owners = [next(base for base in kind.__mro__ if "forward" in vars(base)) for kind in kinds]
     return {owner.__module__.partition(".")[0] for owner in owners} <= {"torch", "transformers", "fastgen"}
 
 
-def is_tested(model: Any) -> bool:
-    """Whether the model is one of those that the test suite compares with stock."""
+def is_of_tested_family(model: Any) -> bool:
+    """Whether the model's family is one of those that the test suite compares with stock."""
     config = getattr(model.config, "decoder", None)
     model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
-    # Where eager attention can't be found, not even these are sure; nor are classes derived from theirs.
-    return model_type in _TESTED and FINDS_EAGER and is_the_hosts_own(model)
+    return model_type in _TESTED and FINDS_EAGER  # where eager attention can't be found, not even these are sure
 
 
 def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -145,11 +144,6 @@ def of_steps_by_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
             # Not `named_children`, which leaves out a child that is there under two names.
             children = [(name, child) for name, child in module._modules.items() if child is not None]
             waiting += [(f"{path}.{name}" if path else name, child) for name, child in children]
-
-
-def _hand_written(model: torch.nn.Module) -> set[Any]:
-    types: set[Any] = {type(module) for module in model.modules()}
-    return {owner for owner in types if _computes_attention_itself(getattr(owner, "forward", None))}
 
 
 def _folded(forward: Callable[..., Any], mask_name: str) -> Callable[..., Any]:

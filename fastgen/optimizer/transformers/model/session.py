@@ -22,7 +22,7 @@ from fastgen.optimizer.transformers import interception, versions
 from fastgen.optimizer.transformers.cache import slim
 from fastgen.optimizer.transformers.cache.slim import Kept, SlimCaches
 from fastgen.optimizer.transformers.interception import Wrapper, redirected
-from fastgen.optimizer.transformers.model import modules
+from fastgen.optimizer.transformers.model.facts import ModelFacts
 from fastgen.patching.replaced_code import is_of
 
 
@@ -40,21 +40,19 @@ class Session:
     query has one row per beam and whose keys have one row per sentence is folded, any other passes through.
     """
 
-    def __init__(
-        self, tree: BeamTree, model: torch.nn.Module, kept: Mapping[torch.nn.Module, Kept] | None = None
-    ) -> None:
+    def __init__(self, tree: BeamTree, facts: ModelFacts, kept: Mapping[torch.nn.Module, Kept] | None = None) -> None:
         """`kept`: the attention modules whose caches are slim, and how."""
         self.tree = tree
         self.products = Products(config.current().packing)
         self.slim = SlimCaches()
         if kept:
             self.slim.install(kept, self.products)
-        self.patches = {**modules.hand_written_attention(model), **_PRODUCTS}
+        self.patches = {**facts.folding, **_PRODUCTS}
         rotating = slim.rotary_seams(kept) if kept else {}
         self._reading = {**_ATTENTION, **rotating}
         self.patches |= rotating
         if tree.is_static:
-            self.patches |= modules.replayable_inputs(model)
+            self.patches |= facts.replayable
         # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
         self.spans: list[tuple[int, int]] | None = None
         self.knows_positions = False  # with `spans`: the host has told the positions of all rows

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,9 +40,12 @@ def folding(owner: Any) -> Callable[[Forward], Forward] | None:
     return None
 
 
-def unsupported_model(model: Any) -> str | None:
-    """Why this model, one of those above, cannot decode over the tree; None if it can or is another."""
-    ours = [module for module in model.modules() if type(module).__module__ in (_PROPHETNET, _UNILM)]
+def unsupported_model(model: Any, modules: Iterable[Any]) -> str | None:
+    """Why this model, one of those above, cannot decode over the tree; None if it can or is another.
+
+    `modules`: all of the model's.
+    """
+    ours = [module for module in modules if type(module).__module__ in (_PROPHETNET, _UNILM)]
     decoders = [m for m in ours if folding(type(m)) is _prophetnets_decoder]
     if decoders and folding(type(model)) is not _prophetnets_logits:
         return "of ProphetNet, only ProphetNetForConditionalGeneration has been tried"

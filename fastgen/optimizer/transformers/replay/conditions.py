@@ -7,9 +7,7 @@ from typing import Any
 
 from fastgen import config
 from fastgen.optimizer.transformers import equivalence, versions
-from fastgen.optimizer.transformers.model import modules
 from fastgen.optimizer.transformers.request import Request
-from fastgen.patching.replaced_code import is_watched
 from fastgen.replay import replayer, statistics
 
 
@@ -22,7 +20,7 @@ def replayer_for(request: Request, stock: Callable[..., Any]) -> replayer.Replay
     if config.current().cache_threshold:  # what is left out differs from step to step
         return None
     # Whoever watches, has replaced something or may change the model while it decodes expects it to be called.
-    if request.calls_back or request.foreign or is_watched(modules.of_steps(model)):
+    if request.calls_back or request.foreign or request.facts.is_watched:
         return None
     if reason := equivalence.disproof(request, stock, is_replayed=True):
         statistics.note_disproof(model, reason)

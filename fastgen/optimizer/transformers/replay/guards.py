@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.model import modules
-from fastgen.replay.guards import Host, Snapshot
+from fastgen.replay.guards import Host, ModelGuards
 
 _INTERFACES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 
 
 def _registered() -> list[dict[str, Any]]:
     """The functions of attention and of its masks."""
-    return [dict(names) for one in _INTERFACES for names in (one._global_mapping, one._local_mapping)]
+    found = [dict(names) for one in _INTERFACES for names in (one._global_mapping, one._local_mapping)]
+    return [*found, interception.stock_attributes(AttentionInterface)]
 
 
 _HOST = Host(
@@ -30,6 +33,14 @@ _HOST = Host(
 )
 
 
-def snapshot(model: nn.Module) -> Snapshot:
+_WITH_SEARCH = dataclasses.replace(_HOST, not_of_the_step=())
+
+
+def guards_of_steps(model: nn.Module) -> ModelGuards:
     """Of what the model's steps may read."""
-    return Snapshot(modules.of_steps(model), _HOST)
+    return ModelGuards(modules.of_steps(model), _HOST)
+
+
+def guards_of(everything: Iterable[nn.Module]) -> ModelGuards:
+    """Of all that these modules, and the host's search, may read."""
+    return ModelGuards(everything, _WITH_SEARCH)

@@ -1,0 +1,135 @@
+"""What decisions about a call ask of its model: found in one walk over its modules, kept while nothing changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fastgen.optimizer.transformers import foreign_code
+from fastgen.optimizer.transformers.interception import Wrapper
+from fastgen.optimizer.transformers.model import modules, streams
+from fastgen.optimizer.transformers.replay.guards import guards_of
+from fastgen.optimizer.transformers.versions import FINDS_EAGER
+from fastgen.patching import replaced_code
+from fastgen.patching.foreign_code import Finding
+from fastgen.replay.guards import ModelGuards
+
+_ATTENTION = (None, "eager", "sdpa") if FINDS_EAGER else (None, "sdpa")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Of one model; none of it depends on a request."""
+
+    is_hosts_own: bool  # all of its forward passes are the host's, torch's or ours
+    is_tested: bool  # the same, and of a family that the test suite compares with stock
+    foreign: list[Finding]  # foreign code that a decode step would run
+    foreign_in_encoder: list[Finding]  # the same of the encoder, as it is called before the search
+    overridden_rule: str | None  # which rule of the host's search a class of the host has changed
+    unsupported: str | None  # why it cannot decode over the tree, whatever the request
+    is_watched: bool  # whether somebody sees the calls of a step's module, or has replaced one
+    is_interrupted: bool  # whether somebody's code may run when one of these is called
+    is_encoder_watched: bool
+    sees_prompt_padding: bool  # tokens generated attend to the padding of a prompt
+    takes_plain_mask: bool  # its own code asks for a mask of the source in two dimensions
+    folding: dict[tuple[type, str], Wrapper]  # of classes that compute attention themselves
+    replayable: dict[tuple[type, str], Wrapper]  # of classes that would wait for a device
+
+
+def facts_of(model: Any) -> ModelFacts:
+    """Of the model as it is now."""
+    kept = _kept.get(model)
+    if kept is None or kept[1] != _surroundings() or not kept[0].is_same_code():
+        everything = list(model.modules())
+        surroundings, guards = _surroundings(), guards_of(everything)
+        kept = guards, surroundings, _facts(model, everything)
+        if guards.is_complete:
+            _kept[model] = kept
+        else:  # what cannot be seen to change is looked at each time
+            _kept.pop(model, None)
+    return kept[2]
+
+
+_kept: weakref.WeakKeyDictionary[Any, tuple[ModelGuards, Any, ModelFacts]] = weakref.WeakKeyDictionary()
+
+
+def _surroundings() -> tuple[bool, str | None]:
+    """What is around all models: hooks on every module, and functions of torch that somebody has replaced."""
+    return nn.modules.module._has_any_global_hook(), replaced_code.replaced_function()
+
+
+def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
+    parts = dict(modules.of_steps_by_name(model))
+    kinds, steps = {type(module) for module in everything}, list(parts.values())
+    encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None
+    in_encoder = [] if encoder is None else list(encoder.named_modules())
+    is_hosts_own = modules.are_the_hosts_own(kinds)
+    return ModelFacts(
+        is_hosts_own=is_hosts_own,
+        is_tested=is_hosts_own and modules.is_of_tested_family(model),
+        foreign=[*foreign_code.of_modules(parts.items()), *foreign_code.replaced_attention(everything)],
+        foreign_in_encoder=foreign_code.of_modules(in_encoder),
+        overridden_rule=foreign_code.overridden_rule(model),
+        unsupported=_unsupported(model, everything, parts),
+        is_watched=replaced_code.is_watched(steps),
+        is_interrupted=replaced_code.are_interrupted(steps),
+        is_encoder_watched=replaced_code.is_watched(module for _, module in in_encoder),
+        sees_prompt_padding=streams.sees_padding(model),
+        takes_plain_mask=modules.takes_plain_mask(kinds),
+        folding=modules.hand_written_attention(kinds),
+        replayable=modules.replayable_inputs(kinds),
+    )
+
+
+def _unsupported(model: Any, everything: list[nn.Module], parts: dict[str, nn.Module]) -> str | None:
+    """Why this model cannot decode over the tree, whatever the request; None if it can."""
+    if hasattr(model, "_reorder_cache"):
+        return "the model reorders its cache itself"
+    if training := next((path for path, module in parts.items() if _is_training(module)), None):
+        return f"{training} is in training mode"
+    numbers = {part.layer_idx for part in parts.values() if isinstance(getattr(part, "layer_idx", None), int)}
+    if numbers and 0 not in numbers:  # which is asked for how long the cache is
+        return "its first layer has been cut out, and the others keep their numbers"
+    if reason := streams.unsupported_model(model, everything):
+        return reason
+    if name := modules.unfoldable_attention({type(module) for module in everything}):
+        return f"{name} computes attention itself instead of calling an attention function"
+    if reason := unsupported_modules(everything):
+        return reason
+    for module in everything:
+        config = getattr(module, "config", None)
+        types = getattr(config, "layer_types", None) or ()
+        if unknown := sorted(set(types) - set(_LAYER_TYPES)):
+            return f"it has layers of type {', '.join(unknown)}"
+        if getattr(config, "attention_chunk_size", None) is not None:
+            return "it attends in chunks"
+    return None
+
+
+def _is_training(module: nn.Module) -> bool:
+    """Whether a module of the host's or torch's may compute something else than in evaluation."""
+    if not module.training:
+        return False
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    kinds = (nn.modules.batchnorm._NormBase, nn.RReLU)
+    return type(module).__module__.startswith(("transformers.", "fastgen.")) or isinstance(module, kinds)
+
+
+def unsupported_modules(everything: Iterable[nn.Module], attention: tuple[str | None, ...] = _ATTENTION) -> str | None:
+    """Why rows of a model of these modules may depend on others or on their padding; None if they don't.
+
+    `attention`: implementations that are known.
+    """
+    for module in everything:
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            return "dynamically quantised layers scale a row by the others of its batch"
+        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if implementation not in attention:
+            return f"attention implementation {implementation!r} has not been proven"
+    return None

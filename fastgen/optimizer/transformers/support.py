@@ -1,0 +1,131 @@
+"""Which requests and models cannot decode over the tree, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from fastgen.optimizer import verification
+from fastgen.optimizer.transformers import foreign_code
+from fastgen.optimizer.transformers.cache.tree_cache import unsupported_cache
+from fastgen.optimizer.transformers.request import Request
+from fastgen.optimizer.transformers.versions import CACHE
+from fastgen.report import OfThisVersion
+
+_KNOWN_KWARGS = frozenset(
+    f"""attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs global_attention_mask
+    inputs_embeds labels latents logits_to_keep {CACHE} position_ids token_type_ids use_cache
+    return_dict""".split()  # of labels, which a batch may hold, the host gives its model nothing
+)
+# Multimodal models with positions in three dimensions put those first, and latents need not be of a text.
+_BEGIN_WITH_ROWS = ("decoder_position_ids", "latents", "position_ids")
+
+
+def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
+    """Why this request has to run on the host's own cache, in words for the user; None if it need not.
+
+    `shares`: its rows share a batch with other requests'.
+    """
+    model, config, kwargs = request.model, request.generation_config, request.model_kwargs
+    if not isinstance(request.model, nn.Module):
+        return f"{type(model).__name__} is no torch.nn.Module"
+    if reason := foreign_code.ambient_reason():
+        return reason
+    if request.is_search and request.beams < 2:
+        return f"num_beams={request.beams} is no beam search"
+    if not request.is_search and request.beams == 1 and request.input_ids.device.type != "cpu" and not shares:
+        return "one sample of a prompt has nothing to share"  # on the CPU there are faster products to gain from
+    if request.synced_gpus:
+        return "synced_gpus keeps several processes in step"
+    if reason := unsupported_configuration(model, config):
+        return reason
+    if config.prefill_chunk_size is not None and (model.config.is_encoder_decoder or "inputs_embeds" in kwargs):
+        return "prefill_chunk_size is for decoder-only models that are given tokens"
+    long_rope_from = getattr(model.config, "original_max_position_embeddings", None)
+    if long_rope_from is not None and config.max_length > long_rope_from:
+        return f"from {long_rope_from} tokens on the model may drop its cache and begin anew"
+    if not kwargs.get("use_cache") or kwargs.get(CACHE) is None:
+        if (name := _unknown_cache(kwargs)) is not None:
+            return OfThisVersion(f"its cache is called {name}, and not {CACHE}")
+        return "no cache of the standard kind is used"
+    if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and not _is_absent(kwargs[name])):
+        return f"the model takes further inputs ({', '.join(unknown)})"
+    cache = kwargs[CACHE]
+    is_users = getattr(cache, "_is_user_defined", False)
+    if not is_users and (reason := unsupported_cache(cache)):
+        return reason
+    if is_users or cache.get_seq_length():
+        return f"the user passed {CACHE}"
+    if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
+        return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
+    if not request.is_search and not _repeats(request.beams, [request.input_ids, *_tensors(kwargs)]):
+        return "rows that should share a prompt differ"
+    for name in _BEGIN_WITH_ROWS:
+        value = kwargs.get(name)
+        if isinstance(value, Tensor) and value.shape[:1] != request.input_ids.shape[:1]:
+            return f"{name} of shape {tuple(value.shape)} does not begin with the rows of the batch"
+    outputs = kwargs.get("encoder_outputs")
+    if outputs is not None and outputs[0].shape[:1] != request.input_ids.shape[:1]:
+        return f"there are {outputs[0].shape[0]} rows of the source for {request.input_ids.shape[0]} of the prompt"
+    if reason := foreign_code.reason_against(request.foreign):
+        return reason
+    if reason := request.facts.unsupported:
+        return reason
+    prompt_mask = kwargs.get("decoder_attention_mask")
+    if prompt_mask is not None and request.facts.sees_prompt_padding and not bool(prompt_mask.bool().all()):
+        return "its steps attend to the padding of a prompt"
+    source_mask = kwargs.get("attention_mask") if isinstance(cache, EncoderDecoderCache) else None
+    if source_mask is not None and not bool(source_mask.bool().flatten(1).any(1).all()):
+        return "a source is empty, and how that is attended to depends on the host's attention function"
+    return None
+
+
+def _unknown_cache(kwargs: dict[str, Any]) -> str | None:
+    """The name that the host gives a cache of its own kinds, made for this call, if it is none that we know."""
+    if not kwargs.get("use_cache"):
+        return None
+    names = (name for name, value in kwargs.items() if type(value) in (DynamicCache, EncoderDecoderCache))
+    # Mamba's has another name before 5.24, and encoders have caches of their own.
+    return next((name for name in names if "encoder" not in name and name != "cache_params"), None)
+
+
+def unsupported_configuration(model: Any, config: Any) -> str | None:
+    """Why no call of this model with this generation configuration can decode over the tree; None if some can."""
+    if reason := verification.reason_against(model):
+        return reason
+    if model.training or torch.is_grad_enabled():
+        return "the model is in training mode" if model.training else "gradients are enabled"
+    for option in ("output_attentions", "output_hidden_states"):
+        if getattr(config, option, False) or getattr(model.config, option, False):
+            return f"{option} asks for tensors of the host's own layout"
+    if config.low_memory or config.is_assistant:
+        return "low_memory and assisted decoding are left to the host"
+    if config.cache_implementation not in (None, "dynamic"):
+        return f"cache_implementation={config.cache_implementation!r} was asked for"
+    if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
+        return "the model is spread over several devices"
+    return None
+
+
+def _is_absent(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and not value)  # multimodal models asked about text alone
+
+
+def _tensors(kwargs: dict[str, Any]) -> list[Tensor]:
+    """What the host expands to rows: tensors, and those of the encoder's output."""
+    outputs = kwargs.get("encoder_outputs") or {}
+    values = [*kwargs.values(), *(outputs.values() if isinstance(outputs, dict) else outputs)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _repeats(times: int, tensors: list[Tensor]) -> bool:
+    """Whether each row is there so many times in turn. `generate` sees to it, but `_sample` may be called without."""
+    rows = tensors[0].shape[0]
+    return times == 1 or all(
+        bool((tensor.unflatten(0, (-1, times)) == tensor[::times, None]).all())
+        for tensor in tensors
+        if tensor.ndim and tensor.shape[0] == rows
+    )
