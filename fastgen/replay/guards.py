@@ -53,7 +53,7 @@ class ModelGuards:
         # Whether there was nothing but what can be looked at again: anything else may change, or hold the model.
         self.is_complete = all(
             self._collect(value, seen) for _, _, attributes in self._modules for value in _values(attributes)
-        )
+        ) and all(name in vars(module) for module in modules for name in _CONTENTS)  # a traced one has none
         self._containers = [(value, self._content(value)) for value in seen.values() if not isinstance(value, Tensor)]
         self._tensors = [(value, _identity(value)) for value in seen.values() if isinstance(value, Tensor)]
         owners = self._with_bases({type(module) for module in modules})
@@ -118,14 +118,14 @@ class ModelGuards:
 
 def _attributes(module: nn.Module) -> tuple[dict[str, Any], ...]:
     own = vars(module)
-    return (dict(own), *(dict(own[name]) for name in (*_CONTENTS, *_HOOKS)))
+    return (dict(own), *(dict(own.get(name, ())) for name in (*_CONTENTS, *_HOOKS)))
 
 
 def _is_unchanged(module: nn.Module | None, kind: type, attributes: tuple[dict[str, Any], ...]) -> bool:
     if type(module) is not kind:
         return False
     own = vars(module)
-    return all(map(_are_same, (own, *(own[name] for name in (*_CONTENTS, *_HOOKS))), attributes))
+    return all(map(_are_same, (own, *(own.get(name, {}) for name in (*_CONTENTS, *_HOOKS))), attributes))
 
 
 def _are_identical(space: Mapping[str, Any], values: tuple[Any, ...]) -> bool:

@@ -18,7 +18,7 @@ _FEW_ROWS, _MIN_STEPS = 32, 12
 _lock = threading.Lock()
 _counts: weakref.WeakKeyDictionary[nn.Module, Counts] = weakref.WeakKeyDictionary()
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-_disproofs: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_failed_equivalences: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _failures: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
@@ -49,10 +49,10 @@ def note(model: nn.Module, replayer: Replayer, owner: nn.Module | None = None) -
         report.log(f"{type(model).__name__}'s steps are not replayed: {replayer.failure}")
 
 
-def note_disproof(model: nn.Module, reason: str) -> None:
+def note_failed_equivalence(model: nn.Module, reason: str) -> None:
     """Remember why a call's steps are not even tried; the next call asks again."""
     with _lock:
-        _disproofs[model] = reason
+        _failed_equivalences[model] = reason
 
 
 def counts(model: nn.Module) -> Counts:
@@ -66,7 +66,7 @@ def replayed() -> dict[str, str]:
     """What became of replaying steps, by class of the model."""
     with _lock:
         how = {type(model).__name__: f"{counts}{_kept(model)}" for model, counts in _counts.items()}
-        reasons = [*_disproofs.items(), *_failures.items()]
+        reasons = [*_failed_equivalences.items(), *_failures.items()]
         return {**how, **{type(model).__name__: f"none, {reason}" for model, reason in reasons}}
 
 
@@ -79,5 +79,5 @@ def _kept(model: nn.Module) -> str:
 def release() -> None:
     """Forget what became of it: a model may be tried again."""
     with _lock:
-        for record in (_counts, _owners, _disproofs, _failures):
+        for record in (_counts, _owners, _failed_equivalences, _failures):
             record.clear()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastgen import config, report
+from fastgen import config
 from fastgen.memory import arena, limits
+from fastgen.optimizer import gate
 from fastgen.optimizer.fairseq import verification
 from fastgen.optimizer.fairseq.cache.slim import look_at
 from fastgen.optimizer.fairseq.generate import beam_search
-from fastgen.optimizer.fairseq.generate.joining import JoiningEnsemble, joining
+from fastgen.optimizer.fairseq.generate.joining import JoiningEnsemble, Part, joining
 from fastgen.optimizer.fairseq.generate.shortlist import Shortlist, is_shortened
 from fastgen.optimizer.fairseq.model.decoder import decode_over_the_tree
 from fastgen.optimizer.fairseq.model.views import standing_in
@@ -39,60 +39,58 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
 
 
 def _run(request: Request, stock: Callable[..., Any]) -> Any:
-    settings = config.current()
-    start = time.perf_counter()
-    if settings.tier == "stock":
-        result = stock(request.generator, request.sample, request.prefix_tokens, request.constraints, request.bos_token)
-        _record(request, "stock", "tier='stock' is configured", start)
-        return result
-    reason = unsupported_reason(request)
-    part = None if reason else joining()
-    # On a CPU the host's loop is as fast, which works on the best tokens alone.
-    is_fast = not reason and (settings.tier == "fast" or (settings.tier == "auto" and _is_on_gpu(request)))
-    slow = None
-    if is_fast:
-        slow = _JOINED if part is not None else beam_search.unsupported_reason(request)
-        is_fast = slow is None
-    if settings.strict and (reason or (slow and settings.tier == "fast")):
-        raise report.FallbackError(str(reason or slow))
+    record = gate.Record("fairseq", request.model_name, request.batch, request.beams)
+    part: Part | None = None
 
+    def unsupported() -> str | None:
+        nonlocal part
+        reason = unsupported_reason(request)
+        part = None if reason else joining()
+        return reason
+
+    def not_fast() -> str | None:
+        return _JOINED if part is not None else beam_search.unsupported_reason(request)
+
+    # On a CPU the host's loop is as fast, which works on the best tokens alone.
+    decision = gate.decide(unsupported, not_fast, wants_fast=_is_on_gpu(request))
+    if decision.tier == gate.STOCK:
+        view, sample = (request.generator, request.sample) if config.current().tier == "stock" else _mended(request)
+        result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
+        record.done(decision)
+        return result
     view, sample = _mended(request)
-    may_shorten = not reason and not is_fast and is_shortened(request.generator)
-    shortlist = Shortlist(request, view) if may_shorten else None
+    is_fast = decision.tier == gate.FAST
+    shortlist = Shortlist(request, view) if not is_fast and is_shortened(request.generator) else None
     if part is not None:  # its steps are recorded with those of the others
         joined = view.__dict__["model"] = JoiningEnsemble(request, part, shortlist)
         result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
         if joined.reason:
-            _record(request, "stock", joined.reason, start)
+            record.done(gate.Decision(gate.STOCK, joined.reason))
         return result
-    ensemble = None if reason else decode_over_the_tree(request, view, shortlist)
-    with contextlib.closing(ensemble) if ensemble else contextlib.nullcontext():
-        result = beam_search.generate(request, ensemble, view.repeat_ngram_blocker) if is_fast and ensemble else None
+    with contextlib.closing(decode_over_the_tree(request, view, shortlist)) as ensemble:
+        result = beam_search.generate(request, ensemble, view.repeat_ngram_blocker) if is_fast else None
         if result is None:
             is_fast = False
             result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
-        if ensemble is not None:
-            ensemble.session.measure()
-            ensemble.hand_on()
-            if not ensemble.reason:
-                look_at(request, result)
-            arena.settle()
-            if ensemble.replayer is not None:
-                statistics.note(request.generator.model.single_model, ensemble.replayer, ensemble.owner)
-    if ensemble is None or ensemble.reason:
-        _record(request, "stock", ensemble.reason if ensemble else reason, start)
+        ensemble.session.measure()
+        ensemble.hand_on()
+        if not ensemble.reason:
+            look_at(request, result)
+        arena.settle()
+        if ensemble.replayer is not None:
+            statistics.note(request.generator.model.single_model, ensemble.replayer, ensemble.owner)
+    if ensemble.reason:
+        record.done(gate.Decision(gate.STOCK, ensemble.reason))
         return result
     session = ensemble.session
-    tier, reason = ("fast", None) if is_fast else ("compat", slow if settings.tier == "fast" else None)
-    cache = session.cache_bytes, session.cache, ensemble.plan
-    _record(request, tier, reason, start, session.tree.steps, *cache)
+    decision = decision if is_fast else gate.Decision(gate.COMPAT, decision.reason)
+    record.done(decision, session.tree.steps, session.cache_bytes, session.cache, ensemble.plan)
     note_accelerated(request)
     return result
 
 
 def _is_on_gpu(request: Request) -> bool:
-    assert request.source is not None
-    return request.source.device.type != "cpu"
+    return request.source is not None and request.source.device.type != "cpu"
 
 
 def _mended(request: Request) -> tuple[Any, dict[str, Any]]:
@@ -141,18 +139,3 @@ class _NgramBlocker:
         bans = torch.zeros_like(lprobs, dtype=torch.float32)
         self._ops.ban_repeated_ngrams_(tokens, bans, self._size, step + 1)
         lprobs += bans
-
-
-def _record(
-    request: Request,
-    tier: str,
-    reason: str | None,
-    start: float,
-    steps: int | None = None,
-    cache_bytes: int | None = None,
-    cache: str | None = None,
-    plan: str | None = None,
-) -> None:
-    seconds, size = time.perf_counter() - start, (request.batch, request.beams)
-    name = request.model_name
-    report.record(report.Call("fairseq", name, tier, reason, *size, steps, seconds, cache_bytes, cache, plan))

@@ -33,7 +33,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.1, tor
 _verdicts: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
-def disproof(request: Request, stock: Callable[..., Any], is_replayed: bool = False) -> str | None:
+def failed_equivalence(request: Request, stock: Callable[..., Any], is_replayed: bool = False) -> str | None:
     """Why this model may not run on the tree, or None; tried once for each model and way to run it.
 
     `is_replayed`: the question is whether its steps may be replayed.

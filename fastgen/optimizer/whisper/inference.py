@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 from whisper.model import Whisper
 
-from fastgen import config, report
 from fastgen.memory import arena, limits
-from fastgen.optimizer import verification
+from fastgen.optimizer import gate, verification
 from fastgen.optimizer.whisper.decoder import TreeDecoder
 from fastgen.patching import foreign_code
 from fastgen.patching.foreign_code import HostCode
@@ -34,14 +32,14 @@ class TreeInference:
 
     def _begin(self) -> None:
         self._decoder: TreeDecoder | None = None
-        self._reason: str | None = None
-        self._size: tuple[int, int] | None = None  # segments and rows of each, once they are known
-        self._start, self._steps = time.perf_counter(), 0
+        self._record: gate.Record | None = None  # once the size is known
+        self._decision = gate.Decision(gate.STOCK, None)
+        self._steps = 0
 
     @limits.relief()
     def logits(self, tokens: Tensor, audio_features: Tensor) -> Tensor:
         """Of all tokens at first, int64 `[rows, length]`, then of the last: float32 `[rows, length or 1, V]`."""
-        if self._size is None:
+        if self._record is None:
             self._decide(tokens, audio_features)
         self._steps += 1
         if self._decoder is None:
@@ -51,15 +49,12 @@ class TreeInference:
             return self._decoder.read(tokens) if self._steps == 1 else self._decoder.step(tokens[:, -1:])
 
     def _decide(self, tokens: Tensor, audio_features: Tensor) -> None:
-        segments, settings = len(audio_features), config.current()
-        self._size = segments, max(len(tokens) // max(segments, 1), 1)
-        self._reason = "tier='stock' is configured" if settings.tier == "stock" else None
-        if self._reason is None:
-            self._reason = unsupported_reason(self.model, tokens, audio_features)
-            if self._reason is not None and settings.strict:
-                raise report.FallbackError(self._reason)
-        if self._reason is None:
-            self._decoder = TreeDecoder(self.model, audio_features, *self._size, prompt_length=tokens.shape[1])
+        segments = len(audio_features)
+        size = segments, max(len(tokens) // max(segments, 1), 1)
+        self._record = gate.Record("whisper", type(self.model).__name__, *size)
+        self._decision = gate.decide(lambda: unsupported_reason(self.model, tokens, audio_features))
+        if self._decision.tier != gate.STOCK:
+            self._decoder = TreeDecoder(self.model, audio_features, *size, prompt_length=tokens.shape[1])
 
     def rearrange_kv_cache(self, source_indices: list[int]) -> None:
         """Row i goes on with what row `source_indices[i]` has read."""
@@ -78,12 +73,8 @@ class TreeInference:
             cache_bytes = decoder.nbytes
             decoder.close()
             arena.settle()
-        if self._size is not None:
-            seconds, tier = time.perf_counter() - self._start, "stock" if decoder is None else "compat"
-            name = type(self.model).__name__
-            report.record(
-                report.Call("whisper", name, tier, self._reason, *self._size, self._steps, seconds, cache_bytes)
-            )
+        if self._record is not None:
+            self._record.done(self._decision, self._steps, cache_bytes)
         self._begin()
 
 

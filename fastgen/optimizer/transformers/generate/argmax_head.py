@@ -15,7 +15,7 @@ _MIN_STEPS = 12  # a head's codes are made once, but somebody may generate only 
 _BETWEEN = ("forward", "__call__", "prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 
 
-def may_screen(request: Request, stock: Callable[..., Any]) -> bool:
+def may_use_argmax_head(request: Request, stock: Callable[..., Any]) -> bool:
     """Whether nobody else looks at the logits of this call; `stock` is the host's `_sample`."""
     model, steps = request.model, request.generation_config.max_length - request.input_ids.shape[1]
     return (

@@ -173,7 +173,7 @@ def _unrefillable(request: Request, stock: Callable[..., Any], tokens: bool = Fa
         unrefillable_model(request.model)
         or unsupported_reason(request, shares=tokens)
         or request.changed_rule
-        or equivalence.disproof(request, stock)
+        or equivalence.failed_equivalence(request, stock)
     )
 
 

@@ -43,13 +43,13 @@ class TreeDecoder:
         request: Request,
         tree: BeamTree | None = None,
         replayer: Replayer | None = None,
-        may_screen: bool = False,
+        may_use_argmax_head: bool = False,
         kept: Mapping[torch.nn.Module, Kept] | None = None,
     ) -> None:
         """`close` it when the call ends, however it does.
 
-        `replayer`: of the steps on a tree of this call alone; `may_screen`: nobody sees more of the logits than which
-        is the largest; `kept`: the attention modules whose caches are slim.
+        `replayer`: of the steps on a tree of this call alone; `may_use_argmax_head`: nobody sees more of the logits
+        than which is the largest; `kept`: the attention modules whose caches are slim.
         """
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
@@ -74,7 +74,7 @@ class TreeDecoder:
         self._whole: State | None = None  # from before sentences left, if it is to be kept
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
         self._prompt_tokens = request.input_ids.shape[1]
-        self._may_screen = may_screen
+        self._may_screen = may_use_argmax_head
         self._is_screened = False
         self._takes_plain_mask = request.facts.takes_plain_mask
 

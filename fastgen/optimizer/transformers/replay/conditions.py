@@ -22,7 +22,7 @@ def replayer_for(request: Request, stock: Callable[..., Any]) -> replayer.Replay
     # Whoever watches, has replaced something or may change the model while it decodes expects it to be called.
     if request.calls_back or request.foreign or request.facts.is_watched:
         return None
-    if reason := equivalence.disproof(request, stock, is_replayed=True):
-        statistics.note_disproof(model, reason)
+    if reason := equivalence.failed_equivalence(request, stock, is_replayed=True):
+        statistics.note_failed_equivalence(model, reason)
         return None
     return replayer.Replayer(device)
