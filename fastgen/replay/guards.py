@@ -59,7 +59,8 @@ class ModelGuards:
         owners = self._with_bases({type(module) for module in modules})
         self._classes = [(owner, tuple(vars(owner).values()), dict(host.class_attributes(owner))) for owner in owners]
         names = {owner.__module__ for owner in owners}
-        self._functions = [(name, tuple(vars(sys.modules[name]).values()), _functions(name)) for name in names]
+        self._functions = [(name, tuple(_namespace(name).values()), _functions(name)) for name in names]
+        self.is_complete = self.is_complete and names <= sys.modules.keys()
         self._registered = host.registered()
 
     def is_current(self) -> bool:
@@ -76,7 +77,7 @@ class ModelGuards:
                 for owner, values, attributes in self._classes
             )
             and all(
-                _are_identical(vars(sys.modules[name]), values) or _are_same(_functions(name), functions)
+                _are_identical(_namespace(name), values) or _are_same(_functions(name), functions)
                 for name, values, functions in self._functions
             )
             and all(map(_are_same, self._host.registered(), self._registered))
@@ -159,7 +160,12 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), version, tensor.shape, tensor.stride(), tensor.dtype
 
 
+def _namespace(module: str) -> dict[str, Any]:
+    """What is in a module; nothing if nobody has imported one of that name, as of a class that was made by hand."""
+    return vars(sys.modules[module]) if module in sys.modules else {}
+
+
 def _functions(module: str) -> dict[str, Any]:
     """The functions and classes that code of this module sees."""
-    names = dict(vars(sys.modules[module]))
+    names = dict(_namespace(module))
     return {name: value for name, value in names.items() if isinstance(value, (types.FunctionType, type))}

@@ -15,7 +15,7 @@ import fastgen
 from fastgen import installing, report
 from fastgen.cli import check
 from fastgen.decoding.beam_search import BeamSearch
-from fastgen.optimizer.transformers import TESTED, request
+from fastgen.optimizer.transformers import TESTED, support
 
 
 def _line(output: str, host: str = "transformers") -> str:
@@ -70,7 +70,7 @@ def test_disabled(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_calls_left_to_the_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As on a host whose caches have a name that we do not know."""
-    monkeypatch.setattr(request, "CACHE", "keys_and_values")
+    monkeypatch.setattr(support, "CACHE", "keys_and_values")
     monkeypatch.setattr(report, "_warned", set())
     told = r"fastgen leaves transformers \S+ to itself in calls like this one: its cache is called"
     with pytest.warns(RuntimeWarning, match=told) as caught:

@@ -18,6 +18,7 @@ import fastgen
 from fastgen import report
 from fastgen.layers import packed_weights
 from fastgen.optimizer.transformers.model import encoder
+from fastgen.patching import replaced_code
 
 NAMES = """bart bart_eager bart_distilled mbart marian m2m_100 pegasus blenderbot t5 mt5 umt5 bert2bert bert2gpt2
     bert_generation""".split()
@@ -130,7 +131,7 @@ def test_what_the_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     Spied.__module__ = "transformers.models.bart.modeling_bart"  # or it would be a stranger, and left alone
     Spied.forward = disguised(forward, Spied)
     model.get_encoder().embed_positions.__class__ = Spied
-    monkeypatch.setattr(encoder, "is_watched", lambda modules: False)  # by this test
+    monkeypatch.setattr(replaced_code, "is_watched", lambda modules: False)  # by this test
     harness.compare(model, inputs, **SEARCH)
     assert shapes == [(7, 17), (2, 17), (2, 9), (3, 3)]  # stock's, then ours
     counted = fastgen.status().encoders

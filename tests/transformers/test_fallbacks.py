@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 import fastgen
 from fastgen import report
 from fastgen.cache import tree
-from fastgen.optimizer.transformers import interception, request, versions
+from fastgen.optimizer.transformers import interception, support, versions
 from fastgen.optimizer.transformers.cache import tree_cache
 from fastgen.optimizer.transformers.versions import CACHE
 
@@ -429,7 +429,7 @@ def test_caches_of_a_newer_host(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = zoo.load("bart"), zoo.inputs_for("bart")
     monkeypatch.setattr(report, "_warned", set())
     with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="its cache is called") as caught:
-        patch.setattr(request, "CACHE", "keys_and_values")
+        patch.setattr(support, "CACHE", "keys_and_values")
         for _ in range(2):
             assert_falls_back(model, inputs, f"its cache is called {CACHE}, and not keys_and_values")
     assert len(caught) == 1

@@ -284,7 +284,7 @@ def test_out_of_memory_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.rand(3)
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(dispatch, "_stock", exhausted)
+    monkeypatch.setattr(dispatch, "_run_stock", exhausted)
     with fastgen.configured(verify=1):
         found = generate(model, **SEARCHES["samples"])
     assert torch.equal(expected, found) and torch.equal(torch.get_rng_state(), stream)
@@ -297,7 +297,7 @@ def test_an_error_of_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(*_: Any) -> Any:
         raise ZeroDivisionError("stock's")
 
-    monkeypatch.setattr(dispatch, "_stock", refusing)
+    monkeypatch.setattr(dispatch, "_run_stock", refusing)
     with (
         fastgen.configured(verify=1),
         pytest.warns(RuntimeWarning, match="it raises ZeroDivisionError"),
