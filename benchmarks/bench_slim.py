@@ -92,7 +92,7 @@ def own_bytes(model: Model, beams: int, slim: bool, prunes: bool) -> int:
         layer = TreeLayer(tree)
         layer.prefill(*(torch.empty(1, 1, 0, width, device="meta") for _ in range(stored)))
         tree.layers.append(layer)
-    tree.plant(device=torch.device("cpu"))
+    tree.begin_decoding(device=torch.device("cpu"))
     for _ in range(model.tokens):
         tree.advance()
         for layer in tree.layers:

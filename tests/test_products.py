@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastgen.layers import linear, packed_weights
-from fastgen.layers.linear import Products
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import limits
 
 SHAPES = [(1, 1), (7, 3), (64, 48), (33, 257), (1000, 130)]
@@ -51,7 +51,7 @@ def stock(layer: Any, rows: Any) -> Any:
 @torch.no_grad()
 def multiply(layer: Any, rows: Any, mode: str = "always") -> tuple[Any, int]:
     """The product, and how many products stock did not do."""
-    decode = Products(mode)
+    decode = LinearDispatcher(mode)
     return decode(layer, rows, stock), decode.count
 
 
@@ -79,7 +79,7 @@ def test_transposed() -> None:
     layer.weight = torch.nn.Parameter(torch.randn(48, 64))
     layer.bias = torch.nn.Parameter(torch.randn(64))
     rows = torch.randn(3, 48)
-    output = Products("always")(layer, rows, stock, transposed=True)
+    output = LinearDispatcher("always")(layer, rows, stock, transposed=True)
     torch.testing.assert_close(output, torch.addmm(layer.bias, rows, layer.weight))
 
 
@@ -160,7 +160,7 @@ def test_left_to_stock(case: str) -> None:
     if case == "inference":
         with torch.inference_mode():
             layer = torch.nn.Linear(48, 64)
-    decode = Products("always")
+    decode = LinearDispatcher("always")
     with torch.set_grad_enabled(case == "grad"), torch.autocast("cpu", enabled=case == "autocast"):
         decode(layer, rows, stock)
     assert decode.count == 0 and packed_weights.count() == 0
@@ -201,7 +201,7 @@ def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(linear.time, "perf_counter", lambda: clock[0])
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(2)))
     rows = torch.randn(4, 256)
-    decode = Products("auto")
+    decode = LinearDispatcher("auto")
     with torch.no_grad():
         for _ in range(10):
             for layer in model:
@@ -287,7 +287,7 @@ def block() -> Block:
     return Block()
 
 
-def _calls(decode: Products) -> Any:
+def _calls(decode: LinearDispatcher) -> Any:
     return lambda layer, x: decode(layer, x, stock)
 
 
@@ -314,7 +314,7 @@ def widths(kind: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @torch.no_grad()
 def test_siblings_share_a_product_from_the_second_step_on(kind: str, block: Block, widths: list[int]) -> None:
-    decode, rows = Products("always"), torch.randn(3, 5, 1, 32)
+    decode, rows = LinearDispatcher("always"), torch.randn(3, 5, 1, 32)
     for step, x in enumerate(rows):
         widths.clear()
         _same(block, x, block.run(x, _calls(decode)))
@@ -330,7 +330,7 @@ def test_siblings_share_a_product_from_the_second_step_on(kind: str, block: Bloc
         return
     # and the next call, which finds the copies
     widths.clear()
-    _same(block, x, block.run(x, _calls(Products("always"))))
+    _same(block, x, block.run(x, _calls(LinearDispatcher("always"))))
     assert widths == [80, 32, 128]
     assert packed_weights.count() == 6
     panel = 64 if kind == "packed" else 1  # outputs that a copy is filled up to
@@ -348,7 +348,7 @@ def test_a_changed_sibling(block: Block, name: str) -> None:
     for change in (None, _in_place, _replaced_data):
         if change is not None:
             change(getattr(block, name))
-        decode = Products("always")
+        decode = LinearDispatcher("always")
         for _ in range(3):
             _same(block, x, block.run(x.clone(), _calls(decode)))
 
@@ -359,7 +359,7 @@ def _replaced_data(layer: Any) -> None:
 
 @torch.no_grad()
 def test_an_input_written_to_in_between(block: Block) -> None:
-    call = _calls(Products("always"))
+    call = _calls(LinearDispatcher("always"))
     for _ in range(3):
         x = torch.randn(4, 32)
         before = call(block.q, x)
@@ -372,7 +372,7 @@ def test_an_input_written_to_in_between(block: Block) -> None:
 @torch.no_grad()
 def test_siblings_that_part(kind: str, block: Block, widths: list[int]) -> None:
     """Once a joint product was for nothing, each layer goes its own way."""
-    decode = Products("always")
+    decode = LinearDispatcher("always")
     call = _calls(decode)
     for _ in range(2):
         x = torch.randn(4, 32)
@@ -392,7 +392,7 @@ def test_siblings_that_part(kind: str, block: Block, widths: list[int]) -> None:
 def test_siblings_in_inference_mode(block: Block, widths: list[int]) -> None:
     """Its tensors don't tell whether they were written to, so nothing is shared."""
     with torch.inference_mode():
-        decode = Products("always")
+        decode = LinearDispatcher("always")
         for x in torch.randn(3, 4, 32):
             widths.clear()
             _same(block, x, block.run(x, _calls(decode)))
@@ -402,7 +402,7 @@ def test_siblings_in_inference_mode(block: Block, widths: list[int]) -> None:
 @torch.no_grad()
 @packed_only
 def test_siblings_without_memory(block: Block, widths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Products("always")
+    decode = LinearDispatcher("always")
     x = torch.randn(4, 32)
     monkeypatch.setattr(packed_weights, "join", lambda siblings: False)
     for _ in range(3):
@@ -429,7 +429,7 @@ def test_copies_and_weights_as_they_are_in_one_call(block: Block, monkeypatch: p
     monkeypatch.setattr(linear, "_SKINNY_ROWS", 4)
     monkeypatch.setattr(packed_weights, "multiply", counted("packed", packed_weights.multiply))
     monkeypatch.setattr(linear, "_skinny", lambda: counted("skinny", skinny))
-    decode = Products("always")
+    decode = LinearDispatcher("always")
     for rows in (9, 9, 3, 3, 9, 3):
         x = torch.randn(rows, 32)
         _same(block, x, block.run(x, _calls(decode)))
@@ -521,7 +521,7 @@ def test_halves_where_memory_is_short_or_the_clock_against_them(
 @torch.no_grad()
 def test_siblings_of_which_some_are_halves(read: list[list[torch.dtype]]) -> None:
     torch.manual_seed(0)
-    layers, decode = [of_halves(48, 64), torch.nn.Linear(48, 64), of_halves(48, 8)], Products("always")
+    layers, decode = [of_halves(48, 64), torch.nn.Linear(48, 64), of_halves(48, 8)], LinearDispatcher("always")
     for _ in range(3):
         rows = torch.randn(4, 48)
         for layer in layers:
@@ -530,9 +530,9 @@ def test_siblings_of_which_some_are_halves(read: list[list[torch.dtype]]) -> Non
 
 
 # ---------------------------------------------------------------------------------------------- screening
-def _watched(layer: Any, rows: Any, mode: str = "always") -> Products:
+def _watched(layer: Any, rows: Any, mode: str = "always") -> LinearDispatcher:
     """Products that were asked for the layer's best output alone."""
-    decode = Products(mode)
+    decode = LinearDispatcher(mode)
     decode.watch(layer)
     assert decode.screen(decode(layer, rows, stock))
     return decode
@@ -550,14 +550,14 @@ def test_screened_products(read: list[list[torch.dtype]]) -> None:
         output, whole = decode(layer, rows, stock), stock(layer, rows)
         assert torch.equal(output.argmax(-1), whole.argmax(-1)) and (output == -torch.inf).sum() > 7000
     assert not read and packed_weights.count() == 1 and 0.25 < packed_weights.nbytes() / layer.weight.nbytes < 0.3
-    assert torch.equal(Products("always")(layer, rows, stock).argmax(-1), whole.argmax(-1)) and len(read) == 1
+    assert torch.equal(LinearDispatcher("always")(layer, rows, stock).argmax(-1), whole.argmax(-1)) and len(read) == 1
 
 
 @torch.no_grad()
 def test_only_products_that_are_the_logits_are_screened() -> None:
     torch.manual_seed(0)
     layer, rows = torch.nn.Linear(32, 500), torch.randn(2, 32)
-    decode = Products("always")
+    decode = LinearDispatcher("always")
     assert not decode.screen(decode(layer, rows, stock)), "not watched"
     decode.watch(layer)
     product = decode(layer, rows, stock)
@@ -576,12 +576,12 @@ def test_changed_screened_weights(change: Any) -> None:
     with torch.no_grad():
         before = _watched(layer, rows)
         before(layer, rows, stock)
-        assert before.are_current(Products("always"))
+        assert before.are_current(LinearDispatcher("always"))
     change(layer)
     with torch.no_grad():
         output = _watched(layer, rows)(layer, rows, stock)
         assert torch.equal(output.argmax(-1), stock(layer, rows).argmax(-1))
-        assert not before.are_current(Products("always"))
+        assert not before.are_current(LinearDispatcher("always"))
 
 
 @skinny_only

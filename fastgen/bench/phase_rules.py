@@ -93,7 +93,7 @@ _FASTGEN = [
     Rule(f"{_O}decoding/.*_search.py", ".*", CHOICE),
     Rule(f"{_OT}model/session.py", "attend", ATTENTION),
     Rule(f"{_OT}cache/tree_cache.py", ".*", CACHE),
-    Rule(f"{_OT}model/decoder.py", "plant|keep|reorder|shared|selected|_unexpanded|_widen_source", CACHE),
+    Rule(f"{_OT}model/decoder.py", "begin_decoding|keep|reorder|shared|selected|_unexpanded|_widen_source", CACHE),
     Rule(f"{_OT}model/decoder.py", "run", _PASS),
     Rule(f"{_OT}versions.py", "prefill", PREFILL),
     Rule(f"{_OT}model/encoder.py", ".*", ENCODER),

@@ -16,7 +16,7 @@ _ROOM = 32  # steps allocated ahead
 _FOREVER = 2**40
 
 
-class Seats:
+class RowPool:
     """A tensor `[batch, H, slots, D]` within a larger one that is kept, so that rows leave and enter in place.
 
     Fresh memory of this size would cost more page faults than the copying itself.
@@ -77,10 +77,10 @@ class Seats:
 class JointLayer(TreeLayer):
     """A layer of a joint tree."""
 
-    def __init__(self, tree: JointTree, like: TreeLayer, rows: int) -> None:
+    def __init__(self, tree: BatchTree, like: TreeLayer, rows: int) -> None:
         """`like`: a layer of the newcomers; `rows`: sentences to make room for at once."""
         super().__init__(tree, like.window, like.slim)
-        self._seats = [Seats(rows, tree.buffers) for _ in like.stored()]
+        self._seats = [RowPool(rows, tree.buffers) for _ in like.stored()]
 
     def clear(self) -> None:
         super().clear()
@@ -98,7 +98,7 @@ class JointLayer(TreeLayer):
         )
 
 
-class JointTree(BeamTree):
+class BatchTree(BeamTree):
     """Sentences of several trees. A prompt's slots are like all others: they go when nobody sees them."""
 
     def __init__(self, rows: int, beams: int, device: torch.device, buffers: Buffers) -> None:
@@ -106,7 +106,7 @@ class JointTree(BeamTree):
         super().__init__(0, beams, _FOREVER, buffers)
         self._rows = rows
         self.capacity = FIRST_STEPS * beams
-        self.plant(device=device)
+        self.begin_decoding(device=device)
 
     @property
     def length(self) -> int:

@@ -91,7 +91,7 @@ class TreeLayer:
         stored = tuple(stored[:, :, : self.prompt_length] for stored in self.needed())
         return keys_and_values(stored, self.slim)
 
-    def keep(self, sentences: Tensor) -> None:
+    def select(self, sentences: Tensor) -> None:
         """Keep only these sentences (int64 `[B']`), and of them only the slots in use."""
         used = self.tree.used
         before = self._stored
@@ -109,7 +109,7 @@ class TreeLayer:
         for stored in self._stored:
             stored[:, :, start:end] = stored[sentences, :, start + slots].transpose(1, 2)  # a copy, so in place
 
-    def replant(self, other: TreeLayer | None) -> None:
+    def reset_from(self, other: TreeLayer | None) -> None:
         """Hold, in place, what a layer of the same shape holds, or nothing."""
         if other is None:
             self._clear_from(0, *self.stored())
@@ -117,9 +117,9 @@ class TreeLayer:
         for mine, theirs in zip(self.stored(), other.stored(), strict=True):
             mine.copy_(theirs)
 
-    def rewind(self, remembered: Mapping[Hashable, Tensor]) -> None:
+    def restore_first_buffers(self, retained: Mapping[Hashable, Tensor]) -> None:
         """Have these buffers again."""
-        self._stored = tuple(remembered[self, number] for number in range(len(self._stored)))
+        self._stored = tuple(retained[self, number] for number in range(len(self._stored)))
 
     def clear(self) -> None:
         """Let go of the buffers."""
@@ -172,7 +172,7 @@ class BeamTree:
         self.layers: list[TreeLayer] = []
         self.rotations: TreeLayer | None = None  # cosines and sines of the slots' positions, where a layer needs them
         self._of_step: dict[Hashable, Tensor] = {}  # derived in this step
-        self.departures = 0  # times that sentences have left
+        self.evictions = 0  # times that sentences have left
         self._first = batch, self.capacity
         self._remembered: dict[Hashable, dict[Hashable, Tensor]] = {}  # by epoch and name
         self._is_captured: Callable[[Hashable], bool] | None = None  # whether a step was, in an epoch
@@ -181,9 +181,9 @@ class BeamTree:
     @property
     def epoch(self) -> Hashable:
         """See `is_static`."""
-        return self.departures, self.capacity
+        return self.evictions, self.capacity
 
-    def plant(self, prompt_mask: Tensor | None = None, device: torch.device | None = None) -> None:
+    def begin_decoding(self, prompt_mask: Tensor | None = None, device: torch.device | None = None) -> None:
         """Begin decoding: the layers hold the prompt; `prompt_mask` `[B, P]`, nonzero = attend.
 
         `device`: where masks live, needed if there is no layer yet; by default the first layer's.
@@ -200,9 +200,12 @@ class BeamTree:
             self.slots = torch.zeros(self.beams, dtype=torch.int64, device=device)  # those of this step
             self._clock = torch.zeros((), dtype=torch.int64, device=device)  # `length`, where a replayed step sees it
 
-    def remember(self, is_captured: Callable[[Hashable], bool], fits: Callable[[int], bool]) -> None:
-        """From now on memory that this static tree, just planted, outgrows is kept where it `fits` and a step
-        `is_captured` there, of an epoch: later calls can replay it, once the tree has been made to `rewind`."""
+    def retain_buffers(self, is_captured: Callable[[Hashable], bool], fits: Callable[[int], bool]) -> None:
+        """From now on, keep the buffers that this static tree, which has just begun, outgrows.
+
+        That is, where they fit (`fits`), and where a step of their epoch `is_captured`: later calls can replay it once
+        `restore_first_buffers` has been called.
+        """
         self._is_captured, self._fits = is_captured, fits
         self._remembered.setdefault(self.epoch, dict(self._parts()))
 
@@ -216,7 +219,7 @@ class BeamTree:
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory with anything in it, perhaps what was remembered of an earlier call's same epoch."""
-        if not self.remembers or self.departures:  # how many have left, it will not have in common with others
+        if not self.retains_buffers or self.evictions:  # how many have left, it will not have in common with others
             return self.buffers.empty(shape, dtype, device)
         here = self._remembered.setdefault(self.epoch, {})
         if name not in here:
@@ -224,10 +227,10 @@ class BeamTree:
         return here[name]
 
     @property
-    def remembers(self) -> bool:
+    def retains_buffers(self) -> bool:
         return self._is_captured is not None
 
-    def forget(self) -> None:
+    def drop_retained(self) -> None:
         """Remember nothing any longer."""
         self._is_captured = None
         self._remembered.clear()
@@ -238,11 +241,11 @@ class BeamTree:
 
     def _leave(self) -> None:
         """This epoch ends."""
-        if self.remembers and not self._fits(self.remembered_bytes):
-            self.forget()
-        self._thin_out()
+        if self.retains_buffers and not self._fits(self.remembered_bytes):
+            self.drop_retained()
+        self._drop_some_retained()
 
-    def _thin_out(self) -> None:
+    def _drop_some_retained(self) -> None:
         """Of what is remembered drop this epoch's memory, unless the tree begins with it or it is worth being kept."""
         here = self._remembered.get(self.epoch)
         if self._is_captured is None or here is None or self.capacity == self._first[1]:
@@ -251,16 +254,16 @@ class BeamTree:
         if not self._is_captured(self.epoch) or self.remembered_bytes > _REMEMBERED * in_use:
             del self._remembered[self.epoch]
 
-    def rewind(self) -> None:
-        """Be where the tree was when it began to `remember`, to be replanted; what it holds is no matter."""
-        self._thin_out()
-        (self.batch, self.capacity), self.departures = self._first, 0
+    def restore_first_buffers(self) -> None:
+        """Be where the tree was when it began to `retain_buffers`, to be replanted; what it holds is no matter."""
+        self._drop_some_retained()
+        (self.batch, self.capacity), self.evictions = self._first, 0
         here = self._remembered[self.epoch]
         self._ancestry, self._positions = here["ancestry"], here["positions"]
         for layer in self._all():
-            layer.rewind(here)
+            layer.restore_first_buffers(here)
 
-    def replant(self, other: BeamTree) -> None:
+    def reset_from(self, other: BeamTree) -> None:
         """Begin again, in place, with the prompt of another static tree, of the same shapes and just planted; it may
         have no layers yet if it has no prompt."""
         self._ancestry.copy_(other._ancestry)
@@ -269,7 +272,7 @@ class BeamTree:
         self._of_step.clear()
         theirs: Sequence[TreeLayer | None] = other._all() or [None] * len(self._all())
         for layer, its in zip(self._all(), theirs, strict=True):
-            layer.replant(its)
+            layer.reset_from(its)
 
     @property
     def used(self) -> int:
@@ -363,21 +366,21 @@ class BeamTree:
         rows = self._ancestry[:, :, : self.used].flatten(0, 1).index_select(0, parents)
         self._ancestry[:, :, : self.used] = rows.unflatten(0, (self.batch, self.beams))
 
-    def lets_go(self, settled: int) -> bool:
+    def should_evict(self, num_finished: int) -> bool:
         """Whether so many sentences, of those still here, are worth letting out now."""
         part = _EVICT_FROM_STATIC if self.is_static else _EVICT_FROM
-        return settled > 0 and settled >= int(self.batch * part)
+        return num_finished > 0 and num_finished >= int(self.batch * part)
 
-    def keep(self, sentences: Tensor) -> None:
+    def select(self, sentences: Tensor) -> None:
         """Drop all sentences but these (int64 `[B']`), from the ancestry and from every layer."""
         self._ancestry = self._ancestry.index_select(0, sentences)
         if len(self._positions) > 1:
             self._positions = self._positions.index_select(0, sentences)
         self._leave()
         self.batch = len(sentences)
-        self.departures += 1
+        self.evictions += 1
         for layer in self._all():
-            layer.keep(sentences)
+            layer.select(sentences)
         self._of_step.clear()
 
     def positions(self) -> Tensor:
@@ -419,7 +422,7 @@ class BeamTree:
         """End the call: the layers' buffers are free, now and not when the garbage collector finds the tree."""
         for layer in self._all():
             layer.clear()
-        self.forget()
+        self.drop_retained()
 
     @property
     def nbytes(self) -> int:
@@ -428,7 +431,7 @@ class BeamTree:
     @property
     def remembered_bytes(self) -> int:
         """All memory that the tree keeps, what it has outgrown included."""
-        if not self.remembers:
+        if not self.retains_buffers:
             return self.nbytes
         return sum(tensor.nbytes for here in self._remembered.values() for tensor in here.values())
 

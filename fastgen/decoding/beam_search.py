@@ -56,7 +56,7 @@ class Hypotheses:
 class PerSentence:
     """Tensors that begin with a dimension of sentences, the attributes of a dataclass."""
 
-    def keep(self, sentences: Tensor) -> None:
+    def select(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
         for name, tensor in vars(self).items():
             setattr(self, name, tensor.index_select(0, sentences))
@@ -304,7 +304,7 @@ class BeamSearch:
             go_on = go_on & ~torch.all(stopped)
         return not bool(go_on)
 
-    def settled(self) -> Tensor:
+    def finished_mask(self) -> Tensor:
         """Which sentences' result can no longer change, bool `[B]`; not asked of a search that is done.
 
         A sentence is settled when its M places hold finished hypotheses with real scores and, by the
@@ -314,15 +314,15 @@ class BeamSearch:
         real = torch.all(live.is_finished & (live.finished_scores > 0.1 * _DEAD), dim=1)
         return real if self.policy.early_stopping is True else real & ~live.improvable[:, 0]
 
-    def leavers(self) -> int:
+    def num_finished(self) -> int:
         """How many sentences are settled."""
-        return int(self.settled().sum())
+        return int(self.finished_mask().sum())
 
-    def evict(self, settled: Tensor) -> Tensor:
+    def evict(self, finished_mask: Tensor) -> Tensor:
         """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""
-        self._store(settled)
-        stay = torch.nonzero(~settled)[:, 0]
-        self.live.keep(stay)
+        self._store(finished_mask)
+        stay = torch.nonzero(~finished_mask)[:, 0]
+        self.live.select(stay)
         self._number_rows()
         self._evicted = True
         return stay

@@ -49,7 +49,7 @@ class _State(PerSentence):
     sentence: Tensor  # its number in the request, int64 [B]
 
 
-class CollectingSearch:
+class FairseqBeamSearch:
     """One request's search. `choose` takes a step; `done` and `result` say how it ended."""
 
     def __init__(
@@ -104,26 +104,26 @@ class CollectingSearch:
         self._attention: Tensor | None = None  # of each step, float32 [L + 1, B, M, N]
         self._results: list[list[dict[str, Any]]] = [[] for _ in range(self.batch)]
 
-    def rewind(self) -> None:
+    def restore_first_buffers(self) -> None:
         """Have as many sentences again as at first, whatever they are."""
         if self._whole is not None:
             (self.state, self._first_row), self._whole = self._whole, None
         self._attention, self._results = None, []  # which others have now
         if self._replayer is not None:
-            self._replayer.rewind()
+            self._replayer.restore_first_buffers()
 
-    def forget(self) -> None:
+    def drop_retained(self) -> None:
         """No other call will go on with this search."""
         self._whole = None
         if self._replayer is not None:
-            self._replayer.forget()
+            self._replayer.drop_retained()
 
     def restart(self, replayer: Replayer) -> None:
         """Begin anew, in place, with as many sentences; of steps captured by then, `replayer` goes on."""
         self.state.become(self._first(self.batch))
         self._begin()
         self._at.zero_()
-        self._known.forget()
+        self._known.drop_retained()
         self._counts.copy_(self._known.first, non_blocking=True)
         if self._replayer is not None:
             replayer.resume(self._replayer.captured)
@@ -222,8 +222,8 @@ class CollectingSearch:
             written.index_copy_(2, place, new[:, :, None])
         state.last.copy_(scores)
         self._at.add_(1)
-        settled = self.settled().sum()
-        self._counts.copy_(torch.stack([self.batch - settled, settled]))
+        finished_mask = self.finished_mask().sum()
+        self._counts.copy_(torch.stack([self.batch - finished_mask, finished_mask]))
         return rows
 
     def _collect(self, ending: Tensor, scores: Tensor, parents: Tensor) -> None:
@@ -245,29 +245,30 @@ class CollectingSearch:
         state.ended_at.scatter_(1, place, self._at.expand_as(place))
         state.count.add_(ending.sum(1, keepdim=True)).clamp_(max=beams)
 
-    def settled(self) -> Tensor:
+    def finished_mask(self) -> Tensor:
         """Which sentences' hypotheses have all ended, bool `[B]`."""
         return self.state.count[:, 0] >= self.beams
 
-    def leavers(self) -> int:
+    def num_finished(self) -> int:
         """How many sentences could leave, perhaps as of a step ago."""
         return self._known.values(self._replayer is not None)[1]
 
-    def evict(self, settled: Tensor) -> Tensor:
+    def evict(self, finished_mask: Tensor) -> Tensor:
         """Take these sentences out, bool `[B]`, unless that is all; returns those that stay, int64 `[B']`."""
-        settled = settled & ~settled.all()  # then the search is done, though the host may not know yet
-        self._store(torch.nonzero(settled)[:, 0])
-        stay = torch.nonzero(~settled)[:, 0]
+        # If that is all, the search is done, though the host may not know yet.
+        finished_mask = finished_mask & ~finished_mask.all()
+        self._store(torch.nonzero(finished_mask)[:, 0])
+        stay = torch.nonzero(~finished_mask)[:, 0]
         if self._replayer is not None:
             self._replayer.shrink()
-            if self._replayer.remembers and self._whole is None:
+            if self._replayer.retains_buffers and self._whole is None:
                 self._whole = copy.copy(self.state), self._first_row
-        self.state.keep(stay)
+        self.state.select(stay)
         if self._attention is not None:
             self._attention = self._attention.index_select(1, stay)
         self._number_rows()
         self._counts.copy_(torch.tensor([len(stay), 0]))
-        self._known.forget()
+        self._known.drop_retained()
         return stay
 
     def result(self) -> list[list[dict[str, Any]]]:
@@ -281,7 +282,7 @@ class CollectingSearch:
 
     def _store(self, sentences: Tensor) -> None:
         ended = copy.copy(self.state)
-        ended.keep(sentences)  # a copy, which later calls don't write to
+        ended.select(sentences)  # a copy, which later calls don't write to
         attention = None if self._attention is None else self._attention.index_select(1, sentences)
         totals, counts, last_steps = ended.ended_total.tolist(), ended.count[:, 0].tolist(), ended.ended_at.tolist()
         for i, number in enumerate(ended.sentence.tolist()):

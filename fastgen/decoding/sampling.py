@@ -23,7 +23,7 @@ class _Rows(PerSentence):
         self.sentence = torch.arange(batch, device=prompt.device)
 
 
-class TokenSearch:
+class Sampling:
     """One token a row and step: the best one, or one that is drawn from a random stream of its sentence's own.
 
     So a sentence's samples are those of a call of `generate` for it alone, after `torch.manual_seed`.
@@ -82,19 +82,19 @@ class TokenSearch:
     def _continued(self, tokens: Tensor) -> Callable[[], Tensor]:
         return lambda: torch.cat([self.running(), tokens.flatten()[:, None]], dim=1)
 
-    def settled(self) -> Tensor:
+    def finished_mask(self) -> Tensor:
         """Which sentences have ended in all their rows, bool `[B]`."""
         return ~self.live.unfinished.any(1)
 
-    def leavers(self) -> int:
+    def num_finished(self) -> int:
         """How many have."""
-        return int(self.settled().sum())
+        return int(self.finished_mask().sum())
 
     def evict(self, leaving: Tensor) -> Tensor:
         """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""
         self._store(leaving)
         stay = torch.nonzero(~leaving)[:, 0]
-        self.live.keep(stay)
+        self.live.select(stay)
         return stay
 
     def hypotheses(self, row: int) -> tuple[Tensor, Tensor]:

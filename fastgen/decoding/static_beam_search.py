@@ -13,7 +13,7 @@ from fastgen.decoding.beam_search import _DEAD, BeamSearch, FinishingPolicy, IsS
 from fastgen.replay.replayer import Replayer
 
 
-class StaticSearch(BeamSearch):
+class StaticBeamSearch(BeamSearch):
     """The same search, for criteria that look at the last token and the length alone.
 
     Whether it is done, and how many sentences could leave, the host learns a step late, so that nobody waits for the
@@ -47,23 +47,23 @@ class StaticSearch(BeamSearch):
         self._known = Late(self._state)
         self._whole: tuple[Any, ...] | None = None  # from before sentences left, if their steps are kept
 
-    def rewind(self) -> None:
+    def restore_first_buffers(self) -> None:
         """Have as many sentences again as at first, whatever they are."""
         if self._whole is not None:
             (self.live, self._first_row, self._request_row, self._scores), self._whole = self._whole, None
-        self._replayer.rewind()
+        self._replayer.restore_first_buffers()
 
-    def forget(self) -> None:
+    def drop_retained(self) -> None:
         """No other call will go on with this search."""
         self._whole = None
-        self._replayer.forget()
+        self._replayer.drop_retained()
 
     def restart(self, prompt: Tensor, replayer: Replayer) -> None:
         """Begin anew, in place, with other prompts of the same shape; of steps captured by then, `replayer` goes on."""
         self.live.become(self._first(prompt))
         self._begin(self.live)
         self._step.zero_()
-        self._known.forget()
+        self._known.drop_retained()
         self._state.copy_(self._known.first, non_blocking=True)
         replayer.resume(self._replayer.captured)
         self._replayer = replayer
@@ -81,20 +81,20 @@ class StaticSearch(BeamSearch):
         self.done = self.length >= self.policy.max_length or not self._known.values(self._is_late)[0]
         return parents
 
-    def settled(self) -> Tensor:
+    def finished_mask(self) -> Tensor:
         """As the parent's, and none where all are: then the search is done, though the host may not know yet."""
-        settled = super().settled()
-        return settled & ~settled.all()
+        finished_mask = super().finished_mask()
+        return finished_mask & ~finished_mask.all()
 
-    def leavers(self) -> int:
+    def num_finished(self) -> int:
         return self._known.values(late=True)[1]
 
-    def evict(self, settled: Tensor) -> Tensor:
+    def evict(self, finished_mask: Tensor) -> Tensor:
         self._replayer.shrink()
-        if self._replayer.remembers and self._whole is None:
+        if self._replayer.retains_buffers and self._whole is None:
             self._whole = copy.copy(self.live), self._first_row, self._request_row, self._scores
-        self._known.forget()
-        return super().evict(settled)
+        self._known.drop_retained()
+        return super().evict(finished_mask)
 
     def _choose(self, log_probs: Tensor) -> Tensor:
         """A step, to be captured; returns the parents' rows, int64 `[B*M]`."""
@@ -126,7 +126,7 @@ class StaticSearch(BeamSearch):
             goes_on = goes_on & ~live.is_finished.all()
         if not self._evicted:
             goes_on = goes_on & ~stopped.all()
-        self._state.copy_(torch.stack([goes_on[0].to(torch.int64), self.settled().sum()]))
+        self._state.copy_(torch.stack([goes_on[0].to(torch.int64), self.finished_mask().sum()]))
         return local
 
     def _finish_all(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor, goes_on: Tensor) -> None:
@@ -170,7 +170,7 @@ class Late:
         if (event := self._events[self._latest]) is not None:
             event.record(torch.cuda.current_stream(self._tensor.device))
 
-    def forget(self) -> None:
+    def drop_retained(self) -> None:
         """Until the next push is known, the values are those at first."""
         for values, event in zip(self._copies, self._events, strict=True):
             if event is not None:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 # Were once not all called in turn, so that a part of their joint product was for nothing.
-loners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+unfusable: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class Siblings:
+class FusionGroup:
     """The last input of one decode, which layers have multiplied it, and which need not any more."""
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Siblings:
         if self._is_same(rows):
             return []
         if self._waiting:
-            loners.update(self._together)
-        found = self._alone if len(self._alone) > 1 and loners.isdisjoint(self._alone) else []
+            unfusable.update(self._together)
+        found = self._alone if len(self._alone) > 1 and unfusable.isdisjoint(self._alone) else []
         # Tensors of inference mode have no version that would tell whether they were written to in between.
         self._rows = None if rows.is_inference() else rows
         self._version = 0 if self._rows is None else rows._version

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fastgen.layers import packed_weights
-from fastgen.layers.input_fusion import Siblings, loners
+from fastgen.layers.input_fusion import FusionGroup, unfusable
 from fastgen.memory import arena
 from fastgen.ops import native_operator
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 Product = Callable[[Tensor, Any, "Tensor | None"], Tensor]  # of rows, weights, a bias
-Instead = Callable[[Tensor, Callable[[], Tensor]], Tensor]  # of rows, and what their product would be
+Override = Callable[[Tensor, Callable[[], Tensor]], Tensor]  # of rows, and what their product would be
 
 _SKINNY_ROWS = 12  # up to here weights may be read in place: with more, packed products win (bench_products.py)
 _FEW_ROWS = 32  # one timing of packed products up to here, another from here on
@@ -62,7 +62,7 @@ _verdicts: dict[tuple[int, int, int | None, int, str], bool] = {}
 _lock = threading.Lock()
 
 
-class Products:
+class LinearDispatcher:
     """The products of one call: an object for one thread, packed copies are everyone's.
 
     `mode`: "auto" leaves stock's product where a timing says so, "always" nowhere, "off" everywhere.
@@ -72,7 +72,7 @@ class Products:
         self.count = 0  # of those that stock did not do
         self._mode = mode
         self._plans: dict[tuple[int, int], _Plan | None] = {}  # by id of a layer and number of rows
-        self._siblings = Siblings()
+        self._siblings = FusionGroup()
         self._families: dict[int, tuple[nn.Module, ...]] = {}  # siblings that need no copies, by id of the first
         self._rows = 0  # of the last product
         self._checked: set[int] = set()  # ids of layers whose copies are up to date
@@ -81,7 +81,7 @@ class Products:
         self._seen: Tensor | None = None  # the last product of the watched layer,
         self._remembers = False  # while it is to be remembered
         self._is_screened = False  # the watched layer
-        self._instead: dict[nn.Module, Instead] = {}
+        self._overrides: dict[nn.Module, Override] = {}
         self._apart: set[nn.Module] = set()  # share no product: it would be for nothing
         self._keeps = True  # what it has made of weights, from product to product
 
@@ -92,21 +92,21 @@ class Products:
             layer: has `weight`, `[out, in]` or, if `transposed`, `[in, out]`, and perhaps `bias` `[out]`.
             rows: `[..., in]`.
         """
-        if self._instead and (instead := self._instead.get(layer)) is not None:
+        if self._overrides and (instead := self._overrides.get(layer)) is not None:
             return instead(rows, lambda: self._product(layer, rows, stock, transposed))
         output = self._product(layer, rows, stock, transposed)
         if self._remembers and layer is self._watched:
             self._seen = output
         return output
 
-    def put_instead(self, layer: nn.Module, instead: Instead) -> None:
+    def override(self, layer: nn.Module, instead: Override) -> None:
         """From now on this function's result stands for the layer's products."""
-        if layer in self._instead:
+        if layer in self._overrides:
             raise ValueError("a layer's products are put to two uses")
-        self._instead[layer] = instead
-        self.set_apart(layer)
+        self._overrides[layer] = instead
+        self.exclude_from_fusion(layer)
 
-    def set_apart(self, layer: nn.Module) -> None:
+    def exclude_from_fusion(self, layer: nn.Module) -> None:
         """From now on the layer may not be multiplied by whenever its siblings are."""
         self._apart.add(layer)
 
@@ -123,7 +123,7 @@ class Products:
         """Weights may have been edited since the last product: find out before the next one."""
         self._plans.clear()
         self._checked.clear()
-        self._siblings = Siblings()
+        self._siblings = FusionGroup()
 
     def watch(self, layer: nn.Module | None) -> None:
         """Remember what this layer's next product is, for `screen`."""
@@ -152,7 +152,7 @@ class Products:
         if key not in self._plans:
             self._plans[key] = self._plan(layer, rows, number, transposed)
         plan = self._plans[key]
-        if plan is not None and plan.is_joint and layer in loners:
+        if plan is not None and plan.is_joint and layer in unfusable:
             plan = self._plans[key] = self._plan(layer, rows, number, transposed)
         if plan is None:
             return stock(layer, rows)
@@ -203,7 +203,7 @@ class Products:
 
     def _family(self, layer: nn.Module, rows: Tensor) -> tuple[Any, ...]:
         family = self._families.get(id(layer), (layer,))
-        return (layer,) if rows.is_inference() or not loners.isdisjoint(family) else family
+        return (layer,) if rows.is_inference() or not unfusable.isdisjoint(family) else family
 
     def _screened_plan(self, layer: nn.Module, rows: Tensor, skinny: Product) -> _Plan | None:
         from fastgen import ops
@@ -240,7 +240,7 @@ class Products:
             packed_weights.drop_outdated(layer)
             self._checked.add(id(layer))
 
-    def are_current(self, later: Products) -> bool:
+    def are_current(self, later: LinearDispatcher) -> bool:
         """Whether it multiplies by the layers' weights as they are. `later`: has looked at some of them."""
         plans = [plan for plan in self._plans.values() if plan is not None]
         for plan in plans:
@@ -392,9 +392,9 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def using(products: Products) -> Iterator[None]:
+def using(products: LinearDispatcher) -> Iterator[None]:
     """Inside the block, `multiply` leaves this thread's products to `products`."""
-    outer: Products | None = getattr(_thread, "products", None)
+    outer: LinearDispatcher | None = getattr(_thread, "products", None)
     _thread.products = products
     try:
         yield
@@ -404,5 +404,5 @@ def using(products: Products) -> Iterator[None]:
 
 def multiply(layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
     """`stock(layer, rows)`, in another way where this thread is `using` one."""
-    products: Products | None = getattr(_thread, "products", None)
+    products: LinearDispatcher | None = getattr(_thread, "products", None)
     return stock(layer, rows) if products is None else products(layer, rows, stock, transposed)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fastgen import report
 from fastgen.layers.fingerprints import State, state_of
-from fastgen.layers.input_fusion import loners
+from fastgen.layers.input_fusion import unfusable
 from fastgen.memory import arena, limits
 from fastgen.memory.release import keeper
 from fastgen.ops import native_operator
@@ -195,7 +195,7 @@ def joint(layer: nn.Module) -> _Packed | None:
     """The copy that this layer, the first of its siblings, shares with them; None once they have parted."""
     with _lock:
         packed = _joint.get(layer)
-        if packed is not None and not loners.isdisjoint(packed.layers):
+        if packed is not None and not unfusable.isdisjoint(packed.layers):
             del _joint[layer]
             return None
         return packed

@@ -95,10 +95,10 @@ class Replayer:
     """Runs the steps of one call: of equal inputs, the first by itself, the second captured, all others replayed.
 
     Each time something moves, such as when sentences leave, more steps must be equal before one is captured again.
-    If it `remembers`, steps captured before that are kept, by their epoch.
+    If it `retains_buffers`, steps captured before that are kept, by their epoch.
     """
 
-    remembers = False
+    retains_buffers = False
 
     def __init__(self, device: torch.device, counts: Counts | None = None) -> None:
         self._recording, self._device = RECORDINGS[device.type], device
@@ -127,7 +127,7 @@ class Replayer:
             self.counts.replays += 1
             return captured.replay(leaves)
         last, self._last, captured = self._last, None, None
-        self._captured = {each: its for each, its in self._captured.items() if self.remembers and each != epoch}
+        self._captured = {each: its for each, its in self._captured.items() if self.retains_buffers and each != epoch}
         if self.failure:
             return step(inputs)
         self._steps = 0 if last is None or last[0] != key else self._steps
@@ -161,7 +161,7 @@ class Replayer:
         result, difference = captured.verify(lambda: step(inputs), leaves, self._device)
         if difference is not None:
             self.close()
-            self.remembers = False
+            self.retains_buffers = False
             self.failure = f"a captured step differs from the model's own step ({difference})"
             report.warn(f"fastgen replays no steps of this model: {self.failure}")
         return result
@@ -184,7 +184,7 @@ class Replayer:
     def another(self) -> Replayer:
         """One for another part of the call's steps, counted with this one's."""
         other = Replayer(self._device, self.counts)
-        other.remembers = self.remembers
+        other.retains_buffers = self.retains_buffers
         return other
 
     @property
@@ -202,17 +202,17 @@ class Replayer:
     def shrink(self) -> None:
         """Sentences leave, so that no step captured here is of this call any more; if it remembers, those from before
         the first left are another's."""
-        if self.remembers and self._whole is None:
+        if self.retains_buffers and self._whole is None:
             self._whole = self._captured
         self._last, self._captured = None, {}
 
-    def rewind(self) -> None:
+    def restore_first_buffers(self) -> None:
         """Have the steps again, and no others, that were captured before sentences left."""
         self._last, self._whole, self._captured = None, None, self.captured
 
-    def forget(self) -> None:
+    def drop_retained(self) -> None:
         """Remember no longer."""
-        self.remembers, self._whole = False, None
+        self.retains_buffers, self._whole = False, None
 
     def close(self) -> None:
         """Let go of everything captured."""

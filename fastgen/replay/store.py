@@ -19,7 +19,7 @@ from torch import nn
 
 from fastgen import config
 from fastgen.cache.tree import BeamTree
-from fastgen.layers.linear import Products
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import limits
 from fastgen.memory.release import keeper
 from fastgen.replay.replayer import Captured, Replayer
@@ -34,12 +34,12 @@ class State(Protocol):
     """What a step of the host reads and writes besides the model and its inputs."""
 
     @property
-    def products(self) -> Products: ...
+    def products(self) -> LinearDispatcher: ...
 
     def fill(self, other: Any) -> None:
         """Begin anew, in place, with the prompt and the source of another state of the same shapes."""
 
-    def rewind(self) -> None:
+    def restore_first_buffers(self) -> None:
         """Have the buffers again that it had before it grew or sentences left."""
 
     def nbytes(self) -> int: ...
@@ -122,7 +122,7 @@ def take(model: nn.Module, key: Hashable) -> Recording | None:
         return kept.recordings.pop(key, None)
 
 
-def take_up(model: nn.Module, key: Hashable, state: AnyState, replayer: Replayer) -> AnyState | None:
+def reuse_graph(model: nn.Module, key: Hashable, state: AnyState, replayer: Replayer) -> AnyState | None:
     """Go on with one in place of `state`, which is as it is before the first step and is closed then.
 
     Returns the state kept with it, filled with what `state` held; `replayer` goes on with its steps. None, and nothing
@@ -141,24 +141,24 @@ def take_up(model: nn.Module, key: Hashable, state: AnyState, replayer: Replayer
     return kept
 
 
-def remember(tree: BeamTree, replayer: Replayer, device: torch.device) -> None:
-    """Let a call keep what it outgrows, as long as there is room for it: see `BeamTree.remember`."""
+def retain_buffers(tree: BeamTree, replayer: Replayer, device: torch.device) -> None:
+    """Let a call keep what it outgrows, as long as there is room for it: see `BeamTree.retain_buffers`."""
 
     def fits(nbytes: int) -> bool:
         if not may_keep(nbytes, device):
-            replayer.forget()
-        return replayer.remembers
+            replayer.drop_retained()
+        return replayer.retains_buffers
 
-    replayer.remembers = True
-    tree.remember(replayer.has_captured, fits)
+    replayer.retains_buffers = True
+    tree.retain_buffers(replayer.has_captured, fits)
 
 
-def forget(tree: BeamTree, replayer: Replayer, search: Any) -> None:
+def drop_retained(tree: BeamTree, replayer: Replayer, search: Any) -> None:
     """The call keeps nothing any longer, its `search` neither, if it has one whose steps are captured."""
-    tree.forget()
-    replayer.forget()
+    tree.drop_retained()
+    replayer.drop_retained()
     if search is not None:
-        search.forget()
+        search.drop_retained()
 
 
 def recorded(state: Any, tree: BeamTree, replayer: Replayer) -> Recording:
@@ -166,7 +166,7 @@ def recorded(state: Any, tree: BeamTree, replayer: Replayer) -> Recording:
     return Recording(state, {epoch: its for epoch, its in replayer.captured.items() if tree.recalls(epoch)})
 
 
-def keep(
+def put(
     model: nn.Module, key: Hashable, recording: Recording, look: Callable[[], Snapshot], device: torch.device
 ) -> None:
     """For later calls, if all of the model can be looked at again. This call has asked `take` before it began."""

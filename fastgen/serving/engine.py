@@ -19,7 +19,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fastgen.memory.limits import is_out_of_memory
-from fastgen.optimizer.transformers.generate.continuous_batch import Call, Found, Running, unrefillable
+from fastgen.optimizer.transformers.generate.continuous_batch import Call, ContinuousBatch, Found, unrefillable
 from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import first_line
@@ -66,7 +66,7 @@ class Stopped(Exception):
 
 
 @dataclass(eq=False)
-class Ask:
+class GenerationRequest:
     """A request: inputs with the same options."""
 
     inputs: list[list[int]]  # tokens
@@ -110,13 +110,13 @@ class Counts:
     queued: int = 0  # inputs that wait
 
 
-_Unit = tuple[Ask, int]
+_Unit = tuple[GenerationRequest, int]
 
 
 class _Unwanted(StoppingCriteria):
     """Ends the host's own generate when nobody waits for it any more."""
 
-    def __init__(self, asks: list[Ask]) -> None:
+    def __init__(self, asks: list[GenerationRequest]) -> None:
         self._asks = asks
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -139,8 +139,8 @@ class Engine:
         self.counts = Counts()
         self._model, self._tokenizer = model, tokenizer
         self._most_rows, self._most_queued = most_rows, most_queued
-        self._asks: list[Ask] = []  # that have inputs waiting, the oldest first
-        self._batches: dict[int, Running] = {}  # by rows of each input
+        self._asks: list[GenerationRequest] = []  # that have inputs waiting, the oldest first
+        self._batches: dict[int, ContinuousBatch] = {}  # by rows of each input
         self._units: dict[int, list[_Unit]] = {}  # of each call, by its number
         self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
         self._calls = 0
@@ -153,7 +153,7 @@ class Engine:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, ask: Ask) -> None:
+    def submit(self, ask: GenerationRequest) -> None:
         """Its listener will hear of each input, or that it failed. Full: no room in the queue. Stopped: for good."""
         with self._changed:
             if self._is_closed or not self._thread.is_alive():
@@ -167,7 +167,7 @@ class Engine:
             self._asks.append(ask)
             self._changed.notify()
 
-    def cancel(self, ask: Ask) -> None:
+    def cancel(self, ask: GenerationRequest) -> None:
         """Nobody listens any more. From any thread; its rows leave at the next step."""
         with self._changed:
             if not ask.is_over:
@@ -287,7 +287,7 @@ class Engine:
                 return units
         return None
 
-    def _find_out(self, ask: Ask) -> None:
+    def _find_out(self, ask: GenerationRequest) -> None:
         """Whether such requests can share a batch. Any input will do: what counts are the model and the options."""
         if ask.key in self._apart:
             return
@@ -299,7 +299,7 @@ class Engine:
         except Exception as error:
             self._end(ask, self._failure(error))
 
-    def _call(self, inputs: list[list[int]], ask: Ask) -> dict[str, Any]:
+    def _call(self, inputs: list[list[int]], ask: GenerationRequest) -> dict[str, Any]:
         return offline.padded(self._model, inputs, {"generation_config": ask.config})
 
     def _begin(self, units: list[_Unit]) -> None:
@@ -308,7 +308,7 @@ class Engine:
         inputs = [one.inputs[index] for one, index in units]
         batch = self._batches.get(ask.rows)
         if batch is None:
-            batch = self._batches[ask.rows] = Running(self._model, max(1, self._most_rows // ask.rows))
+            batch = self._batches[ask.rows] = ContinuousBatch(self._model, max(1, self._most_rows // ask.rows))
         self._calls += 1
         self._units[self._calls] = units
         try:
@@ -361,7 +361,7 @@ class Engine:
         """Tokens before the first one that is generated."""
         return 0 if self._model.config.is_encoder_decoder else call.request.input_ids.shape[1]
 
-    def _hypotheses(self, ask: Ask, index: int, found: Found, call: Call) -> Hypotheses:
+    def _hypotheses(self, ask: GenerationRequest, index: int, found: Found, call: Call) -> Hypotheses:
         pad = ask.config.pad_token_id
         tokens = found.tokens[:, self._prompt(call) :].tolist()
         return Hypotheses([without_tail(row, pad) for row in tokens], found.scores.tolist())
@@ -383,7 +383,7 @@ class Engine:
         for (one, index), hypotheses in zip(units, found, strict=True):
             self._finish(one, index, hypotheses)
 
-    def _finish(self, ask: Ask, index: int, found: Hypotheses) -> None:
+    def _finish(self, ask: GenerationRequest, index: int, found: Hypotheses) -> None:
         self.counts.tokens += sum(map(len, found.tokens))
         if ask.is_over:
             return
@@ -431,7 +431,7 @@ class Engine:
         for ask in [*(ask for ask, _ in units), *waiting]:
             self._end(ask, Failed(status, STOPPED))
 
-    def _end(self, ask: Ask, failed: Failed) -> None:
+    def _end(self, ask: GenerationRequest, failed: Failed) -> None:
         with self._changed:  # or who hears of it might cancel it, too
             if not ask.is_over:
                 self.counts.failed += 1

@@ -16,7 +16,18 @@ from fastgen.pipeline.transformers import generation_fields, prepare, tokenizing
 from fastgen.pipeline.transformers.load import decoder_room, generation_config, load_model
 from fastgen.pipeline.transformers.settings import ModelSettings
 from fastgen.pipeline.workers import WorkerPool
-from fastgen.serving.engine import EXPIRED, STOPPED, Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
+from fastgen.serving.engine import (
+    EXPIRED,
+    STOPPED,
+    Engine,
+    Event,
+    Failed,
+    Finished,
+    Full,
+    GenerationRequest,
+    Grown,
+    Stopped,
+)
 from fastgen.serving.limits import Limits
 from fastgen.serving.observed import Work
 from fastgen.serving.options import finite, given
@@ -112,7 +123,7 @@ class Service:
             self.running -= 1
         return pieces
 
-    async def _streamed(self, ask: Ask, events: _Events, work: Work) -> AsyncGenerator[str, None]:
+    async def _streamed(self, ask: GenerationRequest, events: _Events, work: Work) -> AsyncGenerator[str, None]:
         sent = [""] * len(ask.inputs)
         self.running += 1
         try:
@@ -140,7 +151,7 @@ class Service:
                 self.engine.cancel(ask)
         yield "data: [DONE]\n\n"
 
-    async def _asked(self, body: dict[str, Any], work: Work, *, streams: bool) -> tuple[Ask, _Events]:
+    async def _asked(self, body: dict[str, Any], work: Work, *, streams: bool) -> tuple[GenerationRequest, _Events]:
         """The request in the engine's queue."""
         texts = [body["text"]] if isinstance(body["text"], str) else list(body["text"])
         work.inputs = len(texts)
@@ -165,7 +176,7 @@ class Service:
             loop.call_soon_threadsafe(events.put, event)
 
         seconds = body.get("timeout") or self.limits.seconds
-        ask = Ask(
+        ask = GenerationRequest(
             inputs,
             config,
             hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest(),
@@ -182,7 +193,7 @@ class Service:
             raise Refusal(503, STOPPED) from None
         return ask, events
 
-    async def _events(self, ask: Ask, events: _Events) -> AsyncIterator[Event]:
+    async def _events(self, ask: GenerationRequest, events: _Events) -> AsyncIterator[Event]:
         """Until all inputs are finished. Whoever stops listening, or is cancelled, frees the rows."""
         missing = len(ask.inputs)
         try:

@@ -19,7 +19,7 @@ import torch
 
 import fastgen
 from fastgen.cli import generate
-from fastgen.optimizer.fairseq.generate.batch_decoder import Joint
+from fastgen.optimizer.fairseq.generate.batch_decoder import BatchDecoder
 from fastgen.pipeline import batching
 from fastgen.pipeline.fairseq import batches, refilling
 from fastgen.pipeline.fairseq.generation import Generation
@@ -43,13 +43,13 @@ MATRIX: dict[str, list[str]] = {
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
     """The positions that decoded together, at every joint step."""
     seen: list[set[int]] = []
-    step = Joint.step
+    step = BatchDecoder.step
 
-    def counted(self: Joint) -> None:
+    def counted(self: BatchDecoder) -> None:
         seen.append({part.step.tokens.shape[1] for part in self.parts})
         step(self)
 
-    monkeypatch.setattr(Joint, "step", counted)
+    monkeypatch.setattr(BatchDecoder, "step", counted)
     return seen
 
 
@@ -117,9 +117,9 @@ def test_out_of_memory_while_the_batch_is_kept_full_loses_and_repeats_nothing(
     monkeypatch.setattr(batching, "_WORTH_KEEPING", 1e9)
     flags = [flag for flag in job if flag not in ("--max-tokens", "60")]
     stock = fairseq_kit.run_stock(*flags, "--batch-size", "6", "--beam", "2")
-    step, generated, done = Joint.step, Generation.generated, []
+    step, generated, done = BatchDecoder.step, Generation.generated, []
 
-    def short(self: Joint) -> None:
+    def short(self: BatchDecoder) -> None:
         if len(steps) == 20:
             steps.append(set())
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -129,7 +129,7 @@ def test_out_of_memory_while_the_batch_is_kept_full_loses_and_repeats_nothing(
         done.append((len(steps), sample["nsentences"]))
         return generated(self, number, sample, *args)
 
-    monkeypatch.setattr(Joint, "step", short)
+    monkeypatch.setattr(BatchDecoder, "step", short)
     monkeypatch.setattr(Generation, "generated", counted)
     ours = fairseq_kit.run_fastgen(*flags, *size, "--beam", "2", *REFILL, "--workers", "0")
     assert fairseq_kit.differences(fairseq_kit.by_sentence(stock), fairseq_kit.by_sentence(ours)) == []
@@ -142,15 +142,15 @@ def test_out_of_memory_while_the_batch_is_kept_full_loses_and_repeats_nothing(
 
 def _slowed(patch: pytest.MonkeyPatch, then: Callable[[int], None] = lambda call: None) -> None:
     """So that there is something to interrupt."""
-    step, calls = Joint.step, []
+    step, calls = BatchDecoder.step, []
 
-    def slow(self: Joint) -> None:
+    def slow(self: BatchDecoder) -> None:
         calls.append(1)
         time.sleep(kill_kit.PAUSE / 10)
         then(len(calls))
         step(self)
 
-    patch.setattr(Joint, "step", slow)
+    patch.setattr(BatchDecoder, "step", slow)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

@@ -15,7 +15,7 @@ from emulated_graph import Graph
 from fairseq import search, sequence_generator
 
 from fastgen.decoding import fairseq_beam_search
-from fastgen.decoding.fairseq_beam_search import CollectingPolicy, CollectingSearch
+from fastgen.decoding.fairseq_beam_search import CollectingPolicy, FairseqBeamSearch
 from fastgen.replay import replayer, statistics
 
 DEVICE = torch.device("cpu")
@@ -28,13 +28,13 @@ def _staggered(name: str = "post-norm", beams: int = 3) -> Any:
 
 def test_sentences_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[int] = []
-    evict = CollectingSearch.evict
+    evict = FairseqBeamSearch.evict
 
-    def noting(self: CollectingSearch, settled: torch.Tensor) -> torch.Tensor:
-        left.append(int(settled.sum()))
-        return evict(self, settled)
+    def noting(self: FairseqBeamSearch, finished_mask: torch.Tensor) -> torch.Tensor:
+        left.append(int(finished_mask.sum()))
+        return evict(self, finished_mask)
 
-    monkeypatch.setattr(CollectingSearch, "evict", noting)
+    monkeypatch.setattr(FairseqBeamSearch, "evict", noting)
     for beams in (1, 3, 5):
         left.clear()
         judge.compare(_staggered(beams=beams), is_fast=True)
@@ -43,7 +43,7 @@ def test_sentences_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nobody_leaves_and_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where sentences that are done go on for a while: what has ended stays as it is."""
-    monkeypatch.setattr(CollectingSearch, "leavers", lambda self: 0)
+    monkeypatch.setattr(FairseqBeamSearch, "num_finished", lambda self: 0)
     judge.compare(_staggered(), is_fast=True)
 
 
@@ -68,18 +68,18 @@ def test_the_end_is_learnt_a_step_late(recording: type[replayer.Recording]) -> N
 
 
 def _level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CollectingSearch, "level", lambda self, sentences: None)
+    monkeypatch.setattr(FairseqBeamSearch, "level", lambda self, sentences: None)
 
 
 def _beyond_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates beyond the best M end hypotheses too."""
-    take = CollectingSearch._take
+    take = FairseqBeamSearch._take
 
-    def taken(self: CollectingSearch, scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Any:
+    def taken(self: FairseqBeamSearch, scores: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor) -> Any:
         first = (~tokens.eq(self._end)).long().argsort(dim=1, stable=True)  # the ends before all others
         return take(self, scores.gather(1, first), tokens.gather(1, first), parents.gather(1, first))
 
-    monkeypatch.setattr(CollectingSearch, "_take", taken)
+    monkeypatch.setattr(FairseqBeamSearch, "_take", taken)
 
 
 def _penalty(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,8 +162,8 @@ def test_a_search_that_stops_at_the_maximal_length() -> None:
     judge.compare(partial(models.generate, "bart", models.batch(), strategy=strategy), is_fast=False)
 
 
-def _search(batch: int, beams: int, length: int) -> CollectingSearch:
-    return CollectingSearch(batch, beams, CollectingPolicy(1.0, True, length), start=2, end=2, pad=1, device=DEVICE)
+def _search(batch: int, beams: int, length: int) -> FairseqBeamSearch:
+    return FairseqBeamSearch(batch, beams, CollectingPolicy(1.0, True, length), start=2, end=2, pad=1, device=DEVICE)
 
 
 def test_nothing_can_end() -> None:

@@ -19,7 +19,7 @@ from fairseq.sequence_generator import SequenceGenerator
 import fastgen
 from fastgen.cache import tree
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding.fairseq_beam_search import CollectingSearch
+from fastgen.decoding.fairseq_beam_search import FairseqBeamSearch
 from fastgen.optimizer.fairseq.model.session import Session
 from fastgen.optimizer.fairseq.replay.guards import snapshot
 from fastgen.optimizer.fairseq.replay.step_state import State
@@ -182,18 +182,18 @@ def test_a_call_that_grew(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _left(model: Any, seed: int, tier: str) -> tuple[int, list[int]]:
     """Captures of a call that sentences leave, and how many there were after each time."""
-    left, keep = [], BeamTree.keep
+    left, select = [], BeamTree.select
 
     def noting(self: BeamTree, sentences: torch.Tensor) -> None:
         left.append(len(sentences))
-        keep(self, sentences)
+        select(self, sentences)
 
     sample, prefix = models.staggered(9)
     tokens = sample["net_input"]["src_tokens"]
     tokens[tokens > 3] = 4 + (tokens[tokens > 3] - 4 + seed) % models.WORDS
     before = copy.copy(statistics.counts(model))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BeamTree, "keep", noting)
+        patch.setattr(BeamTree, "select", noting)
         run = partial(models.generate, model, sample, prefix=prefix, beam_size=3, max_len_b=25)
         expected = judge.stock(run)
         with judge.configured(tier=tier):
@@ -224,7 +224,7 @@ def test_no_room_for_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _left(model, 0, "fast")[1] == left and store.count(model) == 1
 
 
-@pytest.mark.parametrize("what", [(State, "rewind"), (Session, "rewind"), (BeamTree, "rewind")])
+@pytest.mark.parametrize("what", [(kind, "restore_first_buffers") for kind in (State, Session, BeamTree)])
 def test_the_way_back_is_needed(what: tuple[type, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replayer, "_PATIENCE", 1)
     model = copy.deepcopy(models.load("post-norm"))
@@ -335,7 +335,7 @@ def test_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.count(model) == 0 and _captures(model, seed=1) == 1
 
 
-@pytest.mark.parametrize("what", [(State, "fill"), (CollectingSearch, "restart")])
+@pytest.mark.parametrize("what", [(State, "fill"), (FairseqBeamSearch, "restart")])
 def test_negative_controls(what: tuple[type, str], monkeypatch: pytest.MonkeyPatch) -> None:
     model = _recorded(tier="fast")
     monkeypatch.setattr(*what, lambda self, other: None)

@@ -17,10 +17,10 @@ from joined_samples import LENGTHS, PLENTY, SENTENCES, assert_same, each, genera
 
 import fastgen
 from fastgen import report
-from fastgen.cache.batch_tree import JointTree
+from fastgen.cache.batch_tree import BatchTree
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq.generate import continuous_batch
-from fastgen.optimizer.fairseq.generate.batch_decoder import Joint
+from fastgen.optimizer.fairseq.generate.batch_decoder import BatchDecoder
 from fastgen.optimizer.fairseq.generate.suspending import Suspendable
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -35,13 +35,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[tuple[int, int]]]]:
     """Sentences and position of every part, at every joint step."""
     seen: list[list[tuple[int, int]]] = []
-    step = Joint.step
+    step = BatchDecoder.step
 
-    def counted(self: Joint) -> None:
+    def counted(self: BatchDecoder) -> None:
         seen.append([(part.sentences, part.step.tokens.shape[1]) for part in self.parts])
         step(self)
 
-    monkeypatch.setattr(Joint, "step", counted)
+    monkeypatch.setattr(BatchDecoder, "step", counted)
     yield seen
     assert not [thread for thread in threading.enumerate() if thread.name == "fastgen-suspended"]
 
@@ -219,11 +219,11 @@ def test_a_suspended_function_sees_its_callers_mode(inference: bool) -> None:
 
 # ---------------------------------------------------------------------------------------------- negative controls
 def _one_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_for_all(self: Joint, tokens: torch.Tensor, incremental_state: Any = None) -> torch.Tensor:
+    def first_for_all(self: BatchDecoder, tokens: torch.Tensor, incremental_state: Any = None) -> torch.Tensor:
         embedded = self._positions(self.parts[0].step.tokens, incremental_state=incremental_state)[:1]
         return embedded.expand(len(tokens), -1, -1)
 
-    monkeypatch.setattr(Joint, "_at_each_position", first_for_all)
+    monkeypatch.setattr(BatchDecoder, "_at_each_position", first_for_all)
 
 
 def _nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def _nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _never_reordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(JointTree, "reorder", lambda self, parents: None)
+    monkeypatch.setattr(BatchTree, "reorder", lambda self, parents: None)
 
 
 @pytest.mark.parametrize("damage", [_one_position, _nothing_hidden, _never_reordered])

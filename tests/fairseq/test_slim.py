@@ -156,7 +156,7 @@ def test_inspect() -> None:
         return found
 
     found = table(well_conditioned("post-norm", 11))
-    assert [layer.is_across for layer in found.layers] == [False, True] * 3
+    assert [layer.is_cross_attn for layer in found.layers] == [False, True] * 3
     for layer in found.layers:
         assert all(verdict.reason is None and verdict.error is not None for verdict in layer.verdicts.values())
         assert layer.verdicts["k"].condition == pytest.approx(1, rel=1e-3)

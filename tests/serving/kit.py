@@ -14,7 +14,7 @@ import fastgen
 from fastgen.cli import serve
 from fastgen.demo import task
 from fastgen.demo.job import SHIPPED_MODEL
-from fastgen.optimizer.transformers.generate.continuous_batch import Running
+from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
 from fastgen.pipeline.transformers.hypotheses import hypotheses_of
 from fastgen.pipeline.transformers.load import generation_config
 
@@ -47,8 +47,8 @@ def stock(text: str, seed: int = 0, **options: Any) -> tuple[list[str], list[flo
 
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps take their time, so that others can come and go in between."""
-    step = Running.step
-    monkeypatch.setattr(Running, "step", lambda self: (time.sleep(0.03), step(self))[1])
+    step = ContinuousBatch.step
+    monkeypatch.setattr(ContinuousBatch, "step", lambda self: (time.sleep(0.03), step(self))[1])
 
 
 def model_settings(*flags: str) -> Any:

@@ -13,8 +13,8 @@ import torch
 from kit import TEXTS, config_of, loaded, slowly, stock
 from transformers import ExponentialDecayLengthPenalty
 
-from fastgen.optimizer.transformers.generate.continuous_batch import Running
-from fastgen.serving.engine import STOPPED, Ask, Engine, Event, Failed, Finished, Full, Grown, Stopped
+from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
+from fastgen.serving.engine import STOPPED, Engine, Event, Failed, Finished, Full, GenerationRequest, Grown, Stopped
 
 KINDS: list[dict[str, Any]] = [
     dict(num_beams=4, max_new_tokens=30),
@@ -37,11 +37,12 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-def ask_of(texts: list[str], *, seed: int = 0, **more: Any) -> tuple[Ask, list[Event]]:
+def ask_of(texts: list[str], *, seed: int = 0, **more: Any) -> tuple[GenerationRequest, list[Event]]:
     events: list[Event] = []
     extra = {name: more.pop(name) for name in ("streams",) if name in more}
     inputs = loaded()[1](texts).input_ids
-    return Ask(inputs, config_of(**more), str(sorted(more.items())), events.append, seed=seed, **extra), events
+    config, key = config_of(**more), str(sorted(more.items()))
+    return GenerationRequest(inputs, config, key, events.append, seed=seed, **extra), events
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -51,7 +52,7 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def wait(*asks: Ask) -> None:
+def wait(*asks: GenerationRequest) -> None:
     until(lambda: all(ask.is_over for ask in asks))
 
 
@@ -170,7 +171,7 @@ def test_a_device_that_is_lost_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         raise lost
 
     with monkeypatch.context() as patch:
-        patch.setattr(Running, "step", fails)
+        patch.setattr(ContinuousBatch, "step", fails)
         patch.setattr(torch, "zeros", fails)
         ask, told = ask_of(TEXTS[:1], num_beams=2)
         engine.submit(ask)

@@ -14,11 +14,11 @@ Spans = list[list[tuple[int, int]]]
 def watch(monkeypatch: pytest.MonkeyPatch) -> Spans:
     """Rows and position of every call, at every joint step from now on."""
     seen: Spans = []
-    step = continuous_batch._Joint.step
+    step = continuous_batch.BatchDecoder.step
 
     def counted(self: Any, inputs: dict[str, Any]) -> Any:
         seen.append(list(self.session.spans))
         return step(self, inputs)
 
-    monkeypatch.setattr(continuous_batch._Joint, "step", counted)
+    monkeypatch.setattr(continuous_batch.BatchDecoder, "step", counted)
     return seen

@@ -47,19 +47,19 @@ def unmap_bias(patch: Patch) -> None:
 
 
 def forget_padding(patch: Patch) -> None:
-    plant = BeamTree.plant
-    patch.setattr(BeamTree, "plant", lambda self, mask=None: plant(self, None))
+    begin_decoding = BeamTree.begin_decoding
+    patch.setattr(BeamTree, "begin_decoding", lambda self, mask=None: begin_decoding(self, None))
 
 
 def forget_source_padding(patch: Patch) -> None:
-    plant = TreeDecoder.plant
+    begin_decoding = TreeDecoder.begin_decoding
 
     def planted(self: TreeDecoder, inputs: dict[str, Any], logits: torch.Tensor) -> None:
-        plant(self, inputs, logits)
+        begin_decoding(self, inputs, logits)
         if self.source_mask is not None:
             self.source_mask = torch.ones_like(self.source_mask)
 
-    patch.setattr(TreeDecoder, "plant", planted)
+    patch.setattr(TreeDecoder, "begin_decoding", planted)
 
 
 def forget_window(patch: Patch) -> None:
@@ -130,9 +130,9 @@ def test_wrong_sentences_evicted() -> None:
     harness.compare(model, inputs, tier="fast", **options)
     evict, left = BeamSearch.evict, []
 
-    def wrong(self: BeamSearch, settled: torch.Tensor) -> torch.Tensor:
-        stay = evict(self, settled)
-        left.append(len(settled) - len(stay))
+    def wrong(self: BeamSearch, finished_mask: torch.Tensor) -> torch.Tensor:
+        stay = evict(self, finished_mask)
+        left.append(len(finished_mask) - len(stay))
         return stay.flip(0)  # the decoder now keeps them in another order than the search
 
     with pytest.MonkeyPatch.context() as patch:

@@ -89,7 +89,7 @@ def grown(steps: int, beams: int, batch: int, coalesce: bool) -> BeamTree:
     layer = TreeLayer(result)
     result.layers.append(layer)
     layer.prefill(torch.full((batch, 1, 2, 1), -1.0), torch.full((batch, 1, 2, 1), -1.0))
-    result.plant()
+    result.begin_decoding()
     first = torch.arange(batch)[:, None] * beams
     paths = torch.zeros(batch, beams, 0)
     for step in range(steps):

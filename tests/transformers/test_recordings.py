@@ -189,16 +189,16 @@ _LEAVING = dict(num_beams=4, max_new_tokens=20, min_new_tokens=0, early_stopping
 
 def _left(model: Any, inputs: dict[str, Any], **options: Any) -> tuple[int, list[int]]:
     """Captures of a call, and how many sentences there were after each time that some left."""
-    left, keep = [], BeamTree.keep
+    left, select = [], BeamTree.select
 
     def noting(self: BeamTree, sentences: torch.Tensor) -> None:
         left.append(len(sentences))
-        keep(self, sentences)
+        select(self, sentences)
 
     if "decoder_input_ids" in inputs:
         inputs["decoder_input_ids"] = torch.full((6, 1), zoo.START)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BeamTree, "keep", noting)
+        patch.setattr(BeamTree, "select", noting)
         return _captures(model, inputs, tier="fast", **{**_LEAVING, **options}), left
 
 
@@ -227,7 +227,15 @@ def test_no_room_for_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _left(model, _inputs("bart", batch=6), proofs_alone=True)[1] == left and store.count(model) == 1
 
 
-@pytest.mark.parametrize("spoiled", [BeamTree.rewind, TreeLayer.rewind, State.rewind, State.remember])
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        BeamTree.restore_first_buffers,
+        TreeLayer.restore_first_buffers,
+        State.restore_first_buffers,
+        State.retain_buffers,
+    ],
+)
 def test_the_way_back_is_needed(spoiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _growing(monkeypatch)
     model = copy.deepcopy(zoo.load("bart"))
@@ -580,7 +588,7 @@ def test_interrupted_while_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_source_is_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _recorded("bart")
-    monkeypatch.setattr(State, "fill", lambda self, other: self.tree.replant(other.tree))
+    monkeypatch.setattr(State, "fill", lambda self, other: self.tree.reset_from(other.tree))
     with pytest.raises(AssertionError, match="differ"):
         harness.compare(model, _inputs("bart", 1), tier="compat", **LONG)
 

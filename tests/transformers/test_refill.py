@@ -17,7 +17,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen import report
-from fastgen.cache.batch_tree import JointTree
+from fastgen.cache.batch_tree import BatchTree
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.transformers.generate import continuous_batch
 
@@ -196,13 +196,13 @@ def _no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The newcomers' prompts lie where their positions say, not as far back as they are."""
-    regroup = JointTree.regroup
+    regroup = BatchTree.regroup
 
-    def shifted(self: JointTree, stay: torch.Tensor, newcomers: list[BeamTree]) -> None:
+    def shifted(self: BatchTree, stay: torch.Tensor, newcomers: list[BeamTree]) -> None:
         regroup(self, stay, newcomers)
         self._positions[len(stay) :] = torch.arange(self._positions.shape[1])
 
-    monkeypatch.setattr(JointTree, "regroup", shifted)
+    monkeypatch.setattr(BatchTree, "regroup", shifted)
 
 
 @pytest.mark.parametrize(

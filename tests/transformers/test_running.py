@@ -54,7 +54,7 @@ class Watched:
     """Admits calls to a batch at their times, and keeps what is found of each sentence."""
 
     def __init__(self, model: Any, calls: list[dict[str, Any]], rows: int = 64) -> None:
-        self.running, self.calls = continuous_batch.Running(model, rows), calls
+        self.running, self.calls = continuous_batch.ContinuousBatch(model, rows), calls
         self.found: dict[tuple[int, int], continuous_batch.Found] = {}
         self.model = model
 
@@ -137,7 +137,7 @@ def test_sentences_that_are_given_up_leave_at_once(options: str) -> None:
 def test_what_streams_is_what_is_found() -> None:
     model = zoo.load("marian")
     call = calls_of("marian")[0]
-    running = continuous_batch.Running(model, 8)
+    running = continuous_batch.ContinuousBatch(model, 8)
     with harness.configured(strict=True), torch.no_grad():
         admitted = running.admit(0, harness.request(call, {}), tokens=True)
         seen: dict[int, list[int]] = {}

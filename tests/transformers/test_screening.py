@@ -41,7 +41,7 @@ def _always() -> Iterator[None]:
 def screened(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The outputs of each screened product that was not replayed; not looked at, which no recorded step may."""
     found: list[torch.Tensor] = []
-    plan = linear.Products._screened_plan
+    plan = linear.LinearDispatcher._screened_plan
 
     def noting(self: Any, layer: Any, rows: Any, skinny: Any) -> Any:
         made = plan(self, layer, rows, skinny)
@@ -55,7 +55,7 @@ def screened(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         made.product = noted
         return made
 
-    monkeypatch.setattr(linear.Products, "_screened_plan", noting)
+    monkeypatch.setattr(linear.LinearDispatcher, "_screened_plan", noting)
     return found
 
 

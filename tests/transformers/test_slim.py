@@ -457,7 +457,7 @@ def test_a_threshold_is_an_approximation(family: str, kind: str, monkeypatch: py
 
 def test_inspect() -> None:
     table = fastgen.inspect(well_conditioned("bart"), {**inputs_for("bart"), "num_beams": 3})
-    assert [layer.is_across for layer in table.layers] == [False, True, False, True]
+    assert [layer.is_cross_attn for layer in table.layers] == [False, True, False, True]
     for layer in table.layers:
         assert all(verdict.reason is None for verdict in layer.verdicts.values())
         assert layer.verdicts["k"].condition == pytest.approx(1, rel=1e-3)

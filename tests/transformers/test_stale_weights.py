@@ -177,7 +177,7 @@ COPIES: dict[str, Any] = {
     "joint": (_joint, lambda model: len(packed_weights._joint)),
     "halves": (_halves, lambda model: len(packed_weights._halves)),
     "screening": (_screening, lambda model: len(packed_weights._screenings)),
-    "slim": (_slim, lambda model: len(planning._judged[model].caches.kept)),
+    "slim": (_slim, lambda model: len(planning._judged[model].caches.layer_caches)),
 }
 
 

@@ -17,7 +17,7 @@ class Layer:
 
     module: nn.Module
     name: str
-    is_across: bool  # attends to the source
+    is_cross_attn: bool  # attends to the source
     verdicts: dict[str, Verdict]  # by kind of cache
 
 

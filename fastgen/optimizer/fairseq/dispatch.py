@@ -73,7 +73,7 @@ def _run(request: Request, stock: Callable[..., Any]) -> Any:
             is_fast = False
             result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
         ensemble.session.measure()
-        ensemble.hand_on()
+        ensemble.store_graph()
         if not ensemble.reason:
             look_at(request, result)
         arena.settle()

@@ -114,7 +114,7 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
         if stock.__name__ == "_beam_search":
             return dispatch.run(Request(*args, model_kwargs), stock)
         streamer = model_kwargs.pop("streamer", None)
-        return dispatch.run(Request(*args, model_kwargs, streamer, is_search=False), stock)
+        return dispatch.run(Request(*args, model_kwargs, streamer, is_beam_search=False), stock)
 
     return generate
 

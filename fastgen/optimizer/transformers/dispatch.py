@@ -27,14 +27,14 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     if plan.decision.tier == gate.STOCK:
         return _run_stock(request, stock, plan.decision, record)
     with contextlib.closing(
-        TreeDecoder(request, None, plan.replayer, plan.uses_argmax_head, plan.caches.kept)
+        TreeDecoder(request, None, plan.replayer, plan.uses_argmax_head, plan.caches.layer_caches)
     ) as decoder:
         if plan.decision.tier == gate.FAST:
             result = beam_search.fast(request, decoder)
         else:
             result = beam_search.compat(request, decoder, request.diverse or stock)
         cache = decoder.cache_bytes(), decoder.cache_kind(), plan.caches.plan
-        decoder.hand_on()
+        decoder.store_graph()
     # The prompt's own forward pass chooses tokens too.
     record.done(plan.decision, decoder.tree.steps + 1, *cache)
     if plan.replayer is not None:

@@ -49,7 +49,7 @@ def failed_equivalence(request: Request, stock: Callable[..., Any], is_replayed:
     is_chunked = request.generation_config.prefill_chunk_size is not None
     attention = getattr(model.config, "_attn_implementation", None)
     found, dtype = tuple(request.foreign), _dtype_of_products(request)
-    key = (attention, model.dtype, dtype, request.is_search, request.beams > 1, is_chunked, is_replayed, found)
+    key = (attention, model.dtype, dtype, request.is_beam_search, request.beams > 1, is_chunked, is_replayed, found)
     if key not in verdicts:
         if request.generation_config.max_length - request.input_ids.shape[1] < 2:
             return "its first calls were too short to try"  # nothing behind the prompt
@@ -73,7 +73,9 @@ def _try(
     replayer = Replayer(request.input_ids.device) if is_replayed else None
     try:
         with contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
-            result = beam_search.fast(ours, decoder) if ours.is_search else beam_search.compat(ours, decoder, stock)
+            result = (
+                beam_search.fast(ours, decoder) if ours.is_beam_search else beam_search.compat(ours, decoder, stock)
+            )
     # Here, and only here, an unknown model's code meets the tree: whatever it raises is the verdict.
     except Exception as error:
         return f"it cannot run on the tree ({type(error).__name__}: {_first_line(error)})"
@@ -142,7 +144,7 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
     index = first.flatten()
 
     config = copy.copy(request.generation_config)
-    config.num_beams, config.num_return_sequences = (beams, 1) if request.is_search else (1, beams)
+    config.num_beams, config.num_return_sequences = (beams, 1) if request.is_beam_search else (1, beams)
     config.do_sample = False
     config.length_penalty, config.early_stopping = 1.0, False
     config.max_length = min(config.max_length, request.input_ids.shape[1] + steps)
@@ -160,5 +162,5 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
         config,
         False,
         kwargs,
-        is_search=request.is_search,
+        is_beam_search=request.is_beam_search,
     )

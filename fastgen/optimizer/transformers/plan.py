@@ -44,7 +44,7 @@ def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
         return DIVERSE if request.diverse else request.changed_rule
 
     # What greedy search and sampling do between two steps is cheap: the host's own loop keeps all of its rules.
-    decision = gate.decide(unsupported, not_fast if request.is_search else None)
+    decision = gate.decide(unsupported, not_fast if request.is_beam_search else None)
     if decision.tier == gate.STOCK:
         return Plan(decision)
     replayer = replayer_for(request, stock)

@@ -34,7 +34,7 @@ _BY_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengt
 
 @dataclass
 class Request:
-    """The arguments of `_beam_search` or, if it `is_search` not, of `_sample`, under the host's names."""
+    """The arguments of `_beam_search` or, if it `is_beam_search` not, of `_sample`, under the host's names."""
 
     model: Any
     input_ids: Tensor  # int64 [B*M, P]
@@ -44,7 +44,7 @@ class Request:
     synced_gpus: bool
     model_kwargs: dict[str, Any]
     streamer: Any = None  # of `_sample`
-    is_search: bool = True
+    is_beam_search: bool = True
     diverse: Callable[..., Any] | None = None  # a loop like the host's, for beams in groups; else the host's own
     seeds: Sequence[int] | None = None  # of each sentence, for samples drawn in a batch with others
 
@@ -52,7 +52,7 @@ class Request:
     def beams(self) -> int:
         """M: rows that share a prompt, be they beams or samples."""
         config = self.generation_config
-        return int(config.num_beams if self.is_search else config.num_return_sequences or 1)
+        return int(config.num_beams if self.is_beam_search else config.num_return_sequences or 1)
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
@@ -88,7 +88,7 @@ class Request:
             self.stopping_criteria,
             self.generation_config,
             self.synced_gpus,
-            **({} if self.is_search else {"streamer": self.streamer}),
+            **({} if self.is_beam_search else {"streamer": self.streamer}),
             **kwargs,
         )
 
@@ -104,7 +104,7 @@ class Request:
         """Whether nothing depends on more of the logits than which is the largest."""
         config, processors = self.generation_config, self.logits_processor
         is_plain = type(processors) is logits_process.LogitsProcessorList and not processors
-        return not (self.is_search or config.do_sample or config.return_dict_in_generate) and is_plain
+        return not (self.is_beam_search or config.do_sample or config.return_dict_in_generate) and is_plain
 
     @property
     def may_evict(self) -> bool:
@@ -143,7 +143,7 @@ class Request:
         listed = ("suppress_tokens", "begin_suppress_tokens", "eos_token_id", "sequence_bias")
         return max(len(getattr(processor, name, ())) for name in listed)
 
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         """Drop all rows but these, int64 `[rows']`, from the processors that hold something for each row."""
         processors = []
         for processor in self.logits_processor:

@@ -34,9 +34,9 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
         return f"{type(model).__name__} is no torch.nn.Module"
     if reason := foreign_code.ambient_reason():
         return reason
-    if request.is_search and request.beams < 2:
+    if request.is_beam_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
-    if not request.is_search and request.beams == 1 and request.input_ids.device.type != "cpu" and not shares:
+    if not request.is_beam_search and request.beams == 1 and request.input_ids.device.type != "cpu" and not shares:
         return "one sample of a prompt has nothing to share"  # on the CPU there are faster products to gain from
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
@@ -61,7 +61,7 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
         return f"the user passed {CACHE}"
     if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
-    if not request.is_search and not _repeats(request.beams, [request.input_ids, *_tensors(kwargs)]):
+    if not request.is_beam_search and not _repeats(request.beams, [request.input_ids, *_tensors(kwargs)]):
         return "rows that should share a prompt differ"
     for name in _BEGIN_WITH_ROWS:
         value = kwargs.get(name)

@@ -45,7 +45,7 @@ def note(request: Request, tier: str) -> None:
         reason = "that a time limit may end"
     elif request.diverse is not None:
         reason = "of diverse beam search, which this version does not have"
-    beams = int(request.generation_config.num_beams) if request.is_search else 1
+    beams = int(request.generation_config.num_beams) if request.is_beam_search else 1
     options = request.generation_config.to_diff_dict()
     facts = {
         "model": f"{type(request.model).__name__}, {request.model.dtype}, {request.input_ids.device}, tier {tier}",

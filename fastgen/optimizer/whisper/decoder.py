@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fastgen import config
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.layers.attention import beam_attention
-from fastgen.layers.linear import Products
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory.buffers import Buffers
 
 _lock = threading.Lock()
@@ -32,7 +32,7 @@ class TreeDecoder:
         self._decoder, self._audio, self._rows = model.decoder, audio, rows
         steps = max(model.dims.n_text_ctx - prompt_length, 1)
         self.tree = BeamTree(segments, rows, steps, Buffers(model))
-        self._products = Products(config.current().packing)
+        self._products = LinearDispatcher(config.current().packing)
         self._source: list[tuple[Tensor, Tensor]] = []  # of each block, keys and values [B, H, N, D]
         self._head = _head_of(model.decoder.token_embedding)
 
@@ -50,7 +50,7 @@ class TreeDecoder:
             query = self._query(block.cross_attn, block.cross_attn_ln(x))
             x = x + self._out(block.cross_attn, F.scaled_dot_product_attention(query, *self._source[-1]))
             x = x + self._feed_forward(block, x)
-        self.tree.plant()
+        self.tree.begin_decoding()
         return self._logits(x).repeat_interleave(self._rows, dim=0)
 
     def step(self, last: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def inspect(generator: Any, sample: Mapping[str, Any]) -> Inspection:
         for number, model in enumerate(models)
         for name, module in model.named_modules()
     }
-    layers = tuple(Layer(module, names[module], is_across, verdicts) for module, (is_across, verdicts) in found.items())
+    layers = tuple(Layer(module, names[module], *one) for module, one in found.items())
     return Inspection(request.model_name, layers)
 
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import config, report
-from fastgen.cache.batch_tree import JointTree, Seats
+from fastgen.cache.batch_tree import BatchTree, RowPool
 from fastgen.cache.tree import BeamTree, additive_mask
-from fastgen.layers.linear import Products
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.fairseq.cache.slim import fixed_choice
@@ -24,7 +24,7 @@ from fastgen.optimizer.fairseq.model.views import replaced, standing_in
 from fastgen.optimizer.fairseq.request import Request
 
 
-class Joint:
+class BatchDecoder:
     """One tree for the sentences of several parts, each at its own position."""
 
     def __init__(self, request: Request, rows: int) -> None:
@@ -35,9 +35,9 @@ class Joint:
         self.steps = 0
         self._name, self._beams, self._device = request.model_name, request.beams, device
         buffers = Buffers(inner.single_model)
-        self._tree = JointTree(rows, request.beams, device, buffers)
+        self._tree = BatchTree(rows, request.beams, device, buffers)
         self._session = Session(self._tree, request.generator.pad, device)
-        self._products = Products(config.current().packing)
+        self._products = LinearDispatcher(config.current().packing)
         decoder = over_the_tree(inner.single_model.decoder, self._session, fixed_choice(device), self._products)
         self._positions = decoder.embed_positions
         if self._positions is not None:
@@ -49,7 +49,7 @@ class Joint:
         self._arena = arena.of(inner.single_model)
         self._self_attention = [layer.self_attn for layer in layers_of(decoder)]
         self._cross_attention = [layer.encoder_attn for layer in layers_of(decoder) if layer.encoder_attn is not None]
-        self._seats = [(Seats(rows, buffers), Seats(rows, buffers)) for _ in self._cross_attention]
+        self._seats = [(RowPool(rows, buffers), RowPool(rows, buffers)) for _ in self._cross_attention]
         self._capacity = 0  # source positions that the seats have room for
         self._hidden = torch.empty(0, 0, dtype=torch.bool, device=device)  # [B, N], the sources' padding
 
@@ -78,18 +78,18 @@ class Joint:
         if entering or len(staying) < first:
             self._products.look_again()  # whoever takes results, or brings samples, may have edited weights
             self._session.measure()
-            self._tree.regroup(staying, [self._sprout(part) for part in entering])
+            self._tree.regroup(staying, [self._new_tree(part) for part in entering])
             for attention, layer in zip(self._self_attention, self._tree.layers, strict=True):
                 attention.layer = layer
             if self._cross_attention:
                 self._move_sources(staying, entering)
 
-    def _sprout(self, part: Part) -> BeamTree:
+    def _new_tree(self, part: Part) -> BeamTree:
         """A tree of the part's sentences, which have no token yet."""
         tree = BeamTree(part.sentences, self._beams, 1)
         for attention in self._self_attention:
             attention.begin(tree, part.step.encoder_out["encoder_out"][0])
-        tree.plant(device=self._device)
+        tree.begin_decoding(device=self._device)
         return tree
 
     def _move_sources(self, stay: Tensor, entering: list[Part]) -> None:
@@ -117,7 +117,7 @@ class Joint:
                 stored = tuple(held[:, :, :length] for held in stored)
             if reads_source:
                 latent = stored
-                attention.shared.forget()
+                attention.shared.release_shared()
             if bias is None and is_padded:
                 bias = additive_mask(~self._hidden, stored[0].dtype)[:, None, None]
             attention.source = Source(stored, bias, attention.slim)

@@ -69,9 +69,9 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
         rows = chosen.choose(log_probs, attention)
         if chosen.done:
             return chosen.result()
-        if ensemble.session.tree.lets_go(chosen.leavers()):
+        if ensemble.session.tree.should_evict(chosen.num_finished()):
             rows = rows.unflatten(0, (chosen.batch, chosen.beams))
-            stay = chosen.evict(chosen.settled())
+            stay = chosen.evict(chosen.finished_mask())
             rows = rows.index_select(0, stay).flatten()
             prefix = prefix if prefix is None else prefix.index_select(0, stay)
         ensemble.reorder_incremental_state(states, rows)

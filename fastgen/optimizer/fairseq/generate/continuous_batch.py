@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastgen import config
 from fastgen.optimizer.fairseq import foreign_code, seams
-from fastgen.optimizer.fairseq.generate.batch_decoder import Joint
+from fastgen.optimizer.fairseq.generate.batch_decoder import BatchDecoder
 from fastgen.optimizer.fairseq.generate.joining import Part, source_of
 from fastgen.optimizer.fairseq.request import unsupported_decoder
 
@@ -90,7 +90,7 @@ def run(
     waiting = enumerate(samples)
     following = next(waiting, None)
     live: list[Part] = []
-    joint: Joint | None = None
+    joint: BatchDecoder | None = None
     start, total = time.perf_counter(), 0
 
     def abandon() -> None:
@@ -114,7 +114,7 @@ def run(
                     total += part.sentences
             if not live:
                 continue
-            joint = joint or ending.enter_context(contextlib.closing(Joint(live[0].request, sentences)))
+            joint = joint or ending.enter_context(contextlib.closing(BatchDecoder(live[0].request, sentences)))
             joint.regroup(entering)
             joint.step()
             ended = [part for part in live if part.ended]

@@ -191,6 +191,6 @@ class Shared:
         assert latent is not None
         return latent
 
-    def forget(self) -> None:
+    def release_shared(self) -> None:
         """Let go of all."""
         self._derived.clear()

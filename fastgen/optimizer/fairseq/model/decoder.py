@@ -12,8 +12,8 @@ from torch import Tensor
 from fastgen import config
 from fastgen.cache.slim.latent import Choice, Slim, identity_of
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding.fairseq_beam_search import CollectingPolicy, CollectingSearch
-from fastgen.layers.linear import Products
+from fastgen.decoding.fairseq_beam_search import CollectingPolicy, FairseqBeamSearch
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.fairseq.cache.slim import plan_for, slim_of
@@ -92,14 +92,14 @@ class TreeEnsemble(StandIn):
         self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0], _modules={})
         self._replayed = ReplayedSteps(self._over_the_tree, self.replayer) if self.replayer else None
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
-        self._search: tuple[Hashable, CollectingSearch] | None = None
+        self._search: tuple[Hashable, FairseqBeamSearch] | None = None
         self._width: int | None = None  # positions of the source
-        self._is_handed_on = False
+        self._is_stored = False
         self._prompt: Prompt | None = None
         self._arena = arena.of(self.inner.models[0])
         if not self.inner.has_encoder() and request.generator.lm_model is None:
             self._prompt = self._read_prompt(request, models)
-        self.session.plant()
+        self.session.begin_decoding()
         if self._replayed is not None and not self.inner.has_encoder():
             self._take_up([])
 
@@ -132,14 +132,14 @@ class TreeEnsemble(StandIn):
         self._key = self._key_of(state)
         if self._key is None:
             return
-        kept = store.take_up(self.owner, self._key, state, self.replayer)
+        kept = store.reuse_graph(self.owner, self._key, state, self.replayer)
         if kept is not None:
             self.session, self._replayed = kept.session, kept.replayed
             self._products, self._search = kept.products, kept.search
             self._replayed.replayer = self.replayer
-        store.remember(self.session.tree, self.replayer, self._device)
+        store.retain_buffers(self.session.tree, self.replayer, self._device)
 
-    def search(self, policy: CollectingPolicy) -> CollectingSearch:
+    def search(self, policy: CollectingPolicy) -> FairseqBeamSearch:
         """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
         request, replayer = self.request, self.replayer
         tokens = {"start": request.start, "end": request.generator.eos, "pad": request.generator.pad}
@@ -150,33 +150,33 @@ class TreeEnsemble(StandIn):
             self._search[1].restart(replayer)
         else:
             arguments = (request.batch, request.beams, policy)
-            self._search = key, CollectingSearch(*arguments, **tokens, device=self._device, replayer=replayer)
+            self._search = key, FairseqBeamSearch(*arguments, **tokens, device=self._device, replayer=replayer)
         return self._search[1]
 
-    def hand_on(self) -> None:
+    def store_graph(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
-        if not self.session.tree.remembers or self.replayer is None or not self.replayer.captured:
+        if not self.session.tree.retains_buffers or self.replayer is None or not self.replayer.captured:
             return
         state, models, tree = self._state(), self.inner.models, self.session.tree
-        state.rewind()
+        state.restore_first_buffers()
         if self._key_of(state) == self._key:
-            self._is_handed_on = True
+            self._is_stored = True
             recording = store.recorded(state, tree, self.replayer)
-            store.keep(self.owner, self._key, recording, lambda: snapshot(models), self._device)
+            store.put(self.owner, self._key, recording, lambda: snapshot(models), self._device)
 
     def _shrink(self, replayer: Replayer) -> None:
         """Sentences leave; there will be two copies for a while."""
         tree = self.session.tree
-        is_first = tree.remembers and not tree.departures
+        is_first = tree.retains_buffers and not tree.evictions
         if is_first and not store.may_keep(self._state().nbytes(), self._device):
-            store.forget(tree, replayer, self._search and self._search[1])
+            store.drop_retained(tree, replayer, self._search and self._search[1])
         replayer.shrink()
 
     def close(self) -> None:
         """Let go of all keys and values."""
         if self.replayer is not None:
             self.replayer.close()
-        if not self._is_handed_on:
+        if not self._is_stored:
             self.session.tree.close()
 
     @property
@@ -206,7 +206,7 @@ class TreeEnsemble(StandIn):
             self._shrink(self.replayer)
         stay = self.session.reorder(new_order)
         if stay is not None and self._prompt is not None:
-            self._prompt.keep(stay)
+            self._prompt.select(stay)
 
     def forward_decoder(
         self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float = 1.0
@@ -261,7 +261,7 @@ class Prompt:
         self._positions = max(1, _PROMPT_LOGITS // (tokens.shape[0] * vocabulary))
         self._first, self._chunk = 0, tokens.new_empty(0, 0, 0)  # log-probabilities [B, positions, V] from `first` on
 
-    def keep(self, sentences: Tensor) -> None:
+    def select(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
         self._features = [features.index_select(0, sentences) for features in self._features]
         self._chunk = self._chunk.index_select(0, sentences)
@@ -283,15 +283,15 @@ class Prompt:
         return torch.logsumexp(torch.stack(each), dim=0) - math.log(len(each))
 
 
-def products_for(request: Request) -> Products:
+def products_for(request: Request) -> LinearDispatcher:
     """For one decoder in one call."""
-    products = Products(config.current().packing)
+    products = LinearDispatcher(config.current().packing)
     if calls_back(request) or is_interrupted(request):
         products.expect_edits()
     return products
 
 
-def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Products) -> Any:
+def over_the_tree(decoder: Any, session: Session, choice: Choice, products: LinearDispatcher) -> Any:
     """The decoder with attention over the session's tree and products of its own; the decoder itself stays as it is.
 
     `choice`: which of its caches are slim.
@@ -301,8 +301,8 @@ def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Prod
 
     def slim_for(module: Any, kind: str) -> Slim | None:
         if (slim := slim_of(module, kind)) is not None:
-            products.set_apart(module.k_proj)
-            products.set_apart(module.v_proj)
+            products.exclude_from_fusion(module.k_proj)
+            products.exclude_from_fusion(module.v_proj)
         return slim
 
     for layer in layers_of(decoder):

@@ -11,7 +11,7 @@ from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor
 
 from fastgen import config
-from fastgen.layers.linear import Products
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.fairseq.foreign_code import layers_of, own_name
 from fastgen.optimizer.fairseq.model.views import (
     has_hooks,
@@ -39,11 +39,11 @@ def _encoder(encoder: Any) -> Any:
         return encoder
     if own_name(encoder.layers):
         return encoder
-    products = Products(config.current().packing)
+    products = LinearDispatcher(config.current().packing)
     return replaced(encoder, layers=with_layers(encoder, [_layer(layer, products) for layer in layers_of(encoder)]))
 
 
-def _layer(layer: Any, products: Products) -> Any:
+def _layer(layer: Any, products: LinearDispatcher) -> Any:
     if own_method(layer, TransformerEncoderLayerBase, "forward") or own_name(layer) or has_hooks(layer):
         return layer
     view, attention = with_products(layer, products), layer.self_attn
@@ -69,7 +69,7 @@ def _has_plain_projections(attention: Any) -> bool:
 class _Attention:
     """Stands in for an encoder's self-attention: the host's own reads the weights past their modules."""
 
-    def __init__(self, module: Any, products: Products) -> None:
+    def __init__(self, module: Any, products: LinearDispatcher) -> None:
         self._host, self._module = module, with_products(module, products)
 
     def __getattr__(self, name: str) -> Any:

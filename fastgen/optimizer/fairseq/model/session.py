@@ -29,9 +29,9 @@ class Session:
         self._pad, self._device = pad, device
         self._whole: list[tuple[tuple[Tensor, ...], Tensor | None]] | None = None  # the sources before sentences left
 
-    def plant(self) -> None:
+    def begin_decoding(self) -> None:
         """Begin decoding: the prompt, if there is one, has been read."""
-        self.tree.plant(device=self._device)
+        self.tree.begin_decoding(device=self._device)
 
     def advance(self, last: Tensor) -> None:
         """Open the next step, in which every beam reads its last token, int64 `[B*M]`."""
@@ -50,10 +50,10 @@ class Session:
         batch = len(rows) // tree.beams
         if batch != tree.batch:
             self.measure()
-            if tree.remembers and self._whole is None:
+            if tree.retains_buffers and self._whole is None:
                 self._whole = [(source.stored, source.bias) for source in self.sources]
             stay = rows[:: tree.beams] // tree.beams
-            tree.keep(stay)
+            tree.select(stay)
             kept = {name: tensor.index_select(0, stay) for name, tensor in self._of_sources().items()}
             for source in self.sources:
                 source.stored = tuple(kept[id(tensor)] for tensor in source.stored)
@@ -62,9 +62,9 @@ class Session:
         tree.reorder((rows.view(batch, tree.beams) % tree.beams + first).flatten())
         return stay
 
-    def rewind(self) -> None:
+    def restore_first_buffers(self) -> None:
         """Have the buffers again that it had before the tree grew or sentences left."""
-        self.tree.rewind()
+        self.tree.restore_first_buffers()
         if self._whole is not None:
             for source, (stored, bias) in zip(self.sources, self._whole, strict=True):
                 source.stored, source.bias = stored, bias

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fastgen.layers.linear import Products
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.patching.replaced_code import is_replaced
 
 
@@ -50,7 +50,7 @@ def replaced(module: Any, **attributes: Any) -> Any:
     return view
 
 
-def with_products(module: Any, products: Products) -> Any:
+def with_products(module: Any, products: LinearDispatcher) -> Any:
     """A view of a module whose own linear layers multiply by `products`, but for those with hooks."""
     linear = {name: child for name, child in module.named_children() if is_plain(child)}
     return replaced(
@@ -81,6 +81,6 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _forward(layer: nn.Linear, products: Products) -> Callable[[Tensor], Tensor]:
+def _forward(layer: nn.Linear, products: LinearDispatcher) -> Callable[[Tensor], Tensor]:
     stock: Any = nn.Linear.forward
     return lambda rows: products(layer, rows, stock)  # of the layer itself: copies outlive the views

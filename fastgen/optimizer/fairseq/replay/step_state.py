@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from fastgen.cache.slim.latent import identity_of
-from fastgen.decoding.fairseq_beam_search import CollectingSearch
-from fastgen.layers.linear import Products
+from fastgen.decoding.fairseq_beam_search import FairseqBeamSearch
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.fairseq.model.session import Session
 from fastgen.optimizer.fairseq.replay.steps import ReplayedSteps
 
@@ -18,23 +18,23 @@ class State:
 
     session: Session  # the tree, and cross-attention's keys and values
     replayed: ReplayedSteps  # the model's views
-    products: Products
-    search: tuple[Hashable, CollectingSearch] | None = None  # our loop's, by what it is for
+    products: LinearDispatcher
+    search: tuple[Hashable, FairseqBeamSearch] | None = None  # our loop's, by what it is for
 
     def fill(self, other: State) -> None:
         """Begin anew, in place, with the source of a state of the same `shape`."""
         tree = self.session.tree
-        tree.replant(other.session.tree)
+        tree.reset_from(other.session.tree)
         tree.max_steps = other.session.tree.max_steps
         self.session.cache_bytes = 0
         for mine, theirs in zip(self.session.stored(), other.session.stored(), strict=True):
             mine.copy_(theirs)
 
-    def rewind(self) -> None:
+    def restore_first_buffers(self) -> None:
         """Have the buffers again that it had before it grew or sentences left."""
-        self.session.rewind()
+        self.session.restore_first_buffers()
         if self.search is not None:
-            self.search[1].rewind()
+            self.search[1].restore_first_buffers()
 
     def shape(self) -> Hashable:
         """What states must have in common for one to be filled with the other."""

@@ -14,7 +14,7 @@ from fastgen.cache.slim.accuracy import Sample, Verdict, judge
 from fastgen.cache.slim.latent import Projections
 from fastgen.cache.slim.table import KINDS, Inspection, Layer
 from fastgen.cache.tree import BeamTree, additive_mask
-from fastgen.layers.linear import Products
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.cache import slim
 from fastgen.optimizer.transformers.equivalence import sample_of
@@ -57,10 +57,10 @@ def inspect_request(
     steps = _FEW_STEPS if kinds == ["x"] else _STEPS
     ours = sample_of(request, LogitsProcessorList(), steps)
     with contextlib.closing(TreeDecoder(ours)) as decoder:
-        run = beam_search.fast(ours, decoder) if ours.is_search else beam_search.compat(ours, decoder, stock)
+        run = beam_search.fast(ours, decoder) if ours.is_beam_search else beam_search.compat(ours, decoder, stock)
     ours = sample_of(request, LogitsProcessorList(), steps)  # anew: a run may change it
     inputs: dict[str, Any] = {"use_cache": False}
-    tokens, kwargs = run.sequences if ours.is_search else run.sequences[:: ours.beams], ours.model_kwargs
+    tokens, kwargs = run.sequences if ours.is_beam_search else run.sequences[:: ours.beams], ours.model_kwargs
     if ours.model.config.is_encoder_decoder:
         outputs = kwargs["encoder_outputs"]
         inputs["encoder_outputs"] = type(outputs)(last_hidden_state=outputs[0][:: ours.beams].contiguous())
@@ -91,10 +91,10 @@ class _Capturing(Session):
         self._kinds, self.layers = list(kinds), list[Layer]()
         self._first_across: Projections | None = None
         attentions = list(slim.attention_modules(model))
-        super().__init__(BeamTree(1, 1, 1), facts_of(model), dict.fromkeys(attentions, slim.Kept()))
-        self.products = Products("off")  # which only note what goes in
+        super().__init__(BeamTree(1, 1, 1), facts_of(model), dict.fromkeys(attentions, slim.LayerCaches()))
+        self.products = LinearDispatcher("off")  # which only note what goes in
         for module in attentions:
-            self.products.put_instead(slim.projecting_layers(module)[0], self._noting(module))
+            self.products.override(slim.projecting_layers(module)[0], self._noting(module))
 
     def _noting(self, module: nn.Module) -> Callable[[Tensor, Callable[[], Tensor]], Tensor]:
         def note(rows: Tensor, product: Callable[[], Tensor]) -> Tensor:
@@ -121,15 +121,15 @@ class _Capturing(Session):
     def _judged(self, module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Layer:
         inputs, is_rotary = self._inputs.pop(module), slim.is_rotary(module)
         # Something may stand between the encoder's output and the decoder.
-        is_across = inputs is self.slim.source or inputs.shape[1] != query.shape[2]
-        if mask is None and not is_across:  # then it is for the attention function to be causal
+        is_cross_attn = inputs is self.slim.source or inputs.shape[1] != query.shape[2]
+        if mask is None and not is_cross_attn:  # then it is for the attention function to be causal
             mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
         bias = additive_mask(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
         if (position_bias := kwargs.get("position_bias")) is not None:
             bias = position_bias if bias is None else bias + position_bias
         rotation = self.slim.rotation if is_rotary else None
         projections = slim.projections_of(module)
-        if is_across and self._first_across is None:
+        if is_cross_attn and self._first_across is None:
             self._first_across = projections
         sample = Sample(
             projections,
@@ -138,14 +138,14 @@ class _Capturing(Session):
             bias,
             scale_of(query, kwargs),
             None if rotation is None else (rotation[0][:, None], rotation[1][:, None]),
-            self._first_across if is_across else None,
+            self._first_across if is_cross_attn else None,
         )
         verdicts = {}
         for kind in self._kinds:
-            if kind == "h" and not is_across:
+            if kind == "h" and not is_cross_attn:
                 continue
             reason = slim.unsupported_kind(module, kind)
             verdicts[kind] = (
                 judge(sample, kind, self._is_sparse) if reason is None else Verdict(None, None, reason=reason)
             )
-        return Layer(module, self._names[module], is_across, verdicts)
+        return Layer(module, self._names[module], is_cross_attn, verdicts)

@@ -15,7 +15,7 @@ from fastgen.cache.slim import planner
 from fastgen.cache.slim.latent import Choice, HybridCache, Slim, slim_cache, state_of_weights
 from fastgen.memory.release import keeper
 from fastgen.optimizer.transformers.cache import slim
-from fastgen.optimizer.transformers.cache.slim import Kept
+from fastgen.optimizer.transformers.cache.slim import LayerCaches
 from fastgen.optimizer.transformers.request import Request
 from fastgen.replay import store
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Caches:
     """What a call's attention modules store."""
 
-    kept: dict[nn.Module, Kept]  # those whose caches are slim
+    layer_caches: dict[nn.Module, LayerCaches]  # those whose caches are slim
     plan: str | None = None  # what speaks for it, or against others
 
 
@@ -97,16 +97,16 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
             caches = Caches({}, f"a trial failed ({type(error).__name__}: {error})")
         judged = _judged[model] = _Judged(choice, state, caches)
     caches = judged.caches
-    kept = caches.kept if wanted == choice else _those(caches.kept, wanted)
-    return Caches(kept, "; ".join(filter(None, (plan, caches.plan))) or None)
+    layer_caches = caches.layer_caches if wanted == choice else _those(caches.layer_caches, wanted)
+    return Caches(layer_caches, "; ".join(filter(None, (plan, caches.plan))) or None)
 
 
-def _those(kept: dict[nn.Module, Kept], wanted: Choice) -> dict[nn.Module, Kept]:
+def _those(layer_caches: dict[nn.Module, LayerCaches], wanted: Choice) -> dict[nn.Module, LayerCaches]:
     """Of caches of X and E those that are wanted."""
     is_wanted = {"own": wanted.own != "kv", "source": wanted.source != "kv"}
     return {
         module: its
-        for module, its in kept.items()
+        for module, its in layer_caches.items()
         if any(is_wanted[name] and getattr(its, name) is not None for name in is_wanted)
     }
 
@@ -120,24 +120,24 @@ def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshol
     ]
     if all(reasons):  # nothing need be tried
         return Caches({}, reasons[0])
-    kept: dict[nn.Module, Kept] = {}
+    layer_caches: dict[nn.Module, LayerCaches] = {}
     refused = []
     first: Layer | None = None  # that attends to the source
     for layer in inspect_request(request, stock, sorted(kinds), is_sparse=threshold > 0):
-        wanted = choice.source if layer.is_across else choice.own
+        wanted = choice.source if layer.is_cross_attn else choice.own
         if wanted == "h" and first is None:
             first = layer
         if wanted == "kv":
             continue
         if (reason := layer.verdicts["x" if wanted == "e" else wanted].reason) is not None:
             refused.append(f"{layer.name} stores keys and values: {reason}")
-        elif wanted == "h" and first is not None and first is not layer and first.module not in kept:
+        elif wanted == "h" and first is not None and first is not layer and first.module not in layer_caches:
             refused.append(f"{layer.name} stores keys and values: the first layer's keys are not stored alone")
         else:
             cache = _cache_of(layer, wanted, first, threshold)
-            kept[layer.module] = Kept(source=cache) if layer.is_across else Kept(own=cache)
+            layer_caches[layer.module] = LayerCaches(source=cache) if layer.is_cross_attn else LayerCaches(own=cache)
     more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
-    return Caches(kept, refused[0] + more if refused else None)
+    return Caches(layer_caches, refused[0] + more if refused else None)
 
 
 def _cache_of(layer: Layer, kind: str, first: Layer | None, threshold: float) -> Slim:

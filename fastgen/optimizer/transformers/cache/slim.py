@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from fastgen.cache.slim.latent import Projections, Slim
 from fastgen.cache.tree import BeamTree, TreeLayer
-from fastgen.layers.linear import Products
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.interception import Wrapper
 from fastgen.optimizer.transformers.model import modules
@@ -51,7 +51,7 @@ class Noted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
+class LayerCaches:
     """How one attention module stores what it attends to; None: keys and values."""
 
     own: Slim | None = None
@@ -71,17 +71,17 @@ class SlimCaches:
     _is_rotation_stored: bool = False
     _source_layers: dict[nn.Module, Any] = field(default_factory=dict)  # slim ones, by attention module
 
-    def install(self, kept: Mapping[nn.Module, Kept], products: Products) -> None:
+    def install(self, layer_caches: Mapping[nn.Module, LayerCaches], products: LinearDispatcher) -> None:
         """See to the projections of these attention modules."""
         self.is_needed = True
-        for module, its in kept.items():
+        for module, its in layer_caches.items():
             attention = _Attention(self, module, its)
             if (name := _FUSED.get(type(module).__name__)) is not None:
-                products.put_instead(getattr(module, name), attention.fused)
+                products.override(getattr(module, name), attention.fused)
             else:
                 keys, values = projecting_layers(module)
-                products.put_instead(keys, attention.keys)
-                products.put_instead(values, attention.values)
+                products.override(keys, attention.keys)
+                products.override(values, attention.values)
 
     def take(self, states: tuple[Tensor, Tensor]) -> Tensor:
         """What is to be stored in this update of a cache, `[rows, 1, P, C]`, with these keys and values."""
@@ -138,8 +138,8 @@ class SlimCaches:
 class _Attention:
     """In place of the products of one attention module's projections."""
 
-    def __init__(self, caches: SlimCaches, module: nn.Module, kept: Kept) -> None:
-        self._caches, self._module, self._kept = caches, module, kept
+    def __init__(self, caches: SlimCaches, module: nn.Module, layer_caches: LayerCaches) -> None:
+        self._caches, self._module, self._kept = caches, module, layer_caches
         self._layer: Any = getattr(module, _FUSED.get(type(module).__name__, ""), None)
 
     def keys(self, rows: Tensor, product: Callable[[], Tensor]) -> Tensor:
@@ -231,7 +231,7 @@ def unsupported_kind(module: nn.Module, kind: str) -> str | None:
 
 def attention_modules(model: Any) -> Iterator[nn.Module]:
     """Those of the decoder that can have a slim cache of some kind."""
-    found = [m for m in modules.of_steps(model) if type(m).__name__ in _SEPARATE.keys() | _FUSED.keys()]
+    found = [m for m in modules.decoder_modules(model) if type(m).__name__ in _SEPARATE.keys() | _FUSED.keys()]
     if not found:
         return
     # Who is called for one attention must not be called for another, nor for its queries.

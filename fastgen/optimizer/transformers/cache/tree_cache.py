@@ -18,7 +18,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from fastgen.cache.batch_tree import Seats
+from fastgen.cache.batch_tree import RowPool
 from fastgen.cache.slim.latent import Slim, keys_and_values
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.optimizer.transformers.cache.slim import SlimCaches
@@ -265,13 +265,13 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
     """Both caches of a decoder; the source's keys are the sentence's, whatever the beams."""
 
     cross_attention_cache: SourceCache
-    _seats: list[list[Seats]]  # of what each layer stores, once sentences come and go
+    _seats: list[list[RowPool]]  # of what each layer stores, once sentences come and go
     _capacity = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.self_attention_cache.reorder_cache(beam_idx)
 
-    def keep(self, sentences: Tensor) -> None:
+    def select(self, sentences: Tensor) -> None:
         for layer in self.cross_attention_cache.layers:
             layer.tensors = [tensor.index_select(0, sentences) for tensor in layer.tensors]
 
@@ -284,7 +284,7 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
                 mine.layers.append(mine.taken_over(layer))
             self.is_updated = dict.fromkeys(range(len(mine.layers)), True)
             buffers = self.self_attention_cache.session.tree.buffers
-            self._seats = [[Seats(rows, buffers) for _ in layer.tensors] for layer in others[0]]
+            self._seats = [[RowPool(rows, buffers) for _ in layer.tensors] for layer in others[0]]
         self._capacity = max(self._capacity, length)
         for index, layer in enumerate(mine.layers):
             for place, seats in enumerate(self._seats[index]):

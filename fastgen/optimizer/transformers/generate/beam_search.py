@@ -12,8 +12,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
-from fastgen.decoding.sampling import TokenSearch
-from fastgen.decoding.static_beam_search import StaticSearch
+from fastgen.decoding.sampling import Sampling
+from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import interception, versions
 from fastgen.optimizer.transformers.cache.tree_cache import stock_cache
@@ -47,7 +47,7 @@ class Loop:
         self._all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
         self._all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
         self._process, self._is_stopped = Processing(decoder.tree.buffers), request.stopper()
-        self._may_evict = request.may_evict or not request.is_search
+        self._may_evict = request.may_evict or not request.is_beam_search
 
     def begin(self) -> dict[str, Any] | None:
         """Read the prompt and choose the first tokens; returns the next step's inputs, None if that was all."""
@@ -57,10 +57,10 @@ class Loop:
         with decoder.reading(shared):
             tokens = request.input_ids[:: request.beams]
             outputs = versions.prefill(model, tokens, chunked_prefill.configuration(request), shared)
-        decoder.plant(shared, outputs.logits)
+        decoder.begin_decoding(shared, outputs.logits)
         setattr(outputs, versions.CACHE, decoder.cache)
-        search = _search(request, decoder, decoder.tree.buffers) if request.is_search else _token_search(request)
-        self._search: BeamSearch | TokenSearch = search
+        search = _search(request, decoder, decoder.tree.buffers) if request.is_beam_search else _token_search(request)
+        self._search: BeamSearch | Sampling = search
         samples = request.generation_config.do_sample
         self._takes_logits = search.takes_logits and self._all_scores is None and not samples
         # From here on the host's inputs have one row per beam, as it prepares them itself.
@@ -92,14 +92,14 @@ class Loop:
             index = torch.arange(rows, device=request.input_ids.device)
             index = index[~leaving.repeat_interleave(request.beams)]
             self._rows = _kept(self._rows, index, rows)
-            request.keep(index)
-            decoder.keep(search.evict(leaving))
+            request.select(index)
+            decoder.select(search.evict(leaving))
         return versions.next_inputs(model, search.running(), self._rows)
 
-    def _parents(self, search: BeamSearch | TokenSearch, logits: Tensor) -> Tensor:
+    def _parents(self, search: BeamSearch | Sampling, logits: Tensor) -> Tensor:
         """The row that each beam continues, int64 `[B*M]`; the search has chosen their tokens."""
         processors = self.request.logits_processor
-        if isinstance(search, TokenSearch):
+        if isinstance(search, Sampling):
             return search.choose(processors(search.running(), logits), self._stops)
         banned = None
         if self._takes_logits:
@@ -118,7 +118,7 @@ class Loop:
     def _found(self) -> Any:
         search, config, decoder = self._search, self.request.generation_config, self.decoder
         found = search.result()
-        if isinstance(search, TokenSearch):
+        if isinstance(search, Sampling):
             return found.tokens[:, :, : search.length].flatten(0, 1)
         count = config.num_return_sequences
         tokens, indices = found.tokens[:, :count].flatten(0, 1), found.rows[:, :count].flatten(0, 1)
@@ -145,7 +145,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     """
     request = dataclasses.replace(request, generation_config=chunked_prefill.configuration(request))
     is_chunked = request.generation_config.prefill_chunk_size is not None
-    if not request.is_search and type(request.logits_processor) is LogitsProcessorList:
+    if not request.is_beam_search and type(request.logits_processor) is LogitsProcessorList:
         config = request.generation_config
         draws = config.do_sample and not config.output_scores
         request = dataclasses.replace(request, logits_processor=Banning(request.logits_processor, draws))
@@ -153,13 +153,13 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     def call(model: Callable[..., Any], *args: Any, **inputs: Any) -> Any:
         if args or inputs.get(versions.CACHE) is not decoder.cache:
             return model(*args, **inputs)
-        if not decoder.is_planted:
+        if not decoder.has_begun:
             shared = decoder.shared(inputs)
             with decoder.reading(shared):
                 outputs = model(**shared)
             if is_chunked and decoder.tree.prompt_length < request.input_ids.shape[1]:
                 return outputs  # of which the host uses the cache alone
-            decoder.plant(shared, outputs.logits)
+            decoder.begin_decoding(shared, outputs.logits)
             setattr(outputs, versions.CACHE, decoder.cache)
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs
@@ -173,11 +173,11 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     return result
 
 
-def _token_search(request: Request) -> TokenSearch:
+def _token_search(request: Request) -> Sampling:
     config = request.generation_config
     pad = config._pad_token_tensor
     fill = 0 if pad is None else int(pad)  # without one nothing ends before the last token
-    return TokenSearch(request.input_ids, request.beams, config.max_length, fill, request.seeds)
+    return Sampling(request.input_ids, request.beams, config.max_length, fill, request.seeds)
 
 
 def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSearch:
@@ -207,7 +207,7 @@ def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSea
         request.may_evict,
     )
     if decoder.search is None or decoder.search[0] != key:
-        decoder.search = key, StaticSearch(*arguments, replayer, eos, is_late=request.may_evict)
+        decoder.search = key, StaticBeamSearch(*arguments, replayer, eos, is_late=request.may_evict)
     else:
         decoder.search[1].restart(request.input_ids, replayer)
     return decoder.search[1]

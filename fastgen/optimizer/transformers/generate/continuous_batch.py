@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers.generation.utils import GenerationMixin
 
 from fastgen import config, report
-from fastgen.cache.batch_tree import JointTree
+from fastgen.cache.batch_tree import BatchTree
 from fastgen.decoding.beam_search import BeamSearch
-from fastgen.decoding.sampling import TokenSearch
+from fastgen.decoding.sampling import Sampling
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import dispatch, equivalence, interception
 from fastgen.optimizer.transformers.cache import planning, slim
@@ -38,7 +38,7 @@ _REFILLED = frozenset(
     """bart blenderbot gemma gemma2 gpt2 gpt_neox llama m2m_100 marian mbart mistral mt5 opt pegasus phi3 qwen3 t5
     umt5""".split()
 )
-Kept = Mapping[torch.nn.Module, slim.Kept] | None
+CachesByModule = Mapping[torch.nn.Module, slim.LayerCaches] | None
 _MOST_CALLS = 8  # at once: each adds its own few small operations to a step
 _CLEAR_FROM = 1 / 8  # of the sentences have finished: then it pays to copy the others' keys
 
@@ -56,7 +56,7 @@ def unrefillable_model(model: Any) -> str | None:
 def unrefillable(model: Any, call: Mapping[str, Any], *, tokens: bool = False) -> str | None:
     """Why a call like this one, of `model.generate`, cannot be decoded with others, or None.
 
-    `tokens`: see `Running.admit`.
+    `tokens`: see `ContinuousBatch.admit`.
     """
     if reason := unrefillable_model(model):
         return reason
@@ -67,7 +67,7 @@ def unrefillable(model: Any, call: Mapping[str, Any], *, tokens: bool = False) -
         request, stock = intercepted.request, intercepted.stock
     else:
         return "fastgen is disabled, or the search is none of those that it accelerates"
-    if not request.is_search and request.generation_config.do_sample and _draws_itself(model, call):
+    if not request.is_beam_search and request.generation_config.do_sample and _draws_itself(model, call):
         return "its forward passes draw random numbers, and so change what is sampled"
     with torch.no_grad():
         return _unrefillable(request, stock, tokens)
@@ -81,7 +81,7 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
     """
     waiting = enumerate(calls)
     following = next(waiting, None)
-    with contextlib.closing(Running(model, batch_size)) as running:
+    with contextlib.closing(ContinuousBatch(model, batch_size)) as running:
         while following is not None or running.calls:
             while following is not None and running.has_room(_sentences(following[1])):
                 call = running.admit(*following)
@@ -92,14 +92,14 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
                 yield call.number, call.result
 
 
-class Running:
+class ContinuousBatch:
     """A batch that calls of `model.generate` enter and leave while it decodes. All have the same number of beams."""
 
     def __init__(self, model: Any, batch_size: int) -> None:
         """`close` it in the end. `batch_size`: sentences that decode together, at most."""
         self._model, self._size = model, batch_size
         self._planned = _Planned()
-        self._joint: _Joint | None = None
+        self._joint: BatchDecoder | None = None
         self._live: list[Call] = []
         self._entering: list[Call] = []
         self._started, self._admitted = time.perf_counter(), 0
@@ -136,7 +136,7 @@ class Running:
         if not self.calls:
             return []
         if self._joint is None:
-            self._joint = _Joint(self._entering[0].request, self._size, self._planned.kept)
+            self._joint = BatchDecoder(self._entering[0].request, self._size, self._planned.layer_caches)
         self._joint.regroup(self._entering)
         self._entering = []
         if self._joint.calls:
@@ -163,11 +163,11 @@ def _unrefillable(request: Request, stock: Callable[..., Any], tokens: bool = Fa
     """Why this call cannot be decoded with others, or None. `tokens`: greedy search and sampling can."""
     if config.current().tier not in ("auto", "fast"):
         return "another tier is configured"
-    if not request.is_search and not tokens:
+    if not request.is_beam_search and not tokens:
         return "it is no beam search"
     if request.diverse:
         return "beams in groups are searched by a loop of their own"
-    if not (request.may_evict if request.is_search else request.has_free_rows):
+    if not (request.may_evict if request.is_beam_search else request.has_free_rows):
         return "what is asked for needs all sentences of a batch until its end"
     return (
         unrefillable_model(request.model)
@@ -194,14 +194,14 @@ def _draws_itself(model: Any, call: Mapping[str, Any]) -> bool:
 class _Planned:
     """Which caches all calls have, which are to be together: what the first one says."""
 
-    kept: Kept = None
+    layer_caches: CachesByModule = None
     plan: str | None = None  # what speaks against others
 
-    def of(self, request: Request, stock: Callable[..., Any]) -> Kept:
-        if self.kept is None:
+    def of(self, request: Request, stock: Callable[..., Any]) -> CachesByModule:
+        if self.layer_caches is None:
             caches = planning.fixed_for(request, stock)
-            self.kept, self.plan = caches.kept, caches.plan
-        return self.kept
+            self.layer_caches, self.plan = caches.layer_caches, caches.plan
+        return self.layer_caches
 
 
 class Found(NamedTuple):
@@ -224,7 +224,7 @@ class Call:
         tokens: bool = False,
         seeds: Sequence[int] | None = None,
     ) -> None:
-        """See `Running.admit`."""
+        """See `ContinuousBatch.admit`."""
         self.number, self._planned, self._tokens = number, planned, tokens
         self.result: Any = None
         self.ended = False
@@ -244,8 +244,8 @@ class Call:
         if _unrefillable(self.request, stock, self._tokens):
             self.result, self.ended = dispatch.run(self.request, stock), True
             return
-        kept = self._planned.of(self.request, stock)
-        self.decoder = _OneOfSeveral(self.request, kept, self.found if self._tokens else None)
+        layer_caches = self._planned.of(self.request, stock)
+        self.decoder = CallDecoder(self.request, layer_caches, self.found if self._tokens else None)
         self._loop = beam_search.Loop(self.request, self.decoder)
         self._advance(self._loop.begin)
 
@@ -290,23 +290,23 @@ class Call:
         return self.decoder.tree.batch * self.decoder.beams
 
 
-class _OneOfSeveral(TreeDecoder):
+class CallDecoder(TreeDecoder):
     """The decoder of one call: it reads the prompt itself, then its sentences move to the joint tree.
 
     From then on its own tree is but a clock, and what the search wants done is noted for the joint decoder.
     """
 
-    def __init__(self, request: Request, kept: Kept, found: list[Found] | None) -> None:
+    def __init__(self, request: Request, layer_caches: CachesByModule, found: list[Found] | None) -> None:
         """`found`: where to put what a sentence ends with as soon as it does."""
-        super().__init__(request, kept=kept)
+        super().__init__(request, layer_caches=layer_caches)
         self._found, self._reported = found, set[int]()
         self._count = int(request.generation_config.num_return_sequences or 1)
-        self.searching: BeamSearch | TokenSearch | None = None
+        self.searching: BeamSearch | Sampling | None = None
         self.abandoned: set[int] = set()  # sentences, which are to leave as if they had finished
         self.is_over = False  # none is left
         self.has_moved = False
         self.is_clearing = False  # sentences that have finished shall leave now
-        self.settled = 0  # sentences that could leave
+        self.finished_mask = 0  # sentences that could leave
         self.parents: Tensor | None = None
         self.stay: Tensor | None = None
 
@@ -329,25 +329,25 @@ class _OneOfSeveral(TreeDecoder):
         else:
             super().reorder(parents)
 
-    def leaving(self, search: BeamSearch | TokenSearch) -> Tensor | None:
+    def leaving(self, search: BeamSearch | Sampling) -> Tensor | None:
         self.searching = search
-        leaving = search.settled()
+        leaving = search.finished_mask()
         if self._found is not None:
             self._report(search, leaving)
         given_up = [index for index, one in enumerate(search.live.sentence.tolist()) if one in self.abandoned]
         leaving[given_up] = True
-        self.settled = int(leaving.sum())
-        if given_up and self.settled == search.batch:
+        self.finished_mask = int(leaving.sum())
+        if given_up and self.finished_mask == search.batch:
             self.is_over = True  # a step of no rows is none
             return None
         may_leave = self.is_clearing or not self.has_moved or bool(given_up)
-        return leaving if self.settled and may_leave else None
+        return leaving if self.finished_mask and may_leave else None
 
-    def ended(self, search: BeamSearch | TokenSearch) -> None:
+    def ended(self, search: BeamSearch | Sampling) -> None:
         if self._found is not None:
             self._report(search, torch.ones(search.batch, dtype=torch.bool))
 
-    def _report(self, search: BeamSearch | TokenSearch, finished: Tensor) -> None:
+    def _report(self, search: BeamSearch | Sampling, finished: Tensor) -> None:
         assert self._found is not None
         for row in finished.nonzero()[:, 0].tolist():
             sentence = int(search.live.sentence[row])
@@ -356,23 +356,23 @@ class _OneOfSeveral(TreeDecoder):
                 tokens, scores = search.hypotheses(row)
                 self._found.append(Found(sentence, tokens[: self._count].clone(), scores[: self._count].clone()))
 
-    def keep(self, sentences: Tensor) -> None:
+    def select(self, sentences: Tensor) -> None:
         if self.has_moved:
             self.stay, self.tree.batch = sentences, len(sentences)
         else:
-            super().keep(sentences)
-        self.settled = 0
+            super().select(sentences)
+        self.finished_mask = 0
 
 
-class _Joint(TreeDecoder):
+class BatchDecoder(TreeDecoder):
     """Runs the model over the sentences of several calls at once."""
 
-    tree: JointTree
+    tree: BatchTree
 
-    def __init__(self, request: Request, rows: int, kept: Kept) -> None:
-        """`rows`: sentences to make room for at once; `kept`: the attention modules whose caches are slim."""
-        tree = JointTree(rows, request.beams, request.input_ids.device, Buffers(request.model))
-        super().__init__(request, tree, kept=kept)
+    def __init__(self, request: Request, rows: int, layer_caches: CachesByModule) -> None:
+        """`rows`: sentences to make room for at once; `layer_caches`: the attention modules whose caches are slim."""
+        tree = BatchTree(rows, request.beams, request.input_ids.device, Buffers(request.model))
+        super().__init__(request, tree, layer_caches=layer_caches)
         self._rows = rows
         self.session.patches |= _absolute_positions(self.model)
         self.calls: list[Call] = []  # in the order of their rows
@@ -401,7 +401,7 @@ class _Joint(TreeDecoder):
             self._move(staying, [call.decoder for call in entering])
         self.calls = [*(call for call in self.calls if not call.ended), *entering]
 
-    def _move(self, stay: Tensor, newcomers: list[_OneOfSeveral]) -> None:
+    def _move(self, stay: Tensor, newcomers: list[CallDecoder]) -> None:
         self._measure()
         self.tree.regroup(stay, [decoder.tree for decoder in newcomers])
         if isinstance(self.cache, TreeEncoderDecoderCache):
@@ -412,7 +412,7 @@ class _Joint(TreeDecoder):
         for decoder in newcomers:
             decoder.moved()
 
-    def _move_sources(self, cache: TreeEncoderDecoderCache, stay: Tensor, newcomers: list[_OneOfSeveral]) -> None:
+    def _move_sources(self, cache: TreeEncoderDecoderCache, stay: Tensor, newcomers: list[CallDecoder]) -> None:
         """The same for the encoder's outputs, and cross-attention's keys and values."""
         outputs = [decoder.encoder_outputs for decoder in newcomers]
         masks = [decoder.padding() for decoder in newcomers]
@@ -438,8 +438,8 @@ class _Joint(TreeDecoder):
         outputs = self.step(inputs)
         self.steps += 1
         # Decided for all: the joint tree is copied once, whoever leaves.
-        settled = sum(call.decoder.settled for call in self.calls)
-        is_clearing = settled >= max(1, int(self.tree.batch * _CLEAR_FROM))
+        finished_mask = sum(call.decoder.finished_mask for call in self.calls)
+        is_clearing = finished_mask >= max(1, int(self.tree.batch * _CLEAR_FROM))
         logits = outputs.logits.split([call.rows for call in self.calls])
         for call, part in zip(self.calls, logits, strict=True):
             call.decoder.is_clearing = is_clearing

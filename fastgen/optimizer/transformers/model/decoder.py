@@ -14,12 +14,12 @@ from torch import Tensor
 from fastgen.cache.slim.latent import kind_of
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.beam_search import BeamSearch
-from fastgen.decoding.sampling import TokenSearch
-from fastgen.decoding.static_beam_search import StaticSearch
+from fastgen.decoding.sampling import Sampling
+from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import versions
-from fastgen.optimizer.transformers.cache.slim import Kept
+from fastgen.optimizer.transformers.cache.slim import LayerCaches
 from fastgen.optimizer.transformers.cache.tree_cache import TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.model.session import Session
 from fastgen.optimizer.transformers.replay.guards import guards_of_steps
@@ -44,12 +44,12 @@ class TreeDecoder:
         tree: BeamTree | None = None,
         replayer: Replayer | None = None,
         may_use_argmax_head: bool = False,
-        kept: Mapping[torch.nn.Module, Kept] | None = None,
+        layer_caches: Mapping[torch.nn.Module, LayerCaches] | None = None,
     ) -> None:
         """`close` it when the call ends, however it does.
 
         `replayer`: of the steps on a tree of this call alone; `may_use_argmax_head`: nobody sees more of the logits
-        than which is the largest; `kept`: the attention modules whose caches are slim.
+        than which is the largest; `layer_caches`: the attention modules whose caches are slim.
         """
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
@@ -57,20 +57,20 @@ class TreeDecoder:
         if tree is None:
             tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
-        self.session, self._arena = Session(self.tree, request.facts, kept), arena.of(self.model)
+        self.session, self._arena = Session(self.tree, request.facts, layer_caches), arena.of(self.model)
         if request.calls_back or request.facts.is_interrupted:
             self.session.products.expect_edits()
         self.cache = tree_cache(self.session, request.model_kwargs[versions.CACHE])
         self.encoder_outputs: Any = None
         self.source_mask: Any = None
-        self.search: tuple[Hashable, StaticSearch] | None = None  # by what it is for
+        self.search: tuple[Hashable, StaticBeamSearch] | None = None  # by what it is for
         self.peak_bytes = 0
-        self.is_planted = False  # the prompt has been read
-        self.finished_mask: tuple[Tensor, Tensor] | None = None
+        self.has_begun = False  # the prompt has been read
+        self.prepared_mask: tuple[Tensor, Tensor] | None = None
         # What a result refers to, no later call may write to; and other models may not take padding for padding.
         is_free = not request.generation_config.return_dict_in_generate
         self._shares = replayer is not None and is_free and request.facts.is_tested
-        self._is_handed_on = False
+        self._is_stored = False
         self._whole: State | None = None  # from before sentences left, if it is to be kept
         self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
         self._prompt_tokens = request.input_ids.shape[1]
@@ -103,15 +103,15 @@ class TreeDecoder:
         if self.session.slim.is_needed and isinstance(self.encoder_outputs, dict):
             self.session.slim.source = self.encoder_outputs["last_hidden_state"]
 
-    def plant(self, inputs: dict[str, Any], logits: Tensor) -> None:
+    def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
         """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`, and `logits`,
         `[B, P', V]`, what came of them."""
         # A bias or a scale behind the head could make another token the best.
         self._is_screened = self._may_screen and self.session.products.screen(logits)
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
         self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
-        self.tree.plant(mask)
-        self.is_planted = True
+        self.tree.begin_decoding(mask)
+        self.has_begun = True
         if self._shares:
             self._take_up()
 
@@ -123,33 +123,33 @@ class TreeDecoder:
         self._key = self._key_of(state)
         if self._key is None:
             return
-        kept = store.take_up(self.model, self._key, state, self.replayer)
-        if kept is None:
+        reused = store.reuse_graph(self.model, self._key, state, self.replayer)
+        if reused is None:
             # From now on in memory of its own: later calls will write to it.
             self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
         else:
-            for field in dataclasses.fields(kept):
-                setattr(self, field.name, getattr(kept, field.name))
+            for field in dataclasses.fields(reused):
+                setattr(self, field.name, getattr(reused, field.name))
         self._hand_source()
-        store.remember(self.tree, self.replayer, self._device)
+        store.retain_buffers(self.tree, self.replayer, self._device)
 
-    def hand_on(self) -> None:
+    def store_graph(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
-        if not self.tree.remembers or self.replayer is None or not self.replayer.captured:
+        if not self.tree.retains_buffers or self.replayer is None or not self.replayer.captured:
             return
         state, tree = self._whole or self._state(), self.tree
-        state.rewind()
+        state.restore_first_buffers()
         if self._key_of(state) == self._key:
-            self._is_handed_on = True
+            self._is_stored = True
             recording = store.recorded(state, tree, self.replayer)
-            store.keep(self.model, self._key, recording, lambda: guards_of_steps(self.model), self._device)
+            store.put(self.model, self._key, recording, lambda: guards_of_steps(self.model), self._device)
 
     def _key_of(self, state: State) -> Hashable:
         key = state.shape(), store.surroundings(self._device), self._is_screened
         return None if None in key else key
 
     def _state(self) -> State:
-        source = self.encoder_outputs, self.source_mask, self.finished_mask
+        source = self.encoder_outputs, self.source_mask, self.prepared_mask
         return State(self.tree, self.session, self.cache, *source, self.search)
 
     def _widen_source(self) -> None:
@@ -191,10 +191,10 @@ class TreeDecoder:
         mask: Tensor = self.source_mask
         if not self._is_finished_here():
             return mask
-        if self.finished_mask is None or self.finished_mask[0] is not mask:
-            self.finished_mask = (mask, mask[:, None, None].bool())  # [B, 1, 1, N]: taken as it is, with no host sync
-            self.session.hide_source(self.finished_mask[1])
-        return self.finished_mask[1]
+        if self.prepared_mask is None or self.prepared_mask[0] is not mask:
+            self.prepared_mask = (mask, mask[:, None, None].bool())  # [B, 1, 1, N]: taken as it is, with no host sync
+            self.session.set_source_mask(self.prepared_mask[1])
+        return self.prepared_mask[1]
 
     def step(self, inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step, one row per beam."""
@@ -219,36 +219,36 @@ class TreeDecoder:
         """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
         self.cache.reorder_cache(parents)
 
-    def leaving(self, search: BeamSearch | TokenSearch) -> Tensor | None:
+    def leaving(self, search: BeamSearch | Sampling) -> Tensor | None:
         """Which sentences shall leave now, bool `[B]`, if any: letting few out does not pay."""
-        return search.settled() if self.tree.lets_go(search.leavers()) else None
+        return search.finished_mask() if self.tree.should_evict(search.num_finished()) else None
 
-    def ended(self, search: BeamSearch | TokenSearch) -> None:
+    def ended(self, search: BeamSearch | Sampling) -> None:
         """The search is done."""
 
-    def keep(self, sentences: Tensor) -> None:
+    def select(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
         self._measure()
         if self.replayer is not None:
             self._shrink(self.replayer)
         sentences = sentences.to(self.tree.ancestry().device)
-        self.tree.keep(sentences)
+        self.tree.select(sentences)
         if isinstance(self.cache, TreeEncoderDecoderCache):
-            self.cache.keep(sentences)
+            self.cache.select(sentences)
         batch = self.encoder_outputs[0].shape[0] if self.encoder_outputs is not None else 0
         self.encoder_outputs = selected(self.encoder_outputs, sentences, batch)
         self.source_mask = selected(self.source_mask, sentences, batch)
         self._hand_source()
 
     def _shrink(self, replayer: Replayer) -> None:
-        if self._whole is None and self.tree.remembers:
+        if self._whole is None and self.tree.retains_buffers:
             whole = self._state()
             # There will be two copies for a while.
             if store.may_keep(whole.nbytes(), self._device):
-                whole.remember()
+                whole.retain_buffers()
                 self._whole = whole
             else:
-                store.forget(self.tree, replayer, self.search and self.search[1])
+                store.drop_retained(self.tree, replayer, self.search and self.search[1])
         replayer.shrink()
 
     def cache_bytes(self) -> int:
@@ -266,7 +266,7 @@ class TreeDecoder:
         """Let go of all keys and values; those that the result refers to live on with it."""
         if self.replayer is not None:
             self.replayer.close()
-        if not self._is_handed_on:
+        if not self._is_stored:
             self._state().close()
         arena.settle()
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen import config, report
-from fastgen.layers.linear import Products
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.transformers import foreign_code
 from fastgen.optimizer.transformers.model import session as sessions
 from fastgen.optimizer.transformers.model.facts import facts_of, unsupported_modules
@@ -61,7 +61,7 @@ def encode(
     """
     if not isinstance(inputs, Tensor) or not _is_accelerated(model, generation_config, inputs):
         return stock(model, inputs, model_kwargs, input_name, generation_config)
-    with sessions.multiplying(Products(config.current().packing), model):
+    with sessions.multiplying(LinearDispatcher(config.current().packing), model):
         groups = _groups(model, inputs, model_kwargs, input_name)
         if groups is None:
             return stock(model, inputs, model_kwargs, input_name, generation_config)
@@ -96,7 +96,7 @@ def run(model: Any, inputs: Mapping[str, Any]) -> Any:
             raise report.FallbackError(reason)
         report.log_once(f"{reason}; its padding is computed", type(model).__name__)
         return model(**inputs)
-    with sessions.multiplying(Products(config.current().packing), model):
+    with sessions.multiplying(LinearDispatcher(config.current().packing), model):
         groups = _split_by_length(model, inputs["attention_mask"])
         if not groups:
             return model(**inputs)

@@ -64,7 +64,7 @@ def _surroundings() -> tuple[bool, str | None]:
 
 
 def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
-    parts = dict(modules.of_steps_by_name(model))
+    parts = dict(modules.named_decoder_modules(model))
     kinds, steps = {type(module) for module in everything}, list(parts.values())
     encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None
     in_encoder = [] if encoder is None else list(encoder.named_modules())

@@ -127,12 +127,12 @@ def is_of_tested_family(model: Any) -> bool:
     return model_type in _TESTED and FINDS_EAGER  # where eager attention can't be found, not even these are sure
 
 
-def of_steps(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def decoder_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """The modules that a decode step may call: all that are not the encoder's alone."""
-    return (module for _, module in of_steps_by_name(model))
+    return (module for _, module in named_decoder_modules(model))
 
 
-def of_steps_by_name(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def named_decoder_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The same, each with one path to it; the model's own is empty."""
     encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None  # type: ignore[operator, union-attr]
     seen, waiting = {encoder} - {model}, [("", model)]

@@ -16,17 +16,17 @@ from transformers.pytorch_utils import Conv1D
 from fastgen import config
 from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
 from fastgen.layers.attention import as_beams, beam_attention, fold_beams
-from fastgen.layers.linear import Products, multiply, using
+from fastgen.layers.linear import LinearDispatcher, multiply, using
 from fastgen.memory import arena
 from fastgen.optimizer.transformers import interception, versions
 from fastgen.optimizer.transformers.cache import slim
-from fastgen.optimizer.transformers.cache.slim import Kept, SlimCaches
+from fastgen.optimizer.transformers.cache.slim import LayerCaches, SlimCaches
 from fastgen.optimizer.transformers.interception import Wrapper, redirected
 from fastgen.optimizer.transformers.model.facts import ModelFacts
 from fastgen.patching.replaced_code import is_of
 
 
-class Hidden(NamedTuple):
+class SourceMask(NamedTuple):
     """What hides the source's padding."""
 
     mask: Tensor | None  # bool [B, 1, 1, N]
@@ -40,15 +40,17 @@ class Session:
     query has one row per beam and whose keys have one row per sentence is folded, any other passes through.
     """
 
-    def __init__(self, tree: BeamTree, facts: ModelFacts, kept: Mapping[torch.nn.Module, Kept] | None = None) -> None:
-        """`kept`: the attention modules whose caches are slim, and how."""
+    def __init__(
+        self, tree: BeamTree, facts: ModelFacts, layer_caches: Mapping[torch.nn.Module, LayerCaches] | None = None
+    ) -> None:
+        """`layer_caches`: the attention modules whose caches are slim, and how."""
         self.tree = tree
-        self.products = Products(config.current().packing)
+        self.products = LinearDispatcher(config.current().packing)
         self.slim = SlimCaches()
-        if kept:
-            self.slim.install(kept, self.products)
+        if layer_caches:
+            self.slim.install(layer_caches, self.products)
         self.patches = {**facts.folding, **_PRODUCTS}
-        rotating = slim.rotary_seams(kept) if kept else {}
+        rotating = slim.rotary_seams(layer_caches) if layer_caches else {}
         self._reading = {**_ATTENTION, **rotating}
         self.patches |= rotating
         if tree.is_static:
@@ -60,7 +62,7 @@ class Session:
         self.held: list[Tensor] = []  # what a captured step reads, and perhaps nobody else keeps
         self.is_active = False
         self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
-        self.hidden = Hidden(None, {})
+        self.source_mask = SourceMask(None, {})
         self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def appended(self, layer: TreeLayer) -> None:
@@ -156,22 +158,22 @@ class Session:
             return None
         if mask.dtype != torch.bool:
             return mask
-        if mask is not self.hidden.mask:
+        if mask is not self.source_mask.mask:
             return self._once(("cross", dtype), mask, lambda: additive_mask(mask, dtype))
-        if dtype not in self.hidden.biases:
-            self.hidden.biases[dtype] = additive_mask(mask, dtype)
-        return self.hidden.biases[dtype]
+        if dtype not in self.source_mask.biases:
+            self.source_mask.biases[dtype] = additive_mask(mask, dtype)
+        return self.source_mask.biases[dtype]
 
-    def hide_source(self, mask: Tensor) -> None:
+    def set_source_mask(self, mask: Tensor) -> None:
         """From now on this is the source's mask, bool `[B, 1, 1, N]`; what was derived from the last one is gone."""
-        self.hidden = Hidden(mask, {})
+        self.source_mask = SourceMask(mask, {})
 
-    def change_source(self, mask: Tensor) -> None:
+    def write_source_mask(self, mask: Tensor) -> None:
         """The source's mask has these values now; it and what was derived from it are written to in place."""
-        if self.hidden.mask is not None:
-            self.hidden.mask.copy_(mask)
-            for dtype, bias in self.hidden.biases.items():
-                bias.copy_(additive_mask(self.hidden.mask, dtype))
+        if self.source_mask.mask is not None:
+            self.source_mask.mask.copy_(mask)
+            for dtype, bias in self.source_mask.biases.items():
+                bias.copy_(additive_mask(self.source_mask.mask, dtype))
 
     def position_bias(self, bias: Tensor) -> Tensor:
         """T5: a bias computed for consecutive slots -> for the position each slot stands for."""
@@ -232,7 +234,7 @@ _PRODUCTS: dict[tuple[type, str], Wrapper] = {
 
 
 @contextlib.contextmanager
-def multiplying(products: Products, model: torch.nn.Module) -> Iterator[None]:
+def multiplying(products: LinearDispatcher, model: torch.nn.Module) -> Iterator[None]:
     """Inside the block this thread multiplies by `products`, in the model's arena, and folds nothing."""
     try:
         with arena.of(model), redirected(_PRODUCTS), using(products):

@@ -38,7 +38,7 @@ _WITH_SEARCH = dataclasses.replace(_HOST, not_of_the_step=())
 
 def guards_of_steps(model: nn.Module) -> ModelGuards:
     """Of what the model's steps may read."""
-    return ModelGuards(modules.of_steps(model), _HOST)
+    return ModelGuards(modules.decoder_modules(model), _HOST)
 
 
 def guards_of(everything: Iterable[nn.Module]) -> ModelGuards:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fastgen.cache.slim.latent import identity_of
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding.static_beam_search import StaticSearch
-from fastgen.layers.linear import Products
+from fastgen.decoding.static_beam_search import StaticBeamSearch
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.transformers.cache.tree_cache import TreeEncoderDecoderCache
 from fastgen.optimizer.transformers.model.session import Session
 
@@ -26,37 +26,37 @@ class State:
     cache: Any  # the tree under the host's names, and cross-attention's keys and values
     encoder_outputs: Any
     source_mask: Tensor | None  # [B, N]
-    finished_mask: tuple[Tensor, Tensor] | None  # that mask, and what the model is given in its place
-    search: tuple[Hashable, StaticSearch] | None  # if its steps are captured too
+    prepared_mask: tuple[Tensor, Tensor] | None  # that mask, and what the model is given in its place
+    search: tuple[Hashable, StaticBeamSearch] | None  # if its steps are captured too
 
     def __post_init__(self) -> None:
         self._before: tuple[Any, ...] | None = None  # of the source, what others are about to take the place of
 
     @property
-    def products(self) -> Products:
+    def products(self) -> LinearDispatcher:
         return self.session.products
 
     def fill(self, other: State) -> None:
         """Begin anew, in place, with the prompt and the source of a state of the same `shape`."""
-        self.tree.replant(other.tree)
+        self.tree.reset_from(other.tree)
         for mine, theirs in zip(self._source(), other._source(), strict=True):
             mine.copy_(theirs)
         if self.source_mask is not None:
-            self.session.change_source(self.source_mask[:, None, None].bool())
+            self.session.write_source_mask(self.source_mask[:, None, None].bool())
 
-    def remember(self) -> None:
+    def retain_buffers(self) -> None:
         """Sentences are about to leave: note the source's buffers, which others take the place of."""
         tensors = [layer.tensors for layer in self._source_layers()]
-        self._before = tensors, self.session.hidden, self.session.slim.source
+        self._before = tensors, self.session.source_mask, self.session.slim.source
 
-    def rewind(self) -> None:
-        """Have the buffers again that it had before it grew or, if it was told to `remember`, sentences left."""
-        self.tree.rewind()
+    def restore_first_buffers(self) -> None:
+        """Have the buffers again that it had before it grew or, if it was told to `retain_buffers`, sentences left."""
+        self.tree.restore_first_buffers()
         if self.search is not None:
-            self.search[1].rewind()
+            self.search[1].restore_first_buffers()
         if self._before is None:
             return
-        tensors, self.session.hidden, self.session.slim.source = self._before
+        tensors, self.session.source_mask, self.session.slim.source = self._before
         for layer, its in zip(self._source_layers(), tensors, strict=True):
             layer.tensors = its
         self._before = None
