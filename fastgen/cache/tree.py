@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fastgen.cache.retained import RetainedBuffers
 from fastgen.cache.slim.latent import Slim, keys_and_values
 from fastgen.memory.buffers import Buffers
 
@@ -20,7 +21,6 @@ FIRST_STEPS = 64  # steps allocated at first
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.
 _EVICT_FROM = 1 / 16  # of the sentences still here
 _EVICT_FROM_STATIC = 1 / 2  # then the step has to be captured anew
-_REMEMBERED = 2  # times the memory in use, what is outgrown may take with it
 _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
 
 
@@ -174,9 +174,7 @@ class BeamTree:
         self._of_step: dict[Hashable, Tensor] = {}  # derived in this step
         self.evictions = 0  # times that sentences have left
         self._first = batch, self.capacity
-        self._remembered: dict[Hashable, dict[Hashable, Tensor]] = {}  # by epoch and name
-        self._is_captured: Callable[[Hashable], bool] | None = None  # whether a step was, in an epoch
-        self._fits: Callable[[int], bool] = lambda nbytes: False  # whether so many bytes may be remembered
+        self.retained = RetainedBuffers(self.buffers)
 
     @property
     def epoch(self) -> Hashable:
@@ -206,8 +204,7 @@ class BeamTree:
         That is, where they fit (`fits`), and where a step of their epoch `is_captured`: later calls can replay it once
         `restore_first_buffers` has been called.
         """
-        self._is_captured, self._fits = is_captured, fits
-        self._remembered.setdefault(self.epoch, dict(self._parts()))
+        self.retained.begin(self.epoch, self._parts(), is_captured, fits)
 
     def _parts(self) -> Iterator[tuple[Hashable, Tensor]]:
         """All that has a new place when the tree grows, with its name."""
@@ -218,47 +215,20 @@ class BeamTree:
                 yield (layer, number), tensor
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory with anything in it, perhaps what was remembered of an earlier call's same epoch."""
-        if not self.retains_buffers or self.evictions:  # how many have left, it will not have in common with others
+        """Memory with anything in it, perhaps what was retained of an earlier call's same epoch."""
+        if not self.retained.is_on or self.evictions:  # how many have left, it will not have in common with others
             return self.buffers.empty(shape, dtype, device)
-        here = self._remembered.setdefault(self.epoch, {})
-        if name not in here:
-            here[name] = self.buffers.empty(shape, dtype, device)
-        return here[name]
+        return self.retained.empty(self.epoch, name, shape, dtype, device)
 
     @property
-    def retains_buffers(self) -> bool:
-        return self._is_captured is not None
-
-    def drop_retained(self) -> None:
-        """Remember nothing any longer."""
-        self._is_captured = None
-        self._remembered.clear()
-
-    def recalls(self, epoch: Hashable) -> bool:
-        """Whether the tree will be in the same memory again when it comes to this epoch."""
-        return epoch in self._remembered
-
-    def _leave(self) -> None:
-        """This epoch ends."""
-        if self.retains_buffers and not self._fits(self.remembered_bytes):
-            self.drop_retained()
-        self._drop_some_retained()
-
-    def _drop_some_retained(self) -> None:
-        """Of what is remembered drop this epoch's memory, unless the tree begins with it or it is worth being kept."""
-        here = self._remembered.get(self.epoch)
-        if self._is_captured is None or here is None or self.capacity == self._first[1]:
-            return
-        in_use = sum(tensor.nbytes for tensor in here.values())
-        if not self._is_captured(self.epoch) or self.remembered_bytes > _REMEMBERED * in_use:
-            del self._remembered[self.epoch]
+    def _is_first_size(self) -> bool:
+        return self.capacity == self._first[1]
 
     def restore_first_buffers(self) -> None:
-        """Be where the tree was when it began to `retain_buffers`, to be replanted; what it holds is no matter."""
-        self._drop_some_retained()
+        """Be where the tree was when it was told to `retain_buffers`, for `reset_from`; what it holds is no matter."""
+        self.retained.drop_unless_worth(self.epoch, self._is_first_size)
         (self.batch, self.capacity), self.evictions = self._first, 0
-        here = self._remembered[self.epoch]
+        here = self.retained.of(self.epoch)
         self._ancestry, self._positions = here["ancestry"], here["positions"]
         for layer in self._all():
             layer.restore_first_buffers(here)
@@ -318,7 +288,7 @@ class BeamTree:
         if stay <= _WORTH_PRUNING * self.generated:
             self._prune(slots)
         if self.capacity - self.generated < max(self.beams, stay // 8):  # or it would be full again at once
-            self._leave()
+            self.retained.leave(self.epoch, self._is_first_size)
             # Twice as many, unless pruning will soon make some of them idle.
             grown = self.capacity * 5 // 4 if self._was_pruned else self.capacity * 2
             self.capacity = min(self.max_steps * self.beams, max(grown, self.capacity + self.beams))
@@ -376,7 +346,7 @@ class BeamTree:
         self._ancestry = self._ancestry.index_select(0, sentences)
         if len(self._positions) > 1:
             self._positions = self._positions.index_select(0, sentences)
-        self._leave()
+        self.retained.leave(self.epoch, self._is_first_size)
         self.batch = len(sentences)
         self.evictions += 1
         for layer in self._all():
@@ -422,18 +392,16 @@ class BeamTree:
         """End the call: the layers' buffers are free, now and not when the garbage collector finds the tree."""
         for layer in self._all():
             layer.clear()
-        self.drop_retained()
+        self.retained.drop()
 
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self._all())
 
     @property
-    def remembered_bytes(self) -> int:
+    def retained_bytes(self) -> int:
         """All memory that the tree keeps, what it has outgrown included."""
-        if not self.retains_buffers:
-            return self.nbytes
-        return sum(tensor.nbytes for here in self._remembered.values() for tensor in here.values())
+        return self.retained.nbytes if self.retained.is_on else self.nbytes
 
     def _all(self) -> list[TreeLayer]:
         return self.layers if self.rotations is None else [*self.layers, self.rotations]

@@ -155,7 +155,7 @@ def retain_buffers(tree: BeamTree, replayer: Replayer, device: torch.device) -> 
 
 def drop_retained(tree: BeamTree, replayer: Replayer, search: Any) -> None:
     """The call keeps nothing any longer, its `search` neither, if it has one whose steps are captured."""
-    tree.drop_retained()
+    tree.retained.drop()
     replayer.drop_retained()
     if search is not None:
         search.drop_retained()
@@ -163,7 +163,7 @@ def drop_retained(tree: BeamTree, replayer: Replayer, search: Any) -> None:
 
 def recorded(state: Any, tree: BeamTree, replayer: Replayer) -> Recording:
     """What the call has captured in memory to which the tree of its `state` comes back."""
-    return Recording(state, {epoch: its for epoch, its in replayer.captured.items() if tree.recalls(epoch)})
+    return Recording(state, {epoch: its for epoch, its in replayer.captured.items() if tree.retained.has(epoch)})
 
 
 def put(

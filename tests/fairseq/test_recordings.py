@@ -17,7 +17,7 @@ from fairseq.modules import transformer_layer
 from fairseq.sequence_generator import SequenceGenerator
 
 import fastgen
-from fastgen.cache import tree
+from fastgen.cache import retained, tree
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.fairseq_beam_search import FairseqBeamSearch
 from fastgen.optimizer.fairseq.model.session import Session
@@ -172,7 +172,7 @@ def test_sentences_leave_and_others_come() -> None:
 def test_a_call_that_grew(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next call grows into the same buffers."""
     monkeypatch.setattr(tree, "FIRST_STEPS", 5)
-    monkeypatch.setattr(tree, "_REMEMBERED", 100)
+    monkeypatch.setattr(retained, "_OUTGROWN", 100)
     monkeypatch.setattr(replayer, "_PATIENCE", 1)
     model = copy.deepcopy(models.load("post-norm"))
     counts = [_captures(model, seed=seed, tier=tier, min_len=20, max_len_b=20) for seed in (0, 0, 1, 0, 1)]

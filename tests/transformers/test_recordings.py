@@ -128,7 +128,7 @@ def test_other_searches_between(other: dict[str, Any]) -> None:
 def _growing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree is outgrown every few steps, and captured again at once."""
     monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 5)
-    monkeypatch.setattr("fastgen.cache.tree._REMEMBERED", 100)
+    monkeypatch.setattr("fastgen.cache.retained._OUTGROWN", 100)
     monkeypatch.setattr(replayer, "_PATIENCE", 1)
 
 
@@ -153,13 +153,13 @@ def test_what_is_outgrown_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch)
     for patience, most in ((10, 100), (1, 100), (1, 2)):
         store.release()
         monkeypatch.setattr(replayer, "_PATIENCE", patience)
-        monkeypatch.setattr("fastgen.cache.tree._REMEMBERED", most)
+        monkeypatch.setattr("fastgen.cache.retained._OUTGROWN", most)
         for seed in (0, 0, 1):
             _captures(model, _inputs("llama", seed), **options)
         (kept,) = store._kept[model].recordings.values()
-        sizes.append(len(kept.state.tree._remembered))
-        assert kept.captured.keys() <= kept.state.tree._remembered.keys()
-        each = [sum(tensor.nbytes for tensor in here.values()) for here in kept.state.tree._remembered.values()]
+        sizes.append(len(kept.state.tree.retained._by_epoch))
+        assert kept.captured.keys() <= kept.state.tree.retained._by_epoch.keys()
+        each = [sum(tensor.nbytes for tensor in here.values()) for here in kept.state.tree.retained._by_epoch.values()]
         assert store.nbytes(model) >= sum(each) > each[0]
         assert most > 2 or sum(each) <= 3 * max(each)
     assert max(sizes[0], sizes[2]) < sizes[1], sizes
@@ -173,7 +173,7 @@ def test_what_is_outgrown_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noting(layer: TreeLayer) -> None:
         grow(layer)
-        held.append(layer.tree.remembered_bytes - layer.tree.nbytes)
+        held.append(layer.tree.retained_bytes - layer.tree.nbytes)
 
     monkeypatch.setattr(TreeLayer, "grow", noting)
     model = copy.deepcopy(zoo.load("llama"))

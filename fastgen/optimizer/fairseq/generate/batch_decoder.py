@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen import config, report
-from fastgen.cache.batch_tree import BatchTree, RowPool
+from fastgen.cache.batch_tree import BatchTree
+from fastgen.cache.row_pool import RowPool
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import arena

@@ -155,7 +155,7 @@ class TreeEnsemble(StandIn):
 
     def store_graph(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
-        if not self.session.tree.retains_buffers or self.replayer is None or not self.replayer.captured:
+        if not self.session.tree.retained.is_on or self.replayer is None or not self.replayer.captured:
             return
         state, models, tree = self._state(), self.inner.models, self.session.tree
         state.restore_first_buffers()
@@ -167,7 +167,7 @@ class TreeEnsemble(StandIn):
     def _shrink(self, replayer: Replayer) -> None:
         """Sentences leave; there will be two copies for a while."""
         tree = self.session.tree
-        is_first = tree.retains_buffers and not tree.evictions
+        is_first = tree.retained.is_on and not tree.evictions
         if is_first and not store.may_keep(self._state().nbytes(), self._device):
             store.drop_retained(tree, replayer, self._search and self._search[1])
         replayer.shrink()

@@ -50,7 +50,7 @@ class Session:
         batch = len(rows) // tree.beams
         if batch != tree.batch:
             self.measure()
-            if tree.retains_buffers and self._whole is None:
+            if tree.retained.is_on and self._whole is None:
                 self._whole = [(source.stored, source.bias) for source in self.sources]
             stay = rows[:: tree.beams] // tree.beams
             tree.select(stay)
@@ -84,9 +84,9 @@ class Session:
         return self.tree.nbytes + sum(tensor.nbytes for tensor in self.stored())
 
     @property
-    def remembered_bytes(self) -> int:
+    def retained_bytes(self) -> int:
         """The same with what the tree has outgrown."""
-        return self.tree.remembered_bytes + sum(tensor.nbytes for tensor in self.stored())
+        return self.tree.retained_bytes + sum(tensor.nbytes for tensor in self.stored())
 
     def measure(self) -> None:
         """Note how many bytes keys and values take, or what is stored in their place."""

@@ -46,7 +46,7 @@ class State:
         )
 
     def nbytes(self) -> int:
-        return self.session.remembered_bytes + (0 if self.search is None else self.search[1].state.nbytes)
+        return self.session.retained_bytes + (0 if self.search is None else self.search[1].state.nbytes)
 
     def close(self) -> None:
         """Let go of all keys and values."""

@@ -18,7 +18,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from fastgen.cache.batch_tree import RowPool
+from fastgen.cache.row_pool import RowPool
 from fastgen.cache.slim.latent import Slim, keys_and_values
 from fastgen.cache.tree import BeamTree, TreeLayer
 from fastgen.optimizer.transformers.cache.slim import SlimCaches

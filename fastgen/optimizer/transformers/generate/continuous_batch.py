@@ -306,7 +306,7 @@ class CallDecoder(TreeDecoder):
         self.is_over = False  # none is left
         self.has_moved = False
         self.is_clearing = False  # sentences that have finished shall leave now
-        self.finished_mask = 0  # sentences that could leave
+        self.num_finished = 0  # sentences that could leave
         self.parents: Tensor | None = None
         self.stay: Tensor | None = None
 
@@ -336,12 +336,12 @@ class CallDecoder(TreeDecoder):
             self._report(search, leaving)
         given_up = [index for index, one in enumerate(search.live.sentence.tolist()) if one in self.abandoned]
         leaving[given_up] = True
-        self.finished_mask = int(leaving.sum())
-        if given_up and self.finished_mask == search.batch:
+        self.num_finished = int(leaving.sum())
+        if given_up and self.num_finished == search.batch:
             self.is_over = True  # a step of no rows is none
             return None
         may_leave = self.is_clearing or not self.has_moved or bool(given_up)
-        return leaving if self.finished_mask and may_leave else None
+        return leaving if self.num_finished and may_leave else None
 
     def ended(self, search: BeamSearch | Sampling) -> None:
         if self._found is not None:
@@ -361,7 +361,7 @@ class CallDecoder(TreeDecoder):
             self.stay, self.tree.batch = sentences, len(sentences)
         else:
             super().select(sentences)
-        self.finished_mask = 0
+        self.num_finished = 0
 
 
 class BatchDecoder(TreeDecoder):
@@ -438,8 +438,8 @@ class BatchDecoder(TreeDecoder):
         outputs = self.step(inputs)
         self.steps += 1
         # Decided for all: the joint tree is copied once, whoever leaves.
-        finished_mask = sum(call.decoder.finished_mask for call in self.calls)
-        is_clearing = finished_mask >= max(1, int(self.tree.batch * _CLEAR_FROM))
+        num_finished = sum(call.decoder.num_finished for call in self.calls)
+        is_clearing = num_finished >= max(1, int(self.tree.batch * _CLEAR_FROM))
         logits = outputs.logits.split([call.rows for call in self.calls])
         for call, part in zip(self.calls, logits, strict=True):
             call.decoder.is_clearing = is_clearing

@@ -135,7 +135,7 @@ class TreeDecoder:
 
     def store_graph(self) -> None:
         """The call has succeeded: keep its recording for later ones."""
-        if not self.tree.retains_buffers or self.replayer is None or not self.replayer.captured:
+        if not self.tree.retained.is_on or self.replayer is None or not self.replayer.captured:
             return
         state, tree = self._whole or self._state(), self.tree
         state.restore_first_buffers()
@@ -241,7 +241,7 @@ class TreeDecoder:
         self._hand_source()
 
     def _shrink(self, replayer: Replayer) -> None:
-        if self._whole is None and self.tree.retains_buffers:
+        if self._whole is None and self.tree.retained.is_on:
             whole = self._state()
             # There will be two copies for a while.
             if store.may_keep(whole.nbytes(), self._device):

@@ -76,7 +76,7 @@ class State:
 
     def nbytes(self) -> int:
         search = 0 if self.search is None else self.search[1].live.nbytes
-        return self.tree.remembered_bytes + sum(tensor.nbytes for tensor in self._source()) + search
+        return self.tree.retained_bytes + sum(tensor.nbytes for tensor in self._source()) + search
 
     def close(self) -> None:
         """Let go of all keys and values: there are cycles, and memory is not to wait for the garbage collector."""

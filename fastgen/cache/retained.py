@@ -1,0 +1,80 @@
+"""Buffers that a static tree has outgrown, kept for later calls: a step captured on them can be replayed there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from fastgen.memory.buffers import Buffers
+
+_OUTGROWN = 2  # times the memory in use, what is outgrown may take with it
+
+
+class RetainedBuffers:
+    """By epoch, in which the tree has the same shapes and addresses throughout, and by name."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._by_epoch: dict[Hashable, dict[Hashable, Tensor]] = {}
+        self._is_captured: Callable[[Hashable], bool] | None = None  # whether a step was, in an epoch
+        self._fits: Callable[[int], bool] = lambda nbytes: False  # whether so many bytes may be kept
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is kept."""
+        return self._is_captured is not None
+
+    def begin(
+        self,
+        epoch: Hashable,
+        parts: Iterable[tuple[Hashable, Tensor]],
+        is_captured: Callable[[Hashable], bool],
+        fits: Callable[[int], bool],
+    ) -> None:
+        """Keep from now on what is outgrown; `parts` are the buffers of the epoch that has just begun, by name."""
+        self._is_captured, self._fits = is_captured, fits
+        self._by_epoch.setdefault(epoch, dict(parts))
+
+    def empty(
+        self, epoch: Hashable, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A buffer with anything in it, perhaps that of an earlier call's same epoch."""
+        here = self._by_epoch.setdefault(epoch, {})
+        if name not in here:
+            here[name] = self._buffers.empty(shape, dtype, device)
+        return here[name]
+
+    def of(self, epoch: Hashable) -> dict[Hashable, Tensor]:
+        """The buffers of this epoch, by name."""
+        return self._by_epoch[epoch]
+
+    def has(self, epoch: Hashable) -> bool:
+        """Whether the tree will be in the same buffers again when it comes to this epoch."""
+        return epoch in self._by_epoch
+
+    def leave(self, epoch: Hashable, is_first: bool) -> None:
+        """The epoch ends; `is_first`: trees begin with it."""
+        if self.is_on and not self._fits(self.nbytes):
+            self.drop()
+        self.drop_unless_worth(epoch, is_first)
+
+    def drop_unless_worth(self, epoch: Hashable, is_first: bool) -> None:
+        """Drop this epoch's buffers, unless trees begin with them, or a step was captured there and they are small."""
+        here = self._by_epoch.get(epoch)
+        if self._is_captured is None or here is None or is_first:
+            return
+        in_use = sum(tensor.nbytes for tensor in here.values())
+        if not self._is_captured(epoch) or self.nbytes > _OUTGROWN * in_use:
+            del self._by_epoch[epoch]
+
+    def drop(self) -> None:
+        """Keep nothing any longer."""
+        self._is_captured = None
+        self._by_epoch.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """All memory that is kept, that in use included."""
+        return sum(tensor.nbytes for here in self._by_epoch.values() for tensor in here.values())
