@@ -128,7 +128,7 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
     if not wished:
         return "it was not asked for"
     try:
-        from fastgen.optimizer.transformers.generate.continuous_batch import unrefillable
+        from fastgen.optimizer.transformers.generate.shareable import unrefillable
     except ImportError:
         return "fastgen leaves this version of transformers alone"
     return unrefillable(model, padded(model, [source], _options_of([0], options)))

@@ -19,7 +19,9 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fastgen.memory.limits import is_out_of_memory
-from fastgen.optimizer.transformers.generate.continuous_batch import Call, ContinuousBatch, Found, unrefillable
+from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
+from fastgen.optimizer.transformers.generate.shareable import unrefillable
+from fastgen.optimizer.transformers.generate.suspended_call import Call, Found
 from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import first_line

@@ -14,7 +14,7 @@ import torch
 from transformers_kit import FLAGS, MODEL, run, stock
 
 import fastgen
-from fastgen.optimizer.transformers.generate import continuous_batch
+from fastgen.optimizer.transformers.generate import batch_decoder
 from fastgen.pipeline import batching
 from fastgen.pipeline.resume import journal_path
 from fastgen.pipeline.transformers import batches, generation
@@ -104,7 +104,7 @@ def test_out_of_memory_while_the_batch_is_kept_full_loses_and_repeats_nothing(
     monkeypatch.setattr(batches, "AUTO_SENTENCES", 4)
     monkeypatch.setattr(batches, "STRETCH", 2)
     monkeypatch.setattr(batching, "_WORTH_KEEPING", 1e9)
-    step, done = continuous_batch.BatchDecoder.step, []
+    step, done = batch_decoder.BatchDecoder.step, []
 
     def short(self: Any, inputs: dict[str, Any]) -> Any:
         if len(spans) == 30:
@@ -113,7 +113,7 @@ def test_out_of_memory_while_the_batch_is_kept_full_loses_and_repeats_nothing(
         return step(self, inputs)
 
     real = generation.Generator._done
-    monkeypatch.setattr(continuous_batch.BatchDecoder, "step", short)
+    monkeypatch.setattr(batch_decoder.BatchDecoder, "step", short)
     monkeypatch.setattr(
         generation.Generator, "_done", lambda self, found: (done.append((len(spans), len(found))), real(self, found))[1]
     )
@@ -135,7 +135,7 @@ def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
     monkeypatch.setattr(batches, "STRETCH", 2)
     common = [*FLAGS[:-1], "2", *REFILL]
     assert run(MODEL, source, whole, *common) == 0
-    step = continuous_batch.BatchDecoder.step
+    step = batch_decoder.BatchDecoder.step
     with monkeypatch.context() as patch:
         pause = kill_kit.PAUSE / 10
 
@@ -143,7 +143,7 @@ def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
             time.sleep(pause)
             return step(self, inputs)
 
-        patch.setattr(continuous_batch.BatchDecoder, "step", slowed)
+        patch.setattr(batch_decoder.BatchDecoder, "step", slowed)
         kills = kill_kit.kill_at_random(
             lambda: run(MODEL, source, out, *common, "--resume"), journal_path(out), kills=10, seed=5
         )

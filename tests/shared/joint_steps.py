@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.optimizer.transformers.generate import continuous_batch
+from fastgen.optimizer.transformers.generate import batch_decoder
 
 Spans = list[list[tuple[int, int]]]
 
@@ -14,11 +14,11 @@ Spans = list[list[tuple[int, int]]]
 def watch(monkeypatch: pytest.MonkeyPatch) -> Spans:
     """Rows and position of every call, at every joint step from now on."""
     seen: Spans = []
-    step = continuous_batch.BatchDecoder.step
+    step = batch_decoder.BatchDecoder.step
 
     def counted(self: Any, inputs: dict[str, Any]) -> Any:
         seen.append(list(self.session.spans))
         return step(self, inputs)
 
-    monkeypatch.setattr(continuous_batch.BatchDecoder, "step", counted)
+    monkeypatch.setattr(batch_decoder.BatchDecoder, "step", counted)
     return seen

@@ -19,9 +19,9 @@ import fastgen
 from fastgen import report
 from fastgen.cache.batch_tree import BatchTree
 from fastgen.cache.tree import BeamTree
-from fastgen.optimizer.transformers.generate import continuous_batch
+from fastgen.optimizer.transformers.generate import batch_decoder, continuous_batch, shareable
 
-FAMILIES = sorted(set(zoo.ACCELERATED) & continuous_batch._REFILLED)
+FAMILIES = sorted(set(zoo.ACCELERATED) & shareable._REFILLED)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": dict(num_beams=4, max_new_tokens=16),
     "early": dict(num_beams=3, max_new_tokens=14, early_stopping=True, length_penalty=-1.0),
@@ -68,7 +68,7 @@ def test_pruned_at_every_step(family: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("family", ["marian", "t5", "gpt2"])
 def test_leaving_one_by_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuous_batch, "_CLEAR_FROM", 0.0)
+    monkeypatch.setattr(batch_decoder, "_CLEAR_FROM", 0.0)
     model, calls = zoo.load(family), calls_of(family, **OPTIONS["early"])
     assert_equal(stock_results(model, calls), refilled(model, calls))
     assert_equal(stock_results(model, calls), refilled(model, calls, rows=1))  # each call alone
@@ -134,11 +134,11 @@ def test_switched_off(switch: str, spans: list[Any]) -> None:
 
 def test_why_calls_cannot_be_refilled() -> None:
     model, (call, *_) = zoo.load("bart"), calls_of("bart", **OPTIONS["plain"])
-    assert continuous_batch.unrefillable(model, call) is None
-    assert continuous_batch.unrefillable(model, {**call, "num_beams": 1}) == "it is no beam search"
-    assert continuous_batch.unrefillable(model, {**call, "use_cache": False}) == "no cache of the standard kind is used"
+    assert shareable.unrefillable(model, call) is None
+    assert shareable.unrefillable(model, {**call, "num_beams": 1}) == "it is no beam search"
+    assert shareable.unrefillable(model, {**call, "use_cache": False}) == "no cache of the standard kind is used"
     with fastgen.disabled():
-        assert "disabled" in str(continuous_batch.unrefillable(model, call))
+        assert "disabled" in str(shareable.unrefillable(model, call))
 
 
 def test_a_version_that_is_left_alone_decodes_batch_by_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,17 +152,17 @@ def test_a_version_that_is_left_alone_decodes_batch_by_batch(monkeypatch: pytest
 
 
 def test_models_that_cannot_be_refilled() -> None:
-    assert "own generate" in str(continuous_batch.unrefillable_model(zoo.load("whisper")))
-    assert "not been tried" in str(continuous_batch.unrefillable_model(zoo.load("bert2bert")))
+    assert "own generate" in str(shareable.unrefillable_model(zoo.load("whisper")))
+    assert "not been tried" in str(shareable.unrefillable_model(zoo.load("bert2bert")))
 
     class Derived(type(zoo.load("bart").model.decoder.layers[0])):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
     model = transformers.BartForConditionalGeneration(zoo.load("bart").config)
-    assert continuous_batch.unrefillable_model(model) is None
+    assert shareable.unrefillable_model(model) is None
     model.model.decoder.layers[0].__class__ = Derived
-    assert "not been tried" in str(continuous_batch.unrefillable_model(model))
+    assert "not been tried" in str(shareable.unrefillable_model(model))
 
 
 def test_an_error_in_one_call_is_raised_and_leaves_nothing_behind() -> None:
@@ -191,7 +191,7 @@ def test_gradients_are_as_before_between_results() -> None:
 
 # ---------------------------------------------------------------------------------------------- negative controls
 def _no_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(continuous_batch, "_absolute_positions", lambda model: {})
+    monkeypatch.setattr(batch_decoder, "_absolute_positions", lambda model: {})
 
 
 def _one_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ import zoo
 
 import fastgen
 from fastgen import report
-from fastgen.optimizer.transformers.generate import continuous_batch
+from fastgen.optimizer.transformers.generate import continuous_batch, shareable, suspended_call
 from fastgen.pipeline.transformers.hypotheses import hypotheses_of
 
-FAMILIES = sorted(set(zoo.ACCELERATED) & continuous_batch._REFILLED)
+FAMILIES = sorted(set(zoo.ACCELERATED) & shareable._REFILLED)
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "penalised": dict(repetition_penalty=1.4, no_repeat_ngram_size=2, min_new_tokens=3),
@@ -55,7 +55,7 @@ class Watched:
 
     def __init__(self, model: Any, calls: list[dict[str, Any]], rows: int = 64) -> None:
         self.running, self.calls = continuous_batch.ContinuousBatch(model, rows), calls
-        self.found: dict[tuple[int, int], continuous_batch.Found] = {}
+        self.found: dict[tuple[int, int], suspended_call.Found] = {}
         self.model = model
 
     def run(self) -> None:
@@ -77,7 +77,7 @@ class Watched:
         for call in calls:
             self.take(call)
 
-    def take(self, call: continuous_batch.Call) -> None:
+    def take(self, call: suspended_call.Call) -> None:
         for one in call.found:
             assert (call.number, one.sentence) not in self.found, "twice"
             self.found[call.number, one.sentence] = one
@@ -89,7 +89,7 @@ class Watched:
 def test_each_sentence_gets_what_it_gets_alone(family: str, options: str) -> None:
     model = zoo.load(family)
     calls = calls_of(family, **OPTIONS[options])
-    if why := continuous_batch.unrefillable(model, calls[0], tokens=True):
+    if why := shareable.unrefillable(model, calls[0], tokens=True):
         assert "random numbers" in why and "sample" in options
         pytest.skip(why)
     watched = Watched(model, calls)

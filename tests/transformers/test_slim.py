@@ -25,7 +25,7 @@ from fastgen.cache.slim.latent import Choice, InputCache
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.cache import planning, slim
 from fastgen.optimizer.transformers.cache.slim import SlimCaches
-from fastgen.optimizer.transformers.generate import continuous_batch
+from fastgen.optimizer.transformers.generate import shareable
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.replay import store
 
@@ -98,7 +98,7 @@ def test_pruned_at_every_step(family: str, at_every_step: list[int]) -> None:
     assert_stored(kind_of(family))
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) & continuous_batch._REFILLED))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) & shareable._REFILLED))
 def test_refilled(family: str) -> None:
     model, calls = zoo.load(family), calls_of(family, num_beams=3)
     for expected, result in zip(stock_results(model, calls), refilled(model, calls), strict=True):
