@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastgen.layers import linear, packed_weights
+from fastgen.layers import linear, packed_weights, timing
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import limits
 
@@ -198,7 +198,7 @@ def test_the_quicker_one_is_kept(kind: str, pays: bool, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(packed_weights, "multiply", slow)
     monkeypatch.setattr(linear.nn.functional, "linear", timed_linear)
-    monkeypatch.setattr(linear.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(2)))
     rows = torch.randn(4, 256)
     decode = LinearDispatcher("auto")
@@ -512,7 +512,7 @@ def test_halves_where_memory_is_short_or_the_clock_against_them(
     for pays in (False, True):
         linear._verdicts.clear()
         # Against stock it always pays here.
-        monkeypatch.setattr(linear, "_is_faster", lambda *args, pays=pays: pays or args[-1] is None)
+        monkeypatch.setattr(linear, "is_faster", lambda *args, pays=pays: pays or args[-1] is None)
         multiply(layer, rows, "auto")
         assert read[-1] == [torch.float16 if pays else torch.float32]
 
@@ -595,6 +595,6 @@ def test_screening_where_memory_is_short_or_the_clock_against_it(
         assert (_watched(layer, rows)(layer, rows, stock) > -torch.inf).all() and packed_weights.count() == 0
     for pays in (False, True):
         linear._verdicts.clear()
-        monkeypatch.setattr(linear, "_is_faster", lambda *args, pays=pays: pays or args[-1] is None)
+        monkeypatch.setattr(linear, "is_faster", lambda *args, pays=pays: pays or args[-1] is None)
         output = _watched(layer, rows, "auto")(layer, rows, stock)
         assert bool((output == -torch.inf).any()) is pays

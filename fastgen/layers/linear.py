@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import statistics
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +20,17 @@ from torch import Tensor, nn
 
 from fastgen.layers import packed_weights
 from fastgen.layers.input_fusion import FusionGroup, unfusable
+from fastgen.layers.timing import Product, is_faster
 from fastgen.memory import arena
 from fastgen.ops import native_operator
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
-Product = Callable[[Tensor, Any, "Tensor | None"], Tensor]  # of rows, weights, a bias
 Override = Callable[[Tensor, Callable[[], Tensor]], Tensor]  # of rows, and what their product would be
 
 _SKINNY_ROWS = 12  # up to here weights may be read in place: with more, packed products win (bench_products.py)
 _FEW_ROWS = 32  # one timing of packed products up to here, another from here on
 _MIN_ELEMENTS, _MIN_PRODUCTS = 2**16, 2**20  # below both, calling costs as much as multiplying
 _TRIAL_ROWS = 512  # at most, in a timing
-# Timings of a shape on either side: as many as fit into these seconds, three at least; some calls before warm it up.
-_TRIALS, _TRIAL_SECONDS, _WARM_UP = 20, 0.02, 3
-_PASSING_BYTES = 2**26  # of weights that pass by while a shape is timed
 
 
 @dataclass
@@ -288,7 +283,7 @@ class LinearDispatcher:
         if key not in _verdicts:
             try:
                 with arena.outside():
-                    pays = _is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias, over)
+                    pays = is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias, over)
             except (RuntimeError, MemoryError):  # no memory for the trial
                 pays = False
             with _lock:
@@ -314,19 +309,6 @@ _skinny = functools.partial(native_operator, "skinny_linear")
 def _in_float32(skinny: Product) -> Product:
     """`skinny_linear` with one weight as it is."""
     return lambda rows, weight, bias: skinny(rows, [weight], bias)
-
-
-def are_few(shape: Sequence[int]) -> bool:
-    """Whether rows of this shape, `[..., in]`, are so few that `skinny_linear` may multiply them."""
-    return math.prod(shape[:-1]) <= _SKINNY_ROWS
-
-
-def is_read_in_place(layer: nn.Module) -> bool:
-    """Whether `skinny_linear` can multiply few rows by this layer, `[out, in]`, and no timing was against it."""
-    weight: Any = layer._parameters.get("weight")
-    if _skinny() is None or not _is_plain(layer, weight) or weight.numel() < _MIN_ELEMENTS:
-        return False
-    return _verdicts.get((*_key(weight, _SKINNY_ROWS), ""), True)
 
 
 def _key(weight: Tensor, limit: int | None) -> tuple[int, int, int | None, int]:
@@ -355,37 +337,6 @@ def _bias(layers: tuple[Any, ...]) -> Tensor | None:
     return torch.cat(
         [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
     )
-
-
-def _is_faster(
-    product: Product,
-    prepare: Callable[[Tensor], Any],
-    weight: Tensor,
-    rows: Tensor,
-    bias: Tensor | None,
-    over: Product | None,
-) -> bool:
-    """Time stock's product of `rows` and `weight` `[out, in]`, or `over`, and another, over many copies of the weight.
-
-    In a decode step one weight after the other comes from memory; a single one would wait in the nearest cache.
-    """
-    fitting = _PASSING_BYTES // (weight.numel() * weight.element_size())
-    count = max(1, min(fitting, _TRIALS + _WARM_UP))
-    weights = [weight.clone() for _ in range(count)]  # keeps the strides
-    theirs = _median_seconds(lambda i: (over or nn.functional.linear)(rows, weights[i % count], bias))
-    prepared = [prepare(copy) for copy in weights]
-    return _median_seconds(lambda i: product(rows, prepared[i % count], bias)) < theirs
-
-
-def _median_seconds(product: Callable[[int], Tensor]) -> float:
-    for i in range(_WARM_UP):
-        product(-1 - i)
-    seconds: list[float] = []
-    while len(seconds) < 3 or (len(seconds) < _TRIALS and sum(seconds) < _TRIAL_SECONDS):
-        start = time.perf_counter()
-        product(len(seconds))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 _thread = threading.local()
