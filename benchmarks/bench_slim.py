@@ -33,7 +33,8 @@ from tqdm import tqdm
 import fastgen
 from fastgen.cache.slim import latent, planner
 from fastgen.cache.slim.latent import Choice, InputCache, Projections
-from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers import attention, attention_kernels
 from fastgen.ops.attention import fold_beams, unfold_beams
 from fastgen.optimizer.transformers.versions import CACHE

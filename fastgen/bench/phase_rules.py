@@ -88,7 +88,7 @@ _FAIRSEQ = [
 _FASTGEN = [
     Rule(f"{_O}bench/data.py", "text|<lambda>", TEXT),
     Rule("<a recorded step>", ".*", _PASS),
-    Rule(f"{_O}cache/(tree|batch_tree).py", ".*", CACHE),
+    Rule(f"{_O}cache/(tree|tree_layer|batch_tree|row_pool|retained).py", ".*", CACHE),
     Rule(f"{_O}(layers/attention.*|cache/slim/latent|ops/(attention|triton_.*)).py", ".*", ATTENTION),
     Rule(f"{_O}decoding/.*_search.py", ".*", CHOICE),
     Rule(f"{_OT}model/session.py", "attend", ATTENTION),

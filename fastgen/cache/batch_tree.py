@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fastgen.cache.row_pool import RowPool
-from fastgen.cache.tree import FIRST_STEPS, BeamTree, TreeLayer
+from fastgen.cache.tree import FIRST_STEPS, BeamTree
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.memory.buffers import Buffers
 
 _ROOM = 32  # steps allocated ahead

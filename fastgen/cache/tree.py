@@ -8,13 +8,13 @@ common, so when the slots are used up those on no beam's path make room: of T st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fastgen.cache.retained import RetainedBuffers
-from fastgen.cache.slim.latent import Slim, keys_and_values
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.memory.buffers import Buffers
 
 FIRST_STEPS = 64  # steps allocated at first
@@ -22,132 +22,6 @@ FIRST_STEPS = 64  # steps allocated at first
 _EVICT_FROM = 1 / 16  # of the sentences still here
 _EVICT_FROM_STATIC = 1 / 2  # then the step has to be captured anew
 _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
-
-
-class TreeLayer:
-    """What one layer stores for each position, tensors `[B, H, capacity, D]`, of which the first `tree.used` slots are
-    in use: keys and values or, where the layer has a `slim` cache, what these follow from."""
-
-    def __init__(self, tree: BeamTree, window: int | None = None, slim: Slim | None = None) -> None:
-        self.tree = tree
-        self.window = window  # sliding-window size in tokens, None: unlimited
-        self.slim = slim
-        self._stored: tuple[Tensor, ...] = ()
-        self.prompt_length = 0  # of the prompt's slots, those stored so far
-
-    def prefill(self, *tensors: Tensor) -> None:
-        """Store what the prompt has, each `[B, H, P, D]`, or the next part of it."""
-        start = self.prompt_length
-        end = start + tensors[0].shape[2]
-        self.tree.prompt_length = self.prompt_length = end
-        capacity = end + self.tree.capacity
-        if not self._stored:
-            self._stored = self._grown(tensors, capacity)
-            return
-        self._stored = self._grown(tuple(stored[:, :, :start] for stored in self._stored), capacity)
-        for stored, tensor in zip(self._stored, tensors, strict=True):
-            stored[:, :, start:end] = tensor
-
-    def append(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Write what this step has and return it for all slots that a step spans, each `[B, H, width, D]`.
-
-        `tensors`: one row per beam, `[B*M, H, 1, D]`, or beams as positions, `[B, H, M, D]`.
-        """
-        tree = self.tree
-        start, used = tree.used - tree.beams, tree.used
-        for stored, tensor in zip(self._stored, tensors, strict=True):
-            new = _beams_as_positions(tensor, tree.beams)
-            if tree.is_static:
-                stored.index_copy_(2, tree.slots, new)
-            else:
-                stored[:, :, start:used] = new
-        return self.spanned()
-
-    def grow(self) -> None:
-        """Have room for as many slots as the tree has allocated."""
-        if not self._stored:
-            return
-        used = tuple(stored[:, :, : self.tree.used] for stored in self._stored)
-        self._stored = self._grown(used, self.tree.prompt_length + self.tree.capacity)
-
-    def stored(self) -> tuple[Tensor, ...]:
-        """The buffers, from the prompt on; none of a layer that the model has skipped."""
-        return self._stored
-
-    def spanned(self) -> tuple[Tensor, ...]:
-        """What attention needs of the slots that a step spans."""
-        return tuple(stored[:, :, : self.tree.width] for stored in self.needed())
-
-    def needed(self) -> tuple[Tensor, ...]:
-        """The buffers, with what the tree stores for all layers if this one needs it."""
-        rotations = self.tree.rotations
-        if self.slim is None or not self.slim.rotates:
-            return self.stored()
-        assert rotations is not None
-        return self.stored() + rotations.stored()
-
-    def prompt(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prompt's slots so far, each `[B, H, P, D]`."""
-        stored = tuple(stored[:, :, : self.prompt_length] for stored in self.needed())
-        return keys_and_values(stored, self.slim)
-
-    def select(self, sentences: Tensor) -> None:
-        """Keep only these sentences (int64 `[B']`), and of them only the slots in use."""
-        used = self.tree.used
-        before = self._stored
-        if not before:
-            return
-        self._stored = self._empty(before, len(sentences), before[0].shape[2])
-        for selected, stored in zip(self._stored, before, strict=True):
-            torch.index_select(stored[:, :, :used], 0, sentences, out=selected[:, :, :used])
-        self._clear_from(used, *self._stored)
-
-    def prune(self, slots: Tensor) -> None:
-        """Of the generated slots keep these, int64 `[B, W]`, in this order."""
-        start, end = self.tree.prompt_length, self.tree.prompt_length + slots.shape[1]
-        sentences = torch.arange(len(slots), device=slots.device)[:, None]
-        for stored in self._stored:
-            stored[:, :, start:end] = stored[sentences, :, start + slots].transpose(1, 2)  # a copy, so in place
-
-    def reset_from(self, other: TreeLayer | None) -> None:
-        """Hold, in place, what a layer of the same shape holds, or nothing."""
-        if other is None:
-            self._clear_from(0, *self.stored())
-            return
-        for mine, theirs in zip(self.stored(), other.stored(), strict=True):
-            mine.copy_(theirs)
-
-    def restore_first_buffers(self, retained: Mapping[Hashable, Tensor]) -> None:
-        """Have these buffers again."""
-        self._stored = tuple(retained[self, number] for number in range(len(self._stored)))
-
-    def clear(self) -> None:
-        """Let go of the buffers."""
-        self._stored = ()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self._stored)
-
-    def _grown(self, tensors: tuple[Tensor, ...], capacity: int) -> tuple[Tensor, ...]:
-        """Copies with room for `capacity` slots along dimension 2."""
-        length = tensors[0].shape[2]
-        grown = self._empty(tensors, len(tensors[0]), capacity)
-        for larger, tensor in zip(grown, tensors, strict=True):
-            larger[:, :, :length] = tensor
-        self._clear_from(length, *grown)
-        return grown
-
-    def _clear_from(self, slot: int, *tensors: Tensor) -> None:
-        if self.tree.is_static:  # nobody sees those slots yet, but nothing times what memory holds may be no number
-            for tensor in tensors:
-                tensor[:, :, slot:] = 0
-
-    def _empty(self, like: tuple[Tensor, ...], batch: int, capacity: int) -> tuple[Tensor, ...]:
-        return tuple(
-            self.tree.room((self, number), (batch, x.shape[1], capacity, x.shape[3]), x.dtype, x.device)
-            for number, x in enumerate(like)
-        )
 
 
 class BeamTree:
@@ -411,10 +285,3 @@ def additive_mask(attend: Tensor, dtype: torch.dtype) -> Tensor:
     """A boolean mask as what is added to the scores: 0 where True, the dtype's minimum elsewhere."""
     zeros = torch.zeros((), dtype=dtype, device=attend.device)
     return torch.where(attend, zeros, torch.finfo(dtype).min)
-
-
-def _beams_as_positions(rows: Tensor, beams: int) -> Tensor:
-    """`[B*M, H, 1, D]` -> `[B, H, M, D]`; the latter is returned as it is."""
-    if rows.shape[2] == beams:
-        return rows
-    return rows.view(-1, beams, rows.shape[1], rows.shape[3]).transpose(1, 2)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -26,6 +25,7 @@ from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import first_line
 from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
+from fastgen.serving.generation_request import Failed, Finished, Full, GenerationRequest, Grown, Stopped
 
 STOPPED = "The engine has stopped: send the request again later."
 EXPIRED = "The request took longer than it may: ask for fewer tokens, or give it a longer `timeout`."
@@ -33,64 +33,6 @@ _IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
 _MOST_OPTIONS = 1000  # whose verdicts are remembered
 _JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer wait for each other, since each call costs its own search,
 _PATIENCE_SECONDS = 0.25  # but not longer
-
-
-class Finished(NamedTuple):
-    """An input has been generated."""
-
-    which: int
-    found: Hypotheses
-
-
-class Grown(NamedTuple):
-    """All tokens of an input so far, for a request that streams."""
-
-    which: int
-    tokens: list[int]
-
-
-class Failed(NamedTuple):
-    """The request has ended without an answer."""
-
-    status: int  # of HTTP
-    message: str
-
-
-Event = Finished | Grown | Failed
-
-
-class Full(Exception):
-    """The queue is full."""
-
-
-class Stopped(Exception):
-    """The engine has ended, or its device is lost."""
-
-
-@dataclass(eq=False)
-class GenerationRequest:
-    """A request: inputs with the same options."""
-
-    inputs: list[list[int]]  # tokens
-    config: Any  # GenerationConfig
-    key: Hashable  # equal for requests whose options are
-    listener: Callable[[Event], None]  # called in the engine's thread; must not wait
-    seed: int = 0
-    streams: bool = False
-    deadline: float = float("inf")  # of time.monotonic()
-    since: float = field(default_factory=time.monotonic)
-    waiting: deque[int] = field(default_factory=deque)  # inputs that are not in a batch yet
-    left: set[int] = field(default_factory=set)  # inputs that are not finished
-    is_over: bool = False
-
-    def __post_init__(self) -> None:
-        self.waiting.extend(range(len(self.inputs)))
-        self.left.update(self.waiting)
-
-    @property
-    def rows(self) -> int:
-        """Of each input: beams or samples."""
-        return max(int(self.config.num_beams or 1), int(self.config.num_return_sequences or 1))
 
 
 @dataclass
@@ -118,12 +60,12 @@ _Unit = tuple[GenerationRequest, int]
 class _Unwanted(StoppingCriteria):
     """Ends the host's own generate when nobody waits for it any more."""
 
-    def __init__(self, asks: list[GenerationRequest]) -> None:
-        self._asks = asks
+    def __init__(self, requests: list[GenerationRequest]) -> None:
+        self._requests = requests
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         now = time.monotonic()
-        is_unwanted = all(ask.is_over or ask.deadline < now for ask in self._asks)
+        is_unwanted = all(request.is_over or request.deadline < now for request in self._requests)
         return torch.full((input_ids.shape[0],), is_unwanted, dtype=torch.bool, device=input_ids.device)
 
 
@@ -141,7 +83,7 @@ class Engine:
         self.counts = Counts()
         self._model, self._tokenizer = model, tokenizer
         self._most_rows, self._most_queued = most_rows, most_queued
-        self._asks: list[GenerationRequest] = []  # that have inputs waiting, the oldest first
+        self._requests: list[GenerationRequest] = []  # that have inputs waiting, the oldest first
         self._batches: dict[int, ContinuousBatch] = {}  # by rows of each input
         self._units: dict[int, list[_Unit]] = {}  # of each call, by its number
         self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
@@ -155,25 +97,25 @@ class Engine:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, ask: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         """Its listener will hear of each input, or that it failed. Full: no room in the queue. Stopped: for good."""
         with self._changed:
             if self._is_closed or not self._thread.is_alive():
                 raise Stopped
-            queued = sum(len(one.waiting) for one in self._asks if not one.is_over)
-            if queued and queued + len(ask.inputs) > self._most_queued:
+            queued = sum(len(one.waiting) for one in self._requests if not one.is_over)
+            if queued and queued + len(request.inputs) > self._most_queued:
                 self.counts.refused += 1
                 raise Full
             self.counts.requests += 1
-            self.counts.inputs += len(ask.inputs)
-            self._asks.append(ask)
+            self.counts.inputs += len(request.inputs)
+            self._requests.append(request)
             self._changed.notify()
 
-    def cancel(self, ask: GenerationRequest) -> None:
+    def cancel(self, request: GenerationRequest) -> None:
         """Nobody listens any more. From any thread; its rows leave at the next step."""
         with self._changed:
-            if not ask.is_over:
-                ask.is_over = True
+            if not request.is_over:
+                request.is_over = True
                 self.counts.cancelled += 1
             self._changed.notify()
 
@@ -189,7 +131,7 @@ class Engine:
             while True:
                 with self._changed:
                     busy = any(batch.calls for batch in self._batches.values())
-                    if not (busy or self._asks or self._is_closed):
+                    if not (busy or self._requests or self._is_closed):
                         self._clear()
                         self._changed.wait(_IDLE_SECONDS)
                     if self._is_closed:
@@ -207,8 +149,8 @@ class Engine:
         self._admit()
         for batch in list(self._batches.values()):
             for call in batch.calls:
-                for row, (ask, index) in enumerate(self._units[call.number]):
-                    if ask.is_over and index in ask.left and row not in call.decoder.abandoned:
+                for row, (request, index) in enumerate(self._units[call.number]):
+                    if request.is_over and index in request.left and row not in call.decoder.abandoned:
                         call.abandon(row)
                         self.counts.freed_rows += call.decoder.beams
             calls = batch.calls
@@ -222,28 +164,28 @@ class Engine:
             self._batches.pop(rows).close()  # or its memory would stay as long as others are busy
         with self._changed:
             self.counts.running = sum(call.rows for batch in self._batches.values() for call in batch.calls)
-            self.counts.queued = sum(len(ask.waiting) for ask in self._asks)
+            self.counts.queued = sum(len(request.waiting) for request in self._requests)
 
     def _expire(self) -> None:
         """Requests whose time is up, and those that are over already, wait no longer."""
         now = time.monotonic()
         with self._changed:
-            known = {id(ask): ask for units in self._units.values() for ask, _ in units}
-            for ask in [*self._asks, *known.values()]:
-                if not ask.is_over and ask.deadline < now:
+            known = {id(request): request for units in self._units.values() for request, _ in units}
+            for request in [*self._requests, *known.values()]:
+                if not request.is_over and request.deadline < now:
                     self.counts.expired += 1
-                    self._end(ask, Failed(504, EXPIRED))
-            self._asks = [ask for ask in self._asks if ask.waiting and not ask.is_over]
+                    self._end(request, Failed(504, EXPIRED))
+            self._requests = [request for request in self._requests if request.waiting and not request.is_over]
 
     def _admit(self) -> None:
         """Take in what there is room for, the oldest first; later ones with the same options come along."""
         with self._changed:
-            asks = list(self._asks)
-        for ask in asks:
-            self._find_out(ask)
+            requests = list(self._requests)
+        for request in requests:
+            self._find_out(request)
         while (units := self._next()) is not None:
-            ask, _ = units[0]
-            if self._apart[ask.key]:
+            request, _ = units[0]
+            if self._apart[request.key]:
                 self._generate_apart(units)
                 break  # the batches go on in between
             for group in self._groups(units):
@@ -251,9 +193,9 @@ class Engine:
 
     def _groups(self, units: list[_Unit]) -> list[list[_Unit]]:
         """Inputs for one call each: a ban of n-grams sees the padding before a shorter prompt."""
-        ask, _ = units[0]
+        request, _ = units[0]
         units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
-        if self._model.config.is_encoder_decoder or not ask.config.no_repeat_ngram_size:
+        if self._model.config.is_encoder_decoder or not request.config.no_repeat_ngram_size:
             return [units]
         by_length = itertools.groupby(units, key=lambda unit: len(unit[0].inputs[unit[1]]))
         return [list(group) for _, group in by_length]
@@ -262,22 +204,22 @@ class Engine:
         """Inputs that may begin now, with the same options."""
         now = time.monotonic()
         with self._changed:
-            self._asks = [one for one in self._asks if one.waiting and not one.is_over]
+            self._requests = [one for one in self._requests if one.waiting and not one.is_over]
             taken = sum(call.rows for one in self._batches.values() for call in one.calls)
-            for ask in self._asks:
-                is_apart, batch = self._apart.get(ask.key), self._batches.get(ask.rows)
+            for request in self._requests:
+                is_apart, batch = self._apart.get(request.key), self._batches.get(request.rows)
                 if is_apart is None:  # it has come since
                     continue
-                room = (self._most_rows - taken) // ask.rows if taken else max(1, self._most_rows // ask.rows)
+                room = (self._most_rows - taken) // request.rows if taken else max(1, self._most_rows // request.rows)
                 if room < 1:
                     break  # the oldest first: else one of many rows would wait for ever
                 if batch is not None and batch.calls and not batch.has_room(1):
                     continue
-                alike = [one for one in self._asks if one.key == ask.key]
-                if is_apart and ask.config.do_sample:
-                    alike, room = [ask], 1  # the host has one random stream for all of a batch
+                alike = [one for one in self._requests if one.key == request.key]
+                if is_apart and request.config.do_sample:
+                    alike, room = [request], 1  # the host has one random stream for all of a batch
                 wished = sum(len(one.waiting) for one in alike)
-                if batch is not None and len(batch.calls) > 1 and now - ask.since < _PATIENCE_SECONDS:
+                if batch is not None and len(batch.calls) > 1 and now - request.since < _PATIENCE_SECONDS:
                     here = sum(call.sentences for call in batch.calls)
                     if min(wished, room) < here * _JOINS_FROM:
                         continue
@@ -285,36 +227,38 @@ class Engine:
                 for one in alike:
                     while one.waiting and len(units) < room:
                         units.append((one, one.waiting.popleft()))
-                self._asks = [one for one in self._asks if one.waiting]
+                self._requests = [one for one in self._requests if one.waiting]
                 return units
         return None
 
-    def _find_out(self, ask: GenerationRequest) -> None:
+    def _find_out(self, request: GenerationRequest) -> None:
         """Whether such requests can share a batch. Any input will do: what counts are the model and the options."""
-        if ask.key in self._apart:
+        if request.key in self._apart:
             return
         if len(self._apart) > _MOST_OPTIONS:
             self._apart.clear()
         try:
-            call = self._call([ask.inputs[0]], ask)
-            self._apart[ask.key] = unrefillable(self._model, call, tokens=True) is not None
+            call = self._call([request.inputs[0]], request)
+            self._apart[request.key] = unrefillable(self._model, call, tokens=True) is not None
         except Exception as error:
-            self._end(ask, self._failure(error))
+            self._end(request, self._failure(error))
 
-    def _call(self, inputs: list[list[int]], ask: GenerationRequest) -> dict[str, Any]:
-        return offline.padded(self._model, inputs, {"generation_config": ask.config})
+    def _call(self, inputs: list[list[int]], request: GenerationRequest) -> dict[str, Any]:
+        return offline.padded(self._model, inputs, {"generation_config": request.config})
 
     def _begin(self, units: list[_Unit]) -> None:
         """One call for these inputs, the longest first, in the batch of their number of rows."""
-        ask, _ = units[0]
+        request, _ = units[0]
         inputs = [one.inputs[index] for one, index in units]
-        batch = self._batches.get(ask.rows)
+        batch = self._batches.get(request.rows)
         if batch is None:
-            batch = self._batches[ask.rows] = ContinuousBatch(self._model, max(1, self._most_rows // ask.rows))
+            batch = self._batches[request.rows] = ContinuousBatch(self._model, max(1, self._most_rows // request.rows))
         self._calls += 1
         self._units[self._calls] = units
         try:
-            call = batch.admit(self._calls, self._call(inputs, ask), tokens=True, seeds=[one.seed for one, _ in units])
+            call = batch.admit(
+                self._calls, self._call(inputs, request), tokens=True, seeds=[one.seed for one, _ in units]
+            )
         except Exception as error:
             del self._units[self._calls]
             if not (is_out_of_memory(error) and len(units) > 1):
@@ -334,28 +278,28 @@ class Engine:
         units = self._units[call.number]
         found, call.found[:] = list(call.found), []
         for one in found:
-            ask, index = units[one.sentence]
-            self._finish(ask, index, self._hypotheses(ask, index, one, call))
+            request, index = units[one.sentence]
+            self._finish(request, index, self._hypotheses(request, index, one, call))
         if call.ended:
             del self._units[call.number]
             if call.error is not None:
-                self._fail([(ask, index) for ask, index in units if index in ask.left], call.error)
+                self._fail([(request, index) for request, index in units if index in request.left], call.error)
             elif call.result is not None:
                 self._take_result(call, units)
             return
-        if any(ask.streams for ask, _ in units):
+        if any(request.streams for request, _ in units):
             for sentence, hypotheses in call.running().items():
-                ask, index = units[sentence]
-                if ask.streams and index in ask.left and not ask.is_over:
-                    ask.listener(Grown(index, hypotheses[0, self._prompt(call) :].tolist()))
+                request, index = units[sentence]
+                if request.streams and index in request.left and not request.is_over:
+                    request.listener(Grown(index, hypotheses[0, self._prompt(call) :].tolist()))
 
     def _take_result(self, call: Call, units: list[_Unit]) -> None:
         """What the host returned: of an input that could not share a batch after all, nothing has been found yet."""
-        missing = [row for row, (ask, index) in enumerate(units) if index in ask.left and not ask.is_over]
+        missing = [row for row, (request, index) in enumerate(units) if index in request.left and not request.is_over]
         if missing:
-            ask, _ = units[0]
+            request, _ = units[0]
             longest = max(len(one.inputs[index]) for one, index in units)
-            found = hypotheses_of(self._model, ask.config, call.result, longest)
+            found = hypotheses_of(self._model, request.config, call.result, longest)
             for row in missing:
                 self._finish(*units[row], found[row])
 
@@ -363,43 +307,43 @@ class Engine:
         """Tokens before the first one that is generated."""
         return 0 if self._model.config.is_encoder_decoder else call.request.input_ids.shape[1]
 
-    def _hypotheses(self, ask: GenerationRequest, index: int, found: Found, call: Call) -> Hypotheses:
-        pad = ask.config.pad_token_id
+    def _hypotheses(self, request: GenerationRequest, index: int, found: Found, call: Call) -> Hypotheses:
+        pad = request.config.pad_token_id
         tokens = found.tokens[:, self._prompt(call) :].tolist()
         return Hypotheses([without_tail(row, pad) for row in tokens], found.scores.tolist())
 
     def _generate_apart(self, units: list[_Unit]) -> None:
         """By the host's own generate, to the end."""
-        ask, _ = units[0]
+        request, _ = units[0]
         inputs = [one.inputs[index] for one, index in units]
-        if ask.config.do_sample:
-            torch.manual_seed(ask.seed)
+        if request.config.do_sample:
+            torch.manual_seed(request.seed)
         try:
-            call = self._call(inputs, ask)
+            call = self._call(inputs, request)
             unwanted = StoppingCriteriaList([_Unwanted([one for one, _ in units])])
             output = self._model.generate(**call, stopping_criteria=unwanted)
-            found = hypotheses_of(self._model, ask.config, output, call["input_ids"].shape[1])
+            found = hypotheses_of(self._model, request.config, output, call["input_ids"].shape[1])
         except Exception as error:
             self._fail(units, error)
             return
         for (one, index), hypotheses in zip(units, found, strict=True):
             self._finish(one, index, hypotheses)
 
-    def _finish(self, ask: GenerationRequest, index: int, found: Hypotheses) -> None:
+    def _finish(self, request: GenerationRequest, index: int, found: Hypotheses) -> None:
         self.counts.tokens += sum(map(len, found.tokens))
-        if ask.is_over:
+        if request.is_over:
             return
-        ask.left.discard(index)
-        if not ask.left:
+        request.left.discard(index)
+        if not request.left:
             self.counts.finished += 1  # before it is told: whoever has the answer may look
-        ask.listener(Finished(index, found))
-        if not ask.left:
-            ask.is_over = True
+        request.listener(Finished(index, found))
+        if not request.left:
+            request.is_over = True
 
     def _fail(self, units: list[_Unit], error: Exception) -> None:
         failed = self._failure(error)
-        for ask, _ in units:
-            self._end(ask, failed)
+        for request, _ in units:
+            self._end(request, failed)
 
     def _failure(self, error: Exception) -> Failed:
         if is_out_of_memory(error):
@@ -429,16 +373,16 @@ class Engine:
             self._fail(units, error)
             return
         with self._changed:
-            waiting, self._asks = self._asks, []
-        for ask in [*(ask for ask, _ in units), *waiting]:
-            self._end(ask, Failed(status, STOPPED))
+            waiting, self._requests = self._requests, []
+        for request in [*(request for request, _ in units), *waiting]:
+            self._end(request, Failed(status, STOPPED))
 
-    def _end(self, ask: GenerationRequest, failed: Failed) -> None:
+    def _end(self, request: GenerationRequest, failed: Failed) -> None:
         with self._changed:  # or who hears of it might cancel it, too
-            if not ask.is_over:
+            if not request.is_over:
                 self.counts.failed += 1
-                ask.listener(failed)
-                ask.is_over = True
+                request.listener(failed)
+                request.is_over = True
 
     def _clear(self) -> None:
         """Let go of the batches and their memory."""

@@ -16,18 +16,8 @@ from fastgen.pipeline.transformers import generation_fields, prepare, tokenizing
 from fastgen.pipeline.transformers.load import decoder_room, generation_config, load_model
 from fastgen.pipeline.transformers.settings import ModelSettings
 from fastgen.pipeline.workers import WorkerPool
-from fastgen.serving.engine import (
-    EXPIRED,
-    STOPPED,
-    Engine,
-    Event,
-    Failed,
-    Finished,
-    Full,
-    GenerationRequest,
-    Grown,
-    Stopped,
-)
+from fastgen.serving.engine import EXPIRED, STOPPED, Engine
+from fastgen.serving.generation_request import Event, Failed, Finished, Full, GenerationRequest, Grown, Stopped
 from fastgen.serving.limits import Limits
 from fastgen.serving.observed import Work
 from fastgen.serving.options import finite, given
@@ -95,9 +85,9 @@ class Service:
         self.check_open()
         self.running += 1
         try:
-            ask, events = await self._asked(body, work, streams=False)
-            outputs: list[Any] = [None] * len(ask.inputs)
-            async for event in self._events(ask, events):
+            asked, events = await self._asked(body, work, streams=False)
+            outputs: list[Any] = [None] * len(asked.inputs)
+            async for event in self._events(asked, events):
                 assert isinstance(event, Finished)
                 work.tokens += sum(map(len, event.found.tokens))
                 texts = await asyncio.to_thread(self._decoded, event.found.tokens)
@@ -107,7 +97,7 @@ class Service:
                 ]
         finally:
             self.running -= 1
-        return {"outputs": outputs, "seed": ask.seed if ask.config.do_sample else None}
+        return {"outputs": outputs, "seed": asked.seed if asked.config.do_sample else None}
 
     async def stream(self, body: dict[str, Any], work: Work) -> AsyncIterator[str]:
         """Server-sent events, whose size is noted in `work`; Refusal is raised here, before the first one."""
@@ -116,19 +106,19 @@ class Service:
             raise Refusal(422, "stream is for greedy search and single samples: leave out beams.")
         self.running += 1
         try:
-            ask, events = await self._asked({**body, "num_beams": 1}, work, streams=True)
-            pieces = self._streamed(ask, events, work)
+            asked, events = await self._asked({**body, "num_beams": 1}, work, streams=True)
+            pieces = self._streamed(asked, events, work)
             await anext(pieces)  # from here on, whoever drops them frees the row
         finally:
             self.running -= 1
         return pieces
 
-    async def _streamed(self, ask: GenerationRequest, events: _Events, work: Work) -> AsyncGenerator[str, None]:
-        sent = [""] * len(ask.inputs)
+    async def _streamed(self, asked: GenerationRequest, events: _Events, work: Work) -> AsyncGenerator[str, None]:
+        sent = [""] * len(asked.inputs)
         self.running += 1
         try:
             yield ""
-            async for event in self._events(ask, events):
+            async for event in self._events(asked, events):
                 if isinstance(event, Grown):
                     (text,) = await asyncio.to_thread(self._decoded, [event.tokens])
                     text = text[: text.rfind(" ") + 1]  # the last word may go on
@@ -147,8 +137,8 @@ class Service:
             yield _event({"detail": refusal.message, "status": refusal.status})
         finally:
             self.running -= 1
-            if ask.left:
-                self.engine.cancel(ask)
+            if asked.left:
+                self.engine.cancel(asked)
         yield "data: [DONE]\n\n"
 
     async def _asked(self, body: dict[str, Any], work: Work, *, streams: bool) -> tuple[GenerationRequest, _Events]:
@@ -176,7 +166,7 @@ class Service:
             loop.call_soon_threadsafe(events.put, event)
 
         seconds = body.get("timeout") or self.limits.seconds
-        ask = GenerationRequest(
+        asked = GenerationRequest(
             inputs,
             config,
             hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest(),
@@ -186,20 +176,20 @@ class Service:
             deadline=time.monotonic() + seconds,
         )
         try:
-            self.engine.submit(ask)
+            self.engine.submit(asked)
         except Full:
             raise Refusal(429, "The queue is full: send the request again later.") from None
         except Stopped:
             raise Refusal(503, STOPPED) from None
-        return ask, events
+        return asked, events
 
-    async def _events(self, ask: GenerationRequest, events: _Events) -> AsyncIterator[Event]:
+    async def _events(self, asked: GenerationRequest, events: _Events) -> AsyncIterator[Event]:
         """Until all inputs are finished. Whoever stops listening, or is cancelled, frees the rows."""
-        missing = len(ask.inputs)
+        missing = len(asked.inputs)
         try:
             while missing:
                 # The engine keeps the time, but while the host's own generate runs nobody asks it.
-                left = ask.deadline - time.monotonic() + 1.0
+                left = asked.deadline - time.monotonic() + 1.0
                 try:
                     event = await asyncio.wait_for(events.get(), max(left, 0.0))
                 except asyncio.TimeoutError:
@@ -210,7 +200,7 @@ class Service:
                 yield event
         finally:
             if missing:
-                self.engine.cancel(ask)
+                self.engine.cancel(asked)
 
     def _config(self, fields: dict[str, Any]) -> Any:
         known = self._known

@@ -10,7 +10,8 @@ import models
 import pytest
 import torch
 
-from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.optimizer.fairseq.model import streams
 from fastgen.optimizer.fairseq.model.decoder import Prompt
 from fastgen.optimizer.fairseq.model.session import Session, Source

@@ -14,7 +14,8 @@ from kit import TEXTS, config_of, loaded, slowly, stock
 from transformers import ExponentialDecayLengthPenalty
 
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
-from fastgen.serving.engine import STOPPED, Engine, Event, Failed, Finished, Full, GenerationRequest, Grown, Stopped
+from fastgen.serving.engine import STOPPED, Engine
+from fastgen.serving.generation_request import Event, Failed, Finished, Full, GenerationRequest, Grown, Stopped
 
 KINDS: list[dict[str, Any]] = [
     dict(num_beams=4, max_new_tokens=30),

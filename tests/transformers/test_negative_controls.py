@@ -12,7 +12,8 @@ import zoo
 
 import fastgen
 from fastgen.cache import tree
-from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 

@@ -11,7 +11,8 @@ import zoo
 
 import fastgen
 from fastgen.cache import tree
-from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.versions import CACHE
 

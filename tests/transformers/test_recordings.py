@@ -22,7 +22,8 @@ from transformers.models.bart import modeling_bart
 from transformers.models.llama import modeling_llama
 
 import fastgen
-from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.memory import limits
 from fastgen.optimizer.transformers import versions

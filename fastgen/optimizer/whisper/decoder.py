@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import beam_attention
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory.buffers import Buffers

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.cache.slim.latent import Slim, attend, keys_and_values
-from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
+from fastgen.cache.tree import BeamTree, additive_mask
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import fold_beams, unfold_beams
 from fastgen.optimizer.fairseq.model.session import Session, Source
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fastgen.cache.slim.latent import Projections, Slim
-from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.interception import Wrapper

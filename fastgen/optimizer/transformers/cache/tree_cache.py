@@ -20,7 +20,8 @@ from transformers.cache_utils import (
 
 from fastgen.cache.row_pool import RowPool
 from fastgen.cache.slim.latent import Slim, keys_and_values
-from fastgen.cache.tree import BeamTree, TreeLayer
+from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.optimizer.transformers.cache.slim import SlimCaches
 from fastgen.optimizer.transformers.model.session import Session
 from fastgen.report import OfThisVersion

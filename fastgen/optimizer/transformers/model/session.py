@@ -14,7 +14,8 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from fastgen import config
-from fastgen.cache.tree import BeamTree, TreeLayer, additive_mask
+from fastgen.cache.tree import BeamTree, additive_mask
+from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import as_beams, beam_attention, fold_beams
 from fastgen.layers.linear import LinearDispatcher, multiply, using
 from fastgen.memory import arena

@@ -1,0 +1,69 @@
+"""A request as the engine has it, and what its client is told."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fastgen.pipeline.transformers.hypotheses import Hypotheses
+
+
+class Finished(NamedTuple):
+    """An input has been generated."""
+
+    which: int
+    found: Hypotheses
+
+
+class Grown(NamedTuple):
+    """All tokens of an input so far, for a request that streams."""
+
+    which: int
+    tokens: list[int]
+
+
+class Failed(NamedTuple):
+    """The request has ended without an answer."""
+
+    status: int  # of HTTP
+    message: str
+
+
+Event = Finished | Grown | Failed
+
+
+class Full(Exception):
+    """The queue is full."""
+
+
+class Stopped(Exception):
+    """The engine has ended, or its device is lost."""
+
+
+@dataclass(eq=False)
+class GenerationRequest:
+    """A request: inputs with the same options."""
+
+    inputs: list[list[int]]  # tokens
+    config: Any  # GenerationConfig
+    key: Hashable  # equal for requests whose options are
+    listener: Callable[[Event], None]  # called in the engine's thread; must not wait
+    seed: int = 0
+    streams: bool = False
+    deadline: float = float("inf")  # of time.monotonic()
+    since: float = field(default_factory=time.monotonic)
+    waiting: deque[int] = field(default_factory=deque)  # inputs that are not in a batch yet
+    left: set[int] = field(default_factory=set)  # inputs that are not finished
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.waiting.extend(range(len(self.inputs)))
+        self.left.update(self.waiting)
+
+    @property
+    def rows(self) -> int:
+        """Of each input: beams or samples."""
+        return max(int(self.config.num_beams or 1), int(self.config.num_return_sequences or 1))
