@@ -5,17 +5,15 @@ Shapes: `B` live sentences, `M` beams, `K` candidates a sentence and step, `L` m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fastgen.decoding.search import Hypotheses, IsStopped
 from fastgen.memory.buffers import Buffers
 
 _DEAD = -1.0e9  # the host's mark of a beam that must not be chosen
-
-IsStopped = Callable[[Tensor, Callable[[], Tensor]], Tensor]  # see BeamSearch.choose
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,6 @@ class FinishingPolicy:
         """Whether the best live beam, of score `[B, 1]`, may still beat the worst finished one, bool `[B, 1]`."""
         worst = torch.where(is_finished, finished.min(dim=1, keepdim=True)[0], _DEAD)
         return torch.any(best > worst, dim=-1, keepdim=True)
-
-
-@dataclass
-class Hypotheses:
-    """The result, best first: tokens int64 `[B, M, L]`, rows they came from int32 `[B, M, L - prompt]`
-    (-1 past the end), scores float32 `[B, M]`."""
-
-    tokens: Tensor
-    rows: Tensor
-    scores: Tensor
 
 
 class PerSentence:
@@ -87,7 +75,9 @@ class _Live(PerSentence):
 
 
 class BeamSearch:
-    """One request's search. `choose` takes a step; `done` and `result` say how it ended."""
+    """One request's search: see `Search`."""
+
+    ranks = True
 
     def __init__(
         self,
@@ -318,10 +308,10 @@ class BeamSearch:
         """How many sentences are settled."""
         return int(self.finished_mask().sum())
 
-    def evict(self, finished_mask: Tensor) -> Tensor:
+    def evict(self, leaving: Tensor) -> Tensor:
         """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""
-        self._store(finished_mask)
-        stay = torch.nonzero(~finished_mask)[:, 0]
+        self._store(leaving)
+        stay = torch.nonzero(~leaving)[:, 0]
         self.live.select(stay)
         self._number_rows()
         self._evicted = True

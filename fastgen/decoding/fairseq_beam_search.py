@@ -253,12 +253,12 @@ class FairseqBeamSearch:
         """How many sentences could leave, perhaps as of a step ago."""
         return self._known.values(self._replayer is not None)[1]
 
-    def evict(self, finished_mask: Tensor) -> Tensor:
+    def evict(self, leaving: Tensor) -> Tensor:
         """Take these sentences out, bool `[B]`, unless that is all; returns those that stay, int64 `[B']`."""
         # If that is all, the search is done, though the host may not know yet.
-        finished_mask = finished_mask & ~finished_mask.all()
-        self._store(torch.nonzero(finished_mask)[:, 0])
-        stay = torch.nonzero(~finished_mask)[:, 0]
+        leaving = leaving & ~leaving.all()
+        self._store(torch.nonzero(leaving)[:, 0])
+        stay = torch.nonzero(~leaving)[:, 0]
         if self._replayer is not None:
             self._replayer.shrink()
             if self._replayer.retains_buffers and self._whole is None:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fastgen.decoding.beam_search import Hypotheses, IsStopped, PerSentence
+from fastgen.decoding.beam_search import PerSentence
+from fastgen.decoding.search import Hypotheses, IsStopped
 
 
 class _Rows(PerSentence):
@@ -29,6 +30,7 @@ class Sampling:
     So a sentence's samples are those of a call of `generate` for it alone, after `torch.manual_seed`.
     """
 
+    ranks = False
     takes_logits = False
 
     def __init__(
@@ -52,10 +54,10 @@ class Sampling:
         """The rows so far, int64 `[B*M, length]`."""
         return self.live.tokens[:, :, : self.length].flatten(0, 1)
 
-    def choose(self, scores: Tensor, is_stopped: IsStopped) -> Tensor:
+    def choose(self, scores: Tensor, is_stopped: IsStopped, sample: bool = False, is_tied: bool = False) -> Tensor:
         """The next token of each row by `scores` `[B*M, V]`, logits as the host's processors left them.
 
-        Returns the rows that go on, int64 `[B*M]`: all of them.
+        Whether it samples was said before: see `seeds`. Returns the rows that go on, int64 `[B*M]`: all of them.
         """
         live, shape = self.live, (self.batch, self.beams)
         if self._streams is None:
@@ -81,6 +83,10 @@ class Sampling:
 
     def _continued(self, tokens: Tensor) -> Callable[[], Tensor]:
         return lambda: torch.cat([self.running(), tokens.flatten()[:, None]], dim=1)
+
+    def choose_allowed(self, logits: Tensor, banned: Tensor, is_stopped: IsStopped) -> Tensor | None:
+        """None: see `takes_logits`."""
+        return None
 
     def finished_mask(self) -> Tensor:
         """Which sentences have ended in all their rows, bool `[B]`."""

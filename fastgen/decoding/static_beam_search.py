@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.decoding.beam_search import _DEAD, BeamSearch, FinishingPolicy, IsStopped
+from fastgen.decoding.beam_search import _DEAD, BeamSearch, FinishingPolicy
+from fastgen.decoding.search import IsStopped
 from fastgen.replay.replayer import Replayer
 
 
@@ -89,12 +90,12 @@ class StaticBeamSearch(BeamSearch):
     def num_finished(self) -> int:
         return self._known.values(late=True)[1]
 
-    def evict(self, finished_mask: Tensor) -> Tensor:
+    def evict(self, leaving: Tensor) -> Tensor:
         self._replayer.shrink()
         if self._replayer.retains_buffers and self._whole is None:
             self._whole = copy.copy(self.live), self._first_row, self._request_row, self._scores
         self._known.drop_retained()
-        return super().evict(finished_mask)
+        return super().evict(leaving)
 
     def _choose(self, log_probs: Tensor) -> Tensor:
         """A step, to be captured; returns the parents' rows, int64 `[B*M]`."""

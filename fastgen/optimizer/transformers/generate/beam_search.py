@@ -13,6 +13,7 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.decoding.sampling import Sampling
+from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import interception, versions
@@ -60,7 +61,7 @@ class Loop:
         decoder.begin_decoding(shared, outputs.logits)
         setattr(outputs, versions.CACHE, decoder.cache)
         search = _search(request, decoder, decoder.tree.buffers) if request.is_beam_search else _token_search(request)
-        self._search: BeamSearch | Sampling = search
+        self._search: Search = search
         samples = request.generation_config.do_sample
         self._takes_logits = search.takes_logits and self._all_scores is None and not samples
         # From here on the host's inputs have one row per beam, as it prepares them itself.
@@ -96,10 +97,10 @@ class Loop:
             decoder.select(search.evict(leaving))
         return versions.next_inputs(model, search.running(), self._rows)
 
-    def _parents(self, search: BeamSearch | Sampling, logits: Tensor) -> Tensor:
+    def _parents(self, search: Search, logits: Tensor) -> Tensor:
         """The row that each beam continues, int64 `[B*M]`; the search has chosen their tokens."""
         processors = self.request.logits_processor
-        if isinstance(search, Sampling):
+        if not search.ranks:
             return search.choose(processors(search.running(), logits), self._stops)
         banned = None
         if self._takes_logits:
@@ -118,7 +119,7 @@ class Loop:
     def _found(self) -> Any:
         search, config, decoder = self._search, self.request.generation_config, self.decoder
         found = search.result()
-        if isinstance(search, Sampling):
+        if not search.ranks:
             return found.tokens[:, :, : search.length].flatten(0, 1)
         count = config.num_return_sequences
         tokens, indices = found.tokens[:, :count].flatten(0, 1), found.rows[:, :count].flatten(0, 1)

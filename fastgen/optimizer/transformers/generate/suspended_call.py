@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastgen.decoding.beam_search import BeamSearch
-from fastgen.decoding.sampling import Sampling
+from fastgen.decoding.search import Search
 from fastgen.optimizer.transformers import dispatch, interception
 from fastgen.optimizer.transformers.cache import planning, slim
 from fastgen.optimizer.transformers.generate import beam_search
@@ -130,7 +129,7 @@ class CallDecoder(TreeDecoder):
         super().__init__(request, layer_caches=layer_caches)
         self._found, self._reported = found, set[int]()
         self._count = int(request.generation_config.num_return_sequences or 1)
-        self.searching: BeamSearch | Sampling | None = None
+        self.searching: Search | None = None
         self.abandoned: set[int] = set()  # sentences, which are to leave as if they had finished
         self.is_over = False  # none is left
         self.has_moved = False
@@ -158,7 +157,7 @@ class CallDecoder(TreeDecoder):
         else:
             super().reorder(parents)
 
-    def leaving(self, search: BeamSearch | Sampling) -> Tensor | None:
+    def leaving(self, search: Search) -> Tensor | None:
         self.searching = search
         leaving = search.finished_mask()
         if self._found is not None:
@@ -172,11 +171,11 @@ class CallDecoder(TreeDecoder):
         may_leave = self.is_clearing or not self.has_moved or bool(given_up)
         return leaving if self.num_finished and may_leave else None
 
-    def ended(self, search: BeamSearch | Sampling) -> None:
+    def ended(self, search: Search) -> None:
         if self._found is not None:
             self._report(search, torch.ones(search.batch, dtype=torch.bool))
 
-    def _report(self, search: BeamSearch | Sampling, finished: Tensor) -> None:
+    def _report(self, search: Search, finished: Tensor) -> None:
         assert self._found is not None
         for row in finished.nonzero()[:, 0].tolist():
             sentence = int(search.live.sentence[row])

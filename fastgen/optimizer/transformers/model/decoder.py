@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fastgen.cache.slim.latent import kind_of
 from fastgen.cache.tree import BeamTree
-from fastgen.decoding.beam_search import BeamSearch
-from fastgen.decoding.sampling import Sampling
+from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
@@ -219,11 +218,11 @@ class TreeDecoder:
         """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
         self.cache.reorder_cache(parents)
 
-    def leaving(self, search: BeamSearch | Sampling) -> Tensor | None:
+    def leaving(self, search: Search) -> Tensor | None:
         """Which sentences shall leave now, bool `[B]`, if any: letting few out does not pay."""
         return search.finished_mask() if self.tree.should_evict(search.num_finished()) else None
 
-    def ended(self, search: BeamSearch | Sampling) -> None:
+    def ended(self, search: Search) -> None:
         """The search is done."""
 
     def select(self, sentences: Tensor) -> None:
