@@ -21,7 +21,7 @@ from fastgen.cache import retained, tree
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.fairseq_beam_search import FairseqBeamSearch
 from fastgen.optimizer.fairseq.model.session import Session
-from fastgen.optimizer.fairseq.replay.guards import snapshot
+from fastgen.optimizer.fairseq.replay.guards import guards_of_steps
 from fastgen.optimizer.fairseq.replay.step_state import State
 from fastgen.replay import replayer, statistics, store
 
@@ -154,7 +154,7 @@ def test_a_class_that_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_snapshot_sees_a_class_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(models.load("post-norm"))
-    before = snapshot([model])
+    before = guards_of_steps([model])
     assert before.is_complete and before.is_current()
     monkeypatch.setattr(transformer_layer.TransformerDecoderLayerBase, "extra", 1, raising=False)
     assert not before.is_current()

@@ -24,11 +24,12 @@ from fastgen.optimizer.fairseq.model.encoder import with_own_products
 from fastgen.optimizer.fairseq.model.session import Session
 from fastgen.optimizer.fairseq.model.streams import TreeStreamAttention, attends_in_streams
 from fastgen.optimizer.fairseq.model.views import replaced, standing_in, with_layers, with_products
-from fastgen.optimizer.fairseq.replay.guards import snapshot
+from fastgen.optimizer.fairseq.replay.guards import guards_of_steps
 from fastgen.optimizer.fairseq.replay.step_state import State
 from fastgen.optimizer.fairseq.replay.steps import ReplayedSteps, replayer_for, source_of
 from fastgen.optimizer.fairseq.request import Request, calls_back, foldable_language_model, is_interrupted
 from fastgen.replay import store
+from fastgen.replay.recorded_call import RecordedCall
 from fastgen.replay.replayer import Replayer
 from fastgen.report import FallbackError
 
@@ -91,10 +92,9 @@ class TreeEnsemble(StandIn):
         # With no modules of its own: what is kept with a recording must not keep the model alive.
         self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0], _modules={})
         self._replayed = ReplayedSteps(self._over_the_tree, self.replayer) if self.replayer else None
-        self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
+        self._recorded: RecordedCall | None = None  # if it may share captured steps with other calls
         self._search: tuple[Hashable, FairseqBeamSearch] | None = None
         self._width: int | None = None  # positions of the source
-        self._is_stored = False
         self._prompt: Prompt | None = None
         self._arena = arena.of(self.inner.models[0])
         if not self.inner.has_encoder() and request.generator.lm_model is None:
@@ -128,16 +128,15 @@ class TreeEnsemble(StandIn):
         self._replayed.see(encoder_outs, store.SOURCE_STEP if may_share else None)
         if not may_share:
             return
-        state = self._state()
-        self._key = self._key_of(state)
-        if self._key is None:
+        self._recorded = RecordedCall(self.owner, self.replayer, self._device)
+        reused = self._recorded.reuse(self._state(), self._how())
+        if not self._recorded.may_share:
             return
-        kept = store.reuse_graph(self.owner, self._key, state, self.replayer)
-        if kept is not None:
-            self.session, self._replayed = kept.session, kept.replayed
-            self._products, self._search = kept.products, kept.search
+        if reused is not None:
+            self.session, self._replayed = reused.session, reused.replayed
+            self._products, self._search = reused.products, reused.search
             self._replayed.replayer = self.replayer
-        store.retain_buffers(self.session.tree, self.replayer, self._device)
+        self._recorded.retain_buffers(self.session.tree)
 
     def search(self, policy: CollectingPolicy) -> FairseqBeamSearch:
         """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
@@ -154,29 +153,23 @@ class TreeEnsemble(StandIn):
         return self._search[1]
 
     def store_graph(self) -> None:
-        """The call has succeeded: keep its recording for later ones."""
-        if not self.session.tree.retained.is_on or self.replayer is None or not self.replayer.captured:
-            return
-        state, models, tree = self._state(), self.inner.models, self.session.tree
-        state.restore_first_buffers()
-        if self._key_of(state) == self._key:
-            self._is_stored = True
-            recording = store.recorded(state, tree, self.replayer)
-            store.put(self.owner, self._key, recording, lambda: snapshot(models), self._device)
+        """The call has succeeded: keep its captured steps for later ones."""
+        if self._recorded is not None:
+            models = self.inner.models
+            self._recorded.store(self.session.tree, self._state(), self._how(), lambda: guards_of_steps(models))
 
     def _shrink(self, replayer: Replayer) -> None:
-        """Sentences leave; there will be two copies for a while."""
+        """Sentences leave."""
         tree = self.session.tree
-        is_first = tree.retained.is_on and not tree.evictions
-        if is_first and not store.may_keep(self._state().nbytes(), self._device):
-            store.drop_retained(tree, replayer, self._search and self._search[1])
+        if self._recorded is not None and tree.retained.is_on and not tree.evictions:
+            self._recorded.has_room_for_two(tree, self._state(), self._search and self._search[1])
         replayer.shrink()
 
     def close(self) -> None:
         """Let go of all keys and values."""
         if self.replayer is not None:
             self.replayer.close()
-        if not self._is_stored:
+        if self._recorded is None or not self._recorded.is_stored:
             self.session.tree.close()
 
     @property
@@ -190,13 +183,12 @@ class TreeEnsemble(StandIn):
         assert self._replayed is not None
         return State(self.session, self._replayed, self._products, self._search)
 
-    def _key_of(self, state: State) -> Hashable:
-        surroundings = store.surroundings(self._device)
+    def _how(self) -> Hashable:
+        """What calls that share captured steps have in common besides shapes and surroundings."""
         temperature, averaged = self.request.generator.temperature, type(self.inner).forward_decoder
         # An ensemble's models may be exchanged while others hold on to the old ones.
         models = tuple(map(id, self.inner.models))
-        how = (temperature, averaged, models, self.shortlist is None, self._own_caches)
-        return None if surroundings is None else (state.shape(), surroundings, how)
+        return temperature, averaged, models, self.shortlist is None, self._own_caches
 
     def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:
         if self.reason:

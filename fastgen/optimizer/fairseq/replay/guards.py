@@ -14,6 +14,6 @@ from fastgen.replay.guards import Host, ModelGuards
 _HOST = Host(configs=(argparse.Namespace, FairseqDataclass), ignored=(Dictionary,))
 
 
-def snapshot(models: Iterable[Any]) -> ModelGuards:
+def guards_of_steps(models: Iterable[Any]) -> ModelGuards:
     """Of what the models' steps may read: all of each decoder, and how the model itself normalises scores."""
     return ModelGuards([module for model in models for module in (model, *model.decoder.modules())], _HOST)

@@ -25,6 +25,7 @@ from fastgen.optimizer.transformers.replay.guards import guards_of_steps
 from fastgen.optimizer.transformers.replay.step_state import State
 from fastgen.optimizer.transformers.request import Request
 from fastgen.replay import store
+from fastgen.replay.recorded_call import RecordedCall
 from fastgen.replay.replayer import Replayer
 
 NOT_ROWS = (versions.CACHE, "cache_position")  # of the host's inputs, those that have no row per beam
@@ -68,10 +69,10 @@ class TreeDecoder:
         self.prepared_mask: tuple[Tensor, Tensor] | None = None
         # What a result refers to, no later call may write to; and other models may not take padding for padding.
         is_free = not request.generation_config.return_dict_in_generate
-        self._shares = replayer is not None and is_free and request.facts.is_tested
-        self._is_stored = False
+        self._recorded: RecordedCall | None = None  # if it may share captured steps with other calls
+        if replayer is not None and is_free and request.facts.is_tested:
+            self._recorded = RecordedCall(self.model, replayer, self._device)
         self._whole: State | None = None  # from before sentences left, if it is to be kept
-        self._key: Hashable = None  # of its recording, if it may have one from other calls and for them
         self._prompt_tokens = request.input_ids.shape[1]
         self._may_screen = may_use_argmax_head
         self._is_screened = False
@@ -111,41 +112,31 @@ class TreeDecoder:
         self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
         self.tree.begin_decoding(mask)
         self.has_begun = True
-        if self._shares:
+        if self._recorded is not None:
             self._take_up()
 
     def _take_up(self) -> None:
-        """Go on with a recording that an earlier call has kept, if there is one of these shapes."""
-        assert self.replayer is not None
+        """Go on with the captured steps of an earlier call, if there are any of these shapes."""
+        assert self._recorded is not None
         self._widen_source()
-        state = self._state()
-        self._key = self._key_of(state)
-        if self._key is None:
+        reused = self._recorded.reuse(self._state(), self._is_screened, self._own_source)
+        if not self._recorded.may_share:
             return
-        reused = store.reuse_graph(self.model, self._key, state, self.replayer)
-        if reused is None:
-            # From now on in memory of its own: later calls will write to it.
-            self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
-        else:
+        if reused is not None:
             for field in dataclasses.fields(reused):
                 setattr(self, field.name, getattr(reused, field.name))
         self._hand_source()
-        store.retain_buffers(self.tree, self.replayer, self._device)
+        self._recorded.retain_buffers(self.tree)
+
+    def _own_source(self) -> None:
+        """From now on the source is in memory of its own: later calls will write to it."""
+        self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
 
     def store_graph(self) -> None:
-        """The call has succeeded: keep its recording for later ones."""
-        if not self.tree.retained.is_on or self.replayer is None or not self.replayer.captured:
-            return
-        state, tree = self._whole or self._state(), self.tree
-        state.restore_first_buffers()
-        if self._key_of(state) == self._key:
-            self._is_stored = True
-            recording = store.recorded(state, tree, self.replayer)
-            store.put(self.model, self._key, recording, lambda: guards_of_steps(self.model), self._device)
-
-    def _key_of(self, state: State) -> Hashable:
-        key = state.shape(), store.surroundings(self._device), self._is_screened
-        return None if None in key else key
+        """The call has succeeded: keep its captured steps for later ones."""
+        if self._recorded is not None:
+            state = self._whole or self._state()
+            self._recorded.store(self.tree, state, self._is_screened, lambda: guards_of_steps(self.model))
 
     def _state(self) -> State:
         source = self.encoder_outputs, self.source_mask, self.prepared_mask
@@ -240,14 +231,11 @@ class TreeDecoder:
         self._hand_source()
 
     def _shrink(self, replayer: Replayer) -> None:
-        if self._whole is None and self.tree.retained.is_on:
+        if self._whole is None and self._recorded is not None and self.tree.retained.is_on:
             whole = self._state()
-            # There will be two copies for a while.
-            if store.may_keep(whole.nbytes(), self._device):
+            if self._recorded.has_room_for_two(self.tree, whole, self.search and self.search[1]):
                 whole.retain_buffers()
                 self._whole = whole
-            else:
-                store.drop_retained(self.tree, replayer, self.search and self.search[1])
         replayer.shrink()
 
     def cache_bytes(self) -> int:
@@ -265,7 +253,7 @@ class TreeDecoder:
         """Let go of all keys and values; those that the result refers to live on with it."""
         if self.replayer is not None:
             self.replayer.close()
-        if not self._is_stored:
+        if self._recorded is None or not self._recorded.is_stored:
             self._state().close()
         arena.settle()
 

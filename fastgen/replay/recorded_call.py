@@ -1,0 +1,78 @@
+"""One call whose steps are captured: what it reuses of earlier calls, and stores for later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fastgen.cache.tree import BeamTree
+from fastgen.replay import store
+from fastgen.replay.guards import ModelGuards
+from fastgen.replay.replayer import Replayer
+
+AnyState = TypeVar("AnyState", bound=store.State)
+
+
+class RecordedCall:
+    """Takes captured steps out of the store for as long as a call runs, and puts its own there in the end."""
+
+    def __init__(self, owner: nn.Module, replayer: Replayer, device: torch.device) -> None:
+        """`owner`: the model that keeps captured steps, on this device."""
+        self._owner, self._replayer, self._device = owner, replayer, device
+        self._key: Hashable = None  # of its captured steps, if it may share them with other calls
+        self.is_stored = False  # what its steps read and write belongs to the store
+
+    def reuse(self, state: AnyState, how: Hashable, prepare: Callable[[], None] = lambda: None) -> AnyState | None:
+        """Go on with the captured steps of an earlier call that fits, in place of `state`, which is then closed.
+
+        Args:
+            state: as it is before the first step.
+            how: what a call must have in common besides shapes and surroundings.
+            prepare: called if there are none: what the call has will be written to by later ones.
+
+        Returns: the state of those steps, filled with what `state` held; None if there are none.
+        """
+        self._key = self._key_of(state, how)
+        if self._key is None:
+            return None
+        reused = store.reuse_graph(self._owner, self._key, state, self._replayer)
+        if reused is None:
+            prepare()
+        return reused
+
+    @property
+    def may_share(self) -> bool:
+        """Whether its captured steps may be those of other calls."""
+        return self._key is not None
+
+    def retain_buffers(self, tree: BeamTree) -> None:
+        """From now on, keep what the tree outgrows: later calls can replay the steps captured there."""
+        store.retain_buffers(tree, self._replayer, self._device)
+
+    def store(self, tree: BeamTree, state: Any, how: Hashable, guards: Callable[[], ModelGuards]) -> None:
+        """The call has succeeded: keep its captured steps for later ones.
+
+        Args:
+            tree: that of the state.
+            guards: of what the model's steps read, made if the model has none yet.
+        """
+        if not tree.retained.is_on or not self._replayer.captured:
+            return
+        state.restore_first_buffers()
+        if self._key_of(state, how) == self._key:
+            self.is_stored = True
+            store.put(self._owner, self._key, store.recorded(state, tree, self._replayer), guards, self._device)
+
+    def has_room_for_two(self, tree: BeamTree, state: Any, search: Any) -> bool:
+        """Sentences leave: whether their steps may be kept beside those of the ones that stay; else none are."""
+        if store.may_keep(state.nbytes(), self._device):
+            return True
+        store.drop_retained(tree, self._replayer, search)
+        return False
+
+    def _key_of(self, state: Any, how: Hashable) -> Hashable:
+        shape, surroundings = state.shape(), store.surroundings(self._device)
+        return None if shape is None or surroundings is None else (shape, surroundings, how)
