@@ -41,11 +41,11 @@ def decide(
         if settings.strict:
             raise report.FallbackError(str(reason))
         return Decision(STOCK, reason)
-    if not_fast is None or settings.tier == COMPAT or not (wants_fast or settings.tier == FAST):
+    if not_fast is None or not (wants_fast or settings.tier == FAST):
         return Decision(COMPAT, None)
-    if (reason := not_fast()) is not None:
-        if settings.strict and settings.tier == FAST:
-            raise report.FallbackError(str(reason))
+    if (reason := not_fast()) is not None and settings.strict and settings.tier == FAST:
+        raise report.FallbackError(str(reason))
+    if reason is not None or settings.tier == COMPAT:
         return Decision(COMPAT, reason)
     return Decision(FAST, None)
 
