@@ -19,9 +19,10 @@ import fastgen
 from fastgen import report
 from fastgen.cache.batch_tree import BatchTree
 from fastgen.cache.tree import BeamTree
+from fastgen.optimizer.transformers import families
 from fastgen.optimizer.transformers.generate import batch_decoder, continuous_batch, shareable
 
-FAMILIES = sorted(set(zoo.ACCELERATED) & shareable._REFILLED)
+FAMILIES = sorted(set(zoo.ACCELERATED) & families.SHARE_BATCHES)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": dict(num_beams=4, max_new_tokens=16),
     "early": dict(num_beams=3, max_new_tokens=14, early_stopping=True, length_penalty=-1.0),

@@ -13,10 +13,11 @@ import zoo
 
 import fastgen
 from fastgen import report
+from fastgen.optimizer.transformers import families
 from fastgen.optimizer.transformers.generate import continuous_batch, shareable, suspended_call
 from fastgen.pipeline.transformers.hypotheses import hypotheses_of
 
-FAMILIES = sorted(set(zoo.ACCELERATED) & shareable._REFILLED)
+FAMILIES = sorted(set(zoo.ACCELERATED) & families.SHARE_BATCHES)
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "penalised": dict(repetition_penalty=1.4, no_repeat_ngram_size=2, min_new_tokens=3),

@@ -22,10 +22,9 @@ import fastgen
 from fastgen import report
 from fastgen.cache.slim import planner
 from fastgen.cache.slim.latent import Choice, InputCache
-from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers import families, versions
 from fastgen.optimizer.transformers.cache import planning, slim
 from fastgen.optimizer.transformers.cache.slim import SlimCaches
-from fastgen.optimizer.transformers.generate import shareable
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.replay import store
 
@@ -98,7 +97,7 @@ def test_pruned_at_every_step(family: str, at_every_step: list[int]) -> None:
     assert_stored(kind_of(family))
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) & shareable._REFILLED))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) & families.SHARE_BATCHES))
 def test_refilled(family: str) -> None:
     model, calls = zoo.load(family), calls_of(family, num_beams=3)
     for expected, result in zip(stock_results(model, calls), refilled(model, calls), strict=True):

@@ -22,25 +22,11 @@ from fastgen.cache.tree import BeamTree
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.transformers import interception
+from fastgen.optimizer.transformers.families import ATTENTIONS
 from fastgen.optimizer.transformers.interception import Wrapper
 from fastgen.optimizer.transformers.model import modules
 from fastgen.optimizer.transformers.model.facts import facts_of
 from fastgen.optimizer.transformers.versions import FINDS_EAGER
-
-# Classes of attention whose keys and values are projections of their input, and no more -> the layers that make them.
-_SEPARATE = {
-    **dict.fromkeys(
-        """BartAttention BlenderbotAttention M2M100Attention MBartAttention MarianAttention OPTAttention
-        PegasusAttention Speech2TextAttention WhisperAttention""".split(),
-        ("k_proj", "v_proj"),
-    ),
-    **dict.fromkeys(("MT5Attention", "T5Attention", "UMT5Attention"), ("k", "v")),
-    **dict.fromkeys("GemmaAttention LlamaAttention MistralAttention OlmoAttention".split(), ("k_proj", "v_proj")),
-}
-# One layer makes queries, keys and values or, of a source, keys and values.
-_FUSED = {"GPT2Attention": "c_attn", "Phi3Attention": "qkv_proj"}
-# Of these, whose keys are rotated by their position as Llama's are.
-_ROTARY = frozenset("GemmaAttention LlamaAttention MistralAttention OlmoAttention Phi3Attention".split())
 
 
 class Noted(NamedTuple):
@@ -77,8 +63,8 @@ class SlimCaches:
         self.is_needed = True
         for module, its in layer_caches.items():
             attention = _Attention(self, module, its)
-            if (name := _FUSED.get(type(module).__name__)) is not None:
-                products.override(getattr(module, name), attention.fused)
+            if (known := ATTENTIONS[type(module).__name__]).is_fused:
+                products.override(getattr(module, known.keys), attention.fused)
             else:
                 keys, values = projecting_layers(module)
                 products.override(keys, attention.keys)
@@ -141,7 +127,7 @@ class _Attention:
 
     def __init__(self, caches: SlimCaches, module: nn.Module, layer_caches: LayerCaches) -> None:
         self._caches, self._module, self._kept = caches, module, layer_caches
-        self._layer: Any = getattr(module, _FUSED.get(type(module).__name__, ""), None)
+        self._layer: Any = getattr(module, ATTENTIONS[type(module).__name__].keys)
 
     def keys(self, rows: Tensor, product: Callable[[], Tensor]) -> Tensor:
         if (slim := self._slim(rows)) is None:
@@ -218,7 +204,8 @@ def _noting_rotation(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_rotary(module: nn.Module) -> bool:
     """Whether this attention module rotates its keys."""
-    return type(module).__name__ in _ROTARY
+    known = ATTENTIONS.get(type(module).__name__)
+    return known is not None and known.is_rotary
 
 
 def unsupported_kind(module: nn.Module, kind: str) -> str | None:
@@ -232,7 +219,7 @@ def unsupported_kind(module: nn.Module, kind: str) -> str | None:
 
 def attention_modules(model: Any) -> Iterator[nn.Module]:
     """Those of the decoder that can have a slim cache of some kind."""
-    found = [m for m in modules.decoder_modules(model) if type(m).__name__ in _SEPARATE.keys() | _FUSED.keys()]
+    found = [m for m in modules.decoder_modules(model) if type(m).__name__ in ATTENTIONS]
     if not found:
         return
     # Who is called for one attention must not be called for another, nor for its queries.
@@ -276,8 +263,8 @@ def heads_of(module: Any) -> int:
 
 def projecting_layers(module: Any) -> list[Any]:
     """The layers that make an attention module's keys and values."""
-    name = type(module).__name__
-    return [getattr(module, each) for each in ((_FUSED[name],) if name in _FUSED else _SEPARATE[name])]
+    known = ATTENTIONS[type(module).__name__]
+    return [getattr(module, name) for name in dict.fromkeys((known.keys, known.values))]
 
 
 def projections_of(module: Any) -> Projections:

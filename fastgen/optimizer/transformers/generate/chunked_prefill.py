@@ -13,10 +13,9 @@ import torch
 from fastgen import report
 from fastgen.memory import limits
 from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.families import FAMILIES
 from fastgen.optimizer.transformers.request import Request
 
-# `model_type` of those whose chunked prompts the test suite compares with whole ones.
-_TESTED = frozenset("gemma gemma2 gpt2 gpt_neox gpt_oss llama mistral opt phi3 qwen3".split())
 _SHORTEST = 512  # tokens: fewer rows would multiply more slowly
 _MOST, _CHUNK = 1 / 2, 1 / 4  # of the free memory: what a prompt may take at once, and a chunk if it may not
 
@@ -27,7 +26,8 @@ def configuration(request: Request) -> Any:
     length = request.input_ids.shape[1]
     if config.prefill_chunk_size is not None or length <= _SHORTEST or not versions.PREFILLS:
         return config  # 4.57 has it for some searches only, and counts positions differently
-    if request.model.config.model_type not in _TESTED or not request.facts.is_hosts_own:
+    family = FAMILIES.get(request.model.config.model_type)
+    if family is None or not family.chunks_prompts or not request.facts.is_hosts_own:
         return config
     if torch.are_deterministic_algorithms_enabled():
         return config  # sums in another order, as the memory of the moment would have it

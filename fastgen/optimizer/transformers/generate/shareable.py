@@ -12,15 +12,10 @@ from transformers.generation.utils import GenerationMixin
 
 from fastgen import config
 from fastgen.optimizer.transformers import equivalence, interception
+from fastgen.optimizer.transformers.families import SHARE_BATCHES
 from fastgen.optimizer.transformers.model.facts import facts_of
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.support import unsupported_reason
-
-# `model_type` of those whose only absolute positions are `position_ids` or a module told `CACHE_LENGTH`.
-_REFILLED = frozenset(
-    """bart blenderbot gemma gemma2 gpt2 gpt_neox llama m2m_100 marian mbart mistral mt5 opt pegasus phi3 qwen3 t5
-    umt5""".split()
-)
 
 
 def unrefillable_model(model: Any) -> str | None:
@@ -28,7 +23,7 @@ def unrefillable_model(model: Any) -> str | None:
     if getattr(type(model), "generate", None) is not GenerationMixin.generate:
         return "the model has its own generate"
     facts = facts_of(model)
-    if model.config.model_type not in _REFILLED or not facts.is_hosts_own:
+    if model.config.model_type not in SHARE_BATCHES or not facts.is_hosts_own:
         return f"{type(model).__name__} has not been tried with sentences at different positions"
     return next((f"{finding}: such code may see other rows" for finding in facts.foreign), None)
 

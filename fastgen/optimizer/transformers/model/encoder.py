@@ -16,23 +16,12 @@ from torch import Tensor
 from fastgen import config, report
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.transformers import foreign_code
+from fastgen.optimizer.transformers.families import BASE_ENCODERS, ENCODER_HEADS, ENCODERS
 from fastgen.optimizer.transformers.model import session as sessions
 from fastgen.optimizer.transformers.model.facts import facts_of, unsupported_modules
 from fastgen.optimizer.transformers.support import unsupported_configuration
 
-# Compared with the padded call by the test suite. Padding must reach nothing: no convolution, no blocks of positions,
-# no experts that a batch shares.
-_ENCODERS = frozenset(
-    """BartEncoder BertGenerationEncoder BertModel BlenderbotEncoder M2M100Encoder MarianEncoder MBartEncoder MT5Stack
-    PegasusEncoder T5Stack UMT5Stack""".split()
-)
-# Of models that are encoders alone: the base model, the heads, and what they may be given. Of what they return, all
-# with three dimensions has positions, and these with two.
-_ALONE = frozenset(
-    """AlbertModel BertModel CamembertModel DistilBertModel ElectraModel MPNetModel RobertaModel
-    XLMRobertaModel""".split()
-)
-_HEADS = frozenset("Model ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMaskedLM".split())
+# What encoders alone may be given. Of what they return, all with three dimensions has positions, and these with two.
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _SPANS = ("start_logits", "end_logits")
 _SEARCHES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -112,7 +101,11 @@ def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
     ids, base = inputs.get("input_ids"), getattr(model, "base_model", model)
     name = type(model).__name__
     head = name.removeprefix(type(base).__name__.removesuffix("Model"))
-    if type(base).__name__ not in _ALONE or head not in _HEADS or not (facts := facts_of(model)).is_hosts_own:
+    if (
+        type(base).__name__ not in BASE_ENCODERS
+        or head not in ENCODER_HEADS
+        or not (facts := facts_of(model)).is_hosts_own
+    ):
         return f"{name} is none of the encoders that were compared with the padded call"
     if getattr(model.config, "is_decoder", False) or facts.is_watched:
         return f"{name} is used as a decoder, or has hooks or replaced parts"
@@ -189,7 +182,7 @@ def _groups(
     if not isinstance(mask, Tensor) or mask.shape != inputs.shape:
         return None
     encoder = model.get_encoder()
-    if type(encoder).__name__ not in _ENCODERS or not type(encoder).__module__.startswith("transformers.models."):
+    if type(encoder).__name__ not in ENCODERS or not type(encoder).__module__.startswith("transformers.models."):
         return None
     groups = _split_by_length(encoder, mask) if _is_padded_right(mask) else None
     return None if groups is None or facts_of(model).is_encoder_watched else groups

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from fastgen.optimizer.transformers import interception
+from fastgen.optimizer.transformers.families import FAMILIES, FOLDED_AT_THE_BOUNDARY
 from fastgen.optimizer.transformers.interception import Wrapper
 from fastgen.optimizer.transformers.model import streams
 from fastgen.optimizer.transformers.versions import CACHE_LENGTH, CACHE_PARAMETERS, FINDS_EAGER
 
-# Class -> name of its mask parameter. They take an additive mask and cross-attend with `key_value_states`.
-_FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
 # Its classes have names that many have. `[1, B*M, d]` becomes `[M, B, d]`: beams as if they were positions.
 _FSMT = "transformers.models.fsmt.modeling_fsmt"
 
@@ -40,12 +39,6 @@ _NUMBERING_UNLESS_TOLD = {
 }
 _NUMBERING = "LEDLearnedPositionalEmbedding"  # takes no positions, but is an embedding of them
 _MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder's output from its input's
-
-# `model_type` of the configurations that the test suite compares with stock, in both tiers.
-_TESTED = frozenset(
-    """bart bert bert-generation blenderbot fsmt gemma gemma2 gpt2 gpt_neox gpt_oss led llama m2m_100 marian mbart
-    mistral mt5 olmo opt pegasus phi3 prophetnet qwen3 speech_to_text t5 trocr umt5 unilm whisper""".split()
-)
 
 
 @functools.cache
@@ -70,7 +63,7 @@ def _folding(owner: Any) -> Wrapper | None:
         return _folded_with_time_first
     if (streamed := streams.folding(owner)) is not None:
         return streamed
-    mask_name = _FOLDED_AT_THE_BOUNDARY.get(owner.__name__)
+    mask_name = FOLDED_AT_THE_BOUNDARY.get(owner.__name__)
     return None if mask_name is None else functools.partial(_folded, mask_name=mask_name)
 
 
@@ -124,7 +117,7 @@ def is_of_tested_family(model: Any) -> bool:
     """Whether the model's family is one of those that the test suite compares with stock."""
     config = getattr(model.config, "decoder", None)
     model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
-    return model_type in _TESTED and FINDS_EAGER  # where eager attention can't be found, not even these are sure
+    return model_type in FAMILIES and FINDS_EAGER  # where eager attention can't be found, not even these are sure
 
 
 def decoder_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -1,0 +1,102 @@
+"""What is known of the host's models, by their `model_type` and by the names of their classes.
+
+Whatever stands here has been compared with stock by the test suite. A model that is in none of the tables is tried on
+its first call, and has none of the extras below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A class of attention whose keys and values are projections of its input, and no more: it may have slim caches."""
+
+    keys: str  # the layer that makes the keys, or all projections at once
+    values: str
+    is_rotary: bool = False  # keys are rotated by their position, as Llama's are
+
+    @property
+    def is_fused(self) -> bool:
+        """One layer makes queries, keys and values or, of a source, keys and values."""
+        return self.keys == self.values
+
+
+@dataclass(frozen=True)
+class Family:
+    """A `model_type` that the test suite compares with stock, in both tiers."""
+
+    # Its only absolute positions are `position_ids`, or a module that is told how many tokens came before: sentences at
+    # different positions may share a batch.
+    shares_batches: bool = False
+    chunks_prompts: bool = False  # chunks of a prompt give the logits of the whole prompt
+    encoder: str = ""  # the encoder's class, if padding on the right reaches nothing in it
+    attention: dict[str, Attention] = field(default_factory=dict)  # by the names of classes
+
+
+def _separate(name: str, keys: str = "k_proj", values: str = "v_proj", is_rotary: bool = False) -> dict[str, Attention]:
+    return {name: Attention(keys, values, is_rotary)}
+
+
+def _fused(name: str, layer: str, is_rotary: bool = False) -> dict[str, Attention]:
+    return {name: Attention(layer, layer, is_rotary)}
+
+
+def _seq2seq(name: str, attention: dict[str, Attention], shares_batches: bool = True) -> Family:
+    return Family(shares_batches, encoder=f"{name}Encoder", attention=attention)
+
+
+def _t5(name: str) -> Family:
+    return Family(True, encoder=f"{name}Stack", attention=_separate(f"{name}Attention", "k", "v"))
+
+
+def _decoder(attention: dict[str, Attention] | None = None, shares_batches: bool = True) -> Family:
+    return Family(shares_batches, chunks_prompts=True, attention=attention or {})
+
+
+FAMILIES: dict[str, Family] = {
+    "bart": _seq2seq("Bart", _separate("BartAttention")),
+    "bert": Family(encoder="BertModel"),
+    "bert-generation": Family(encoder="BertGenerationEncoder"),
+    "blenderbot": _seq2seq("Blenderbot", _separate("BlenderbotAttention")),
+    "fsmt": Family(),
+    "gemma": _decoder(_separate("GemmaAttention", is_rotary=True)),
+    "gemma2": _decoder(),
+    "gpt2": _decoder(_fused("GPT2Attention", "c_attn")),
+    "gpt_neox": _decoder(),
+    "gpt_oss": _decoder(shares_batches=False),
+    "led": Family(),
+    "llama": _decoder(_separate("LlamaAttention", is_rotary=True)),
+    "m2m_100": _seq2seq("M2M100", _separate("M2M100Attention")),
+    "marian": _seq2seq("Marian", _separate("MarianAttention")),
+    "mbart": _seq2seq("MBart", _separate("MBartAttention")),
+    "mistral": _decoder(_separate("MistralAttention", is_rotary=True)),
+    "mt5": _t5("MT5"),
+    "olmo": Family(attention=_separate("OlmoAttention", is_rotary=True)),
+    "opt": _decoder(_separate("OPTAttention")),
+    "pegasus": _seq2seq("Pegasus", _separate("PegasusAttention")),
+    "phi3": _decoder(_fused("Phi3Attention", "qkv_proj", is_rotary=True)),
+    "prophetnet": Family(),
+    "qwen3": _decoder(),
+    "speech_to_text": Family(attention=_separate("Speech2TextAttention")),
+    "t5": _t5("T5"),
+    "trocr": Family(),
+    "umt5": _t5("UMT5"),
+    "unilm": Family(),
+    "whisper": Family(attention=_separate("WhisperAttention")),
+}
+SHARE_BATCHES = frozenset(name for name, family in FAMILIES.items() if family.shares_batches)
+ATTENTIONS = {name: one for family in FAMILIES.values() for name, one in family.attention.items()}
+ENCODERS = frozenset(family.encoder for family in FAMILIES.values() if family.encoder)
+# For `fastgen.encode`: of models that are encoders alone the base model, and the heads.
+BASE_ENCODERS = frozenset(
+    """AlbertModel BertModel CamembertModel DistilBertModel ElectraModel MPNetModel RobertaModel
+    XLMRobertaModel""".split()
+)
+ENCODER_HEADS = frozenset(
+    "Model ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMaskedLM".split()
+)
+# Attention that is computed in the module, and folded at the module's boundary: class -> the name of its mask
+# parameter. They take an additive mask and cross-attend with `key_value_states`.
+FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}
