@@ -27,6 +27,7 @@ from pages import BLOCKS, DOCS, LANGUAGES, PAGES, ROOT, Block
 import fastgen
 from fastgen import config, installing, report
 from fastgen.cli import bench, check, demo, generate, generate_transformers, serve
+from fastgen.demo.job import SHIPPED_MODEL
 from fastgen.pipeline import InputError
 
 # Blocks that stand on a page and need the same run together, in their order, in one namespace.
@@ -101,9 +102,9 @@ _SETS = ("README.md",)  # whose blocks show a setting and leave it at that
 
 # ---------------------------------------------------------------------------------------------- commands
 STAND_INS = {
-    "NAME_OR_PATH": str(demo.SHIPPED_MODEL),
-    "facebook/bart-large-cnn": str(demo.SHIPPED_MODEL),
-    "google-t5/t5-small": str(demo.SHIPPED_MODEL),
+    "NAME_OR_PATH": str(SHIPPED_MODEL),
+    "facebook/bart-large-cnn": str(SHIPPED_MODEL),
+    "google-t5/t5-small": str(SHIPPED_MODEL),
     "FILE": "in.txt",
 }
 _done: set[tuple[str, ...]] = set()  # runs that need not be repeated
@@ -314,7 +315,7 @@ def test_status_is_shown_as_it_is() -> None:
     why = "output_attentions asks for tensors of the host's own layout"
     left = f"1 of 3 calls were left to transformers, the last because {why}"
     status = report.Status(
-        "0.1.0",
+        "0.2.0",
         True,
         (
             report.HostStatus("transformers", "5.24.0", "partly accelerated", left),
