@@ -108,7 +108,7 @@ def recording(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     from fastgen.replay.tape import Tape
 
     recording = {"tape": Tape, "graph": Graph}[request.param]
-    monkeypatch.setitem(replayer.RECORDINGS, "cpu", recording)
+    monkeypatch.setitem(replayer.BACKENDS, "cpu", recording)
     fastgen.configure(replay="always")
     statistics.release()
     yield recording

@@ -533,7 +533,7 @@ def test_siblings_of_which_some_are_halves(read: list[list[torch.dtype]]) -> Non
 def _watched(layer: Any, rows: Any, mode: str = "always") -> LinearDispatcher:
     """Products that were asked for the layer's best output alone."""
     decode = LinearDispatcher(mode)
-    decode.watch(layer)
+    decode.track_output(layer)
     assert decode.screen(decode(layer, rows, stock))
     return decode
 
@@ -559,7 +559,7 @@ def test_only_products_that_are_the_logits_are_screened() -> None:
     layer, rows = torch.nn.Linear(32, 500), torch.randn(2, 32)
     decode = LinearDispatcher("always")
     assert not decode.screen(decode(layer, rows, stock)), "not watched"
-    decode.watch(layer)
+    decode.track_output(layer)
     product = decode(layer, rows, stock)
     assert not decode.screen(product + torch.arange(500) * 1e-3)
     assert not decode.screen(product), "forgotten since"

@@ -120,7 +120,7 @@ class LinearDispatcher:
         self._checked.clear()
         self._siblings = FusionGroup()
 
-    def watch(self, layer: nn.Module | None) -> None:
+    def track_output(self, layer: nn.Module | None) -> None:
         """Remember what this layer's next product is, for `screen`."""
         self._watched, self._remembers, self._is_screened = layer, True, False
 

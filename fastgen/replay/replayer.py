@@ -29,7 +29,7 @@ _capturing = threading.Lock()  # torch's dispatch modes have flags for the whole
 _PATIENCE = 4  # times as many steps run by themselves before each further capture of a call
 
 
-class Recording(Protocol):
+class GraphBackend(Protocol):
     """What a function of no arguments has done to a device's memory, to be done again."""
 
     has_run: bool  # whether capturing computes anything
@@ -71,7 +71,7 @@ class CudaGraph:
 
 
 # What records a step on a device of this type.
-RECORDINGS: dict[str, type[Recording]] = {"cuda": CudaGraph, "cpu": Tape}
+BACKENDS: dict[str, type[GraphBackend]] = {"cuda": CudaGraph, "cpu": Tape}
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Replayer:
     retains_buffers = False
 
     def __init__(self, device: torch.device, counts: Counts | None = None) -> None:
-        self._recording, self._device = RECORDINGS[device.type], device
+        self._recording, self._device = BACKENDS[device.type], device
         self.counts = Counts() if counts is None else counts
         self._steps, self._patience = 0, 1  # equal ones that have run by themselves, and how many must have
         self.failure: str | None = None  # why steps run by themselves after all
@@ -235,7 +235,7 @@ class Captured:
         self._moves = [mine is not leaf for mine, leaf in zip(self._inputs, leaves, strict=True)]
         self.written: list[Tensor] = []  # what the step writes to, besides its results
 
-    def capture(self, recording: Recording, step: Callable[[list[Any]], Any], device: torch.device) -> Any:
+    def capture(self, recording: GraphBackend, step: Callable[[list[Any]], Any], device: torch.device) -> Any:
         self._recording = recording
         result = recording.capture(lambda: step(self._inputs), device)
         self.written = recording.written

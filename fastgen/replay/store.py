@@ -51,7 +51,7 @@ class State(Protocol):
 AnyState = TypeVar("AnyState", bound=State)
 
 
-class Snapshot(Protocol):
+class Guards(Protocol):
     """What the model was when its step was captured."""
 
     is_complete: bool  # whether anything could have been overlooked
@@ -60,7 +60,7 @@ class Snapshot(Protocol):
 
 
 @dataclass
-class Recording:
+class StoredGraph:
     """The captured steps of a call, by epoch, and their state."""
 
     state: Any  # a State of the host's own
@@ -71,8 +71,8 @@ class _Kept:
     """A model's recordings, by what a call must have in common with them; the one used last comes last."""
 
     def __init__(self) -> None:
-        self.recordings: OrderedDict[Hashable, Recording] = OrderedDict()
-        self.snapshot: Snapshot | None = None  # of the model as it was when they were made
+        self.recordings: OrderedDict[Hashable, StoredGraph] = OrderedDict()
+        self.guards: Guards | None = None  # of the model as it was when they were made
 
     def nbytes(self) -> int:
         return sum(recording.state.nbytes() for recording in self.recordings.values())
@@ -83,7 +83,7 @@ class _Kept:
     def close(self) -> None:
         while self.recordings:
             self.drop_oldest()
-        self.snapshot = None
+        self.guards = None
 
 
 _lock = threading.RLock()  # reentrant: a model may die, and its recordings with it, anywhere
@@ -107,16 +107,16 @@ def surroundings(device: torch.device) -> Hashable:
     )
 
 
-def take(model: nn.Module, key: Hashable) -> Recording | None:
+def take(model: nn.Module, key: Hashable) -> StoredGraph | None:
     """One for a call like this, now its own; None if there is none.
 
     If the model has changed, all of its recordings are dropped: they may hold weights that it has no longer.
     """
     with _lock:
         kept = _kept.get(model)
-        if kept is None or kept.snapshot is None:
+        if kept is None or kept.guards is None:
             return None
-        if not kept.snapshot.is_current():
+        if not kept.guards.is_current():
             kept.close()
             return None
         return kept.recordings.pop(key, None)
@@ -161,13 +161,13 @@ def drop_retained(tree: BeamTree, replayer: Replayer, search: Any) -> None:
         search.drop_retained()
 
 
-def recorded(state: Any, tree: BeamTree, replayer: Replayer) -> Recording:
+def recorded(state: Any, tree: BeamTree, replayer: Replayer) -> StoredGraph:
     """What the call has captured in memory to which the tree of its `state` comes back."""
-    return Recording(state, {epoch: its for epoch, its in replayer.captured.items() if tree.retained.has(epoch)})
+    return StoredGraph(state, {epoch: its for epoch, its in replayer.captured.items() if tree.retained.has(epoch)})
 
 
 def put(
-    model: nn.Module, key: Hashable, recording: Recording, look: Callable[[], Snapshot], device: torch.device
+    model: nn.Module, key: Hashable, recording: StoredGraph, look: Callable[[], Guards], device: torch.device
 ) -> None:
     """For later calls, if all of the model can be looked at again. This call has asked `take` before it began."""
     with _lock:
@@ -175,9 +175,9 @@ def put(
         if kept is None:
             kept = _kept[model] = _Kept()
             weakref.finalize(model, kept.close).atexit = False
-        if kept.snapshot is None:
-            kept.snapshot = look()
-        if not kept.snapshot.is_complete:
+        if kept.guards is None:
+            kept.guards = look()
+        if not kept.guards.is_complete:
             kept.close()
             recording.state.close()
             return

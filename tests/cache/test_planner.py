@@ -58,7 +58,7 @@ def test_what_was_asked_for() -> None:
 
 
 def test_rotary_models_are_not_planned_to_store_their_input() -> None:
-    rotary = dataclasses.replace(WHISPER_LARGE, source_layers=0, is_rotary=True)
+    rotary = dataclasses.replace(WHISPER_LARGE, cross_attn_layers=0, is_rotary=True)
     assert planner.plan(rotary, call(source=0), RATES, 1).choice == Choice()
 
 

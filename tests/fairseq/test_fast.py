@@ -48,7 +48,7 @@ def test_nobody_leaves_and_all_are_done(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("recording")
-def test_steps_of_the_search_are_replayed(recording: type[replayer.Recording]) -> None:
+def test_steps_of_the_search_are_replayed(recording: type[replayer.GraphBackend]) -> None:
     for name, options in (("post-norm", dict(beam_size=4)), ("lm", dict(beam_size=3))):
         model = models.load(name)
         run = partial(models.prompted, name) if name == "lm" else partial(models.generate, name, models.batch())
@@ -61,7 +61,7 @@ def test_steps_of_the_search_are_replayed(recording: type[replayer.Recording]) -
 
 
 @pytest.mark.usefixtures("recording")
-def test_the_end_is_learnt_a_step_late(recording: type[replayer.Recording]) -> None:
+def test_the_end_is_learnt_a_step_late(recording: type[replayer.GraphBackend]) -> None:
     """With nothing that waits for a value, sentences leave and the search ends a step after they could."""
     judge.compare(_staggered(), is_fast=True)
     assert recording is not Graph or statistics.counts(models.load("post-norm")).captures > 1

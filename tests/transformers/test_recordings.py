@@ -63,7 +63,7 @@ def _recorded(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
-def test_later_calls(family: str, recording: type[replayer.Recording]) -> None:
+def test_later_calls(family: str, recording: type[replayer.GraphBackend]) -> None:
     model = _recorded(family)
     assert "1 kept for later calls" in fastgen.status().replayed[type(model).__name__]
     for seed in (1, 2):
@@ -394,7 +394,7 @@ def _changeable(change: Callable[[Any, Any], None]) -> tuple[Any, dict[str, Any]
 @pytest.mark.parametrize("packing", ["off", "always"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_has_changed(
-    change: Callable[[Any, Any], None], packing: str, recording: type[replayer.Recording], monkeypatch: Any
+    change: Callable[[Any, Any], None], packing: str, recording: type[replayer.GraphBackend], monkeypatch: Any
 ) -> None:
     if recording is Graph and packing == "always":
         pytest.skip("weights are packed on the CPU, where there are no graphs")
@@ -420,7 +420,7 @@ def test_the_snapshot_is_what_tells(change: Callable[[Any, Any], None], monkeypa
 @pytest.mark.parametrize("cache", ["kv", "x", "k"])
 @pytest.mark.parametrize("is_half", [False, True], ids=["float", "half"])
 def test_products_on_copies_of_weights_that_have_changed(
-    is_half: bool, cache: str, recording: type[replayer.Recording]
+    is_half: bool, cache: str, recording: type[replayer.GraphBackend]
 ) -> None:
     """Of each model one recording is kept: what holds old weights is let go."""
     if recording is Graph:

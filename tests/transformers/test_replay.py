@@ -45,7 +45,7 @@ def _counts(model: Any) -> tuple[int, int]:
 
 @pytest.mark.parametrize("tier", harness.TIERS)
 @pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
-def test_identical(family: str, tier: str, recording: type[replayer.Recording]) -> None:
+def test_identical(family: str, tier: str, recording: type[replayer.GraphBackend]) -> None:
     model = copy.deepcopy(zoo.load(family))
     # The model, and our search where nothing may wait for the device.
     parts = 2 if tier == "fast" and recording is Graph else 1
@@ -61,7 +61,7 @@ def test_identical(family: str, tier: str, recording: type[replayer.Recording]) 
 
 @pytest.mark.parametrize("tier", harness.TIERS)
 def test_a_model_that_waits_for_a_value(
-    tier: str, recording: type[replayer.Recording], monkeypatch: pytest.MonkeyPatch
+    tier: str, recording: type[replayer.GraphBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules, "_NUMBERING_UNLESS_TOLD", {})
     model = copy.deepcopy(zoo.load("trocr"))

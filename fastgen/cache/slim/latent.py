@@ -29,8 +29,8 @@ KINDS = ("x", "e", "h", "k", "v", "kv")  # in the order in which they are named
 class Choice:
     """What the layers of a call store of each position, as far as they can."""
 
-    own: str = "kv"  # self-attention: keys and values, or "x", "k", "v"
-    source: str = "kv"  # cross-attention: keys and values, or "e", "h", "k", "v"
+    self_attn: str = "kv"  # self-attention: keys and values, or "x", "k", "v"
+    cross_attn: str = "kv"  # cross-attention: keys and values, or "e", "h", "k", "v"
 
 
 @dataclass(frozen=True)
@@ -251,10 +251,10 @@ def identity_of(slim: Slim | None) -> Hashable:
     return slim.kind, slim.threshold
 
 
-def kind_of(own: Iterable[Slim | None], source: Iterable[Slim | None]) -> str:
+def kind_of(self_attn: Iterable[Slim | None], cross_attn: Iterable[Slim | None]) -> str:
     """What a call's layers store, of the tokens before and of a source, in one word."""
-    kinds = {"kv" if slim is None else slim.kind for slim in own}
-    for slim in source:
+    kinds = {"kv" if slim is None else slim.kind for slim in self_attn}
+    for slim in cross_attn:
         kind = "kv" if slim is None else slim.kind
         kinds.add("e" if kind == "x" else kind)
     return word_for(kinds)

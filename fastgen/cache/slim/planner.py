@@ -35,8 +35,8 @@ _PASSING_BYTES = 2**24  # of weights that pass by in a timing
 class Geometry:
     """What a decoder stores of each position, in one of its layers."""
 
-    own_layers: int  # that attend to the tokens before, and can have a slim cache
-    source_layers: int  # that attend to a source, and can have a slim cache
+    self_attn_layers: int  # that attend to the tokens before, and can have a slim cache
+    cross_attn_layers: int  # that attend to a source, and can have a slim cache
     heads: int
     key_heads: int
     size: int  # of a head
@@ -106,8 +106,8 @@ def plan(geometry: Geometry, call: Call, rates: Rates, free: int | None, wanted:
 
     Of caches whose exactness needs no proof for each layer: K and V alone are taken where they are `wanted`.
     """
-    own = ("kv", "x") if geometry.own_layers and not geometry.is_rotary else ("kv",)
-    source = ("kv", "e") if geometry.source_layers and call.source else ("kv",)
+    own = ("kv", "x") if geometry.self_attn_layers and not geometry.is_rotary else ("kv",)
+    source = ("kv", "e") if geometry.cross_attn_layers and call.source else ("kv",)
     choices = [Choice(o, s) for o in own for s in source]
     if wanted is not None and wanted not in choices:
         choices.append(wanted)
@@ -127,26 +127,26 @@ def plan(geometry: Geometry, call: Call, rates: Rates, free: int | None, wanted:
 
 def predict(geometry: Geometry, call: Call, rates: Rates, choice: Choice) -> Cost:
     """What this choice takes."""
-    own, own_seconds = _of_own(geometry, call, rates, choice.own)
-    source, source_seconds = _of_source(geometry, call, rates, choice.source) if call.source else (0, 0.0)
-    kinds = {choice.own} | ({choice.source} if call.source else set())
+    own, own_seconds = _of_own(geometry, call, rates, choice.self_attn)
+    source, source_seconds = _of_source(geometry, call, rates, choice.cross_attn) if call.source else (0, 0.0)
+    kinds = {choice.self_attn} | ({choice.cross_attn} if call.source else set())
     return Cost(choice, word_for(kinds), own + source, own_seconds + source_seconds)
 
 
 def _of_own(geometry: Geometry, call: Call, rates: Rates, kind: str) -> tuple[int, float]:
     kept = min(call.steps, FIRST_STEPS) * call.beams
     slots = call.prompt + max(kept, int(min(call.beams, _ON_A_PATH) * call.steps))
-    stored = _stored(geometry, geometry.width, kind) * slots * call.batch * geometry.own_layers
+    stored = _stored(geometry, geometry.width, kind) * slots * call.batch * geometry.self_attn_layers
     seen = call.prompt + min(call.beams, _ON_A_PATH) * call.steps / 2  # by a step, on average
     step = _attention(geometry, call, rates, call.beams, seen, geometry.width, kind)
     projected = _projection(geometry, call, rates, call.batch * call.beams, geometry.width)
     step += {"kv": 1, "x": 0}.get(kind, 0.5) * projected
-    return stored * call.itemsize, call.steps * geometry.own_layers * step
+    return stored * call.itemsize, call.steps * geometry.self_attn_layers * step
 
 
 def _of_source(geometry: Geometry, call: Call, rates: Rates, kind: str) -> tuple[int, float]:
     positions = call.source * call.batch
-    layers = geometry.source_layers
+    layers = geometry.cross_attn_layers
     width = geometry.source_width
     stored = positions * _stored(geometry, width, kind) * (1 if kind in ("e", "h") else layers)
     step = _attention(geometry, call, rates, call.beams, call.source, width, kind)
@@ -191,8 +191,8 @@ def plan_on(device: torch.device, dtype: torch.dtype, geometry: Geometry, call: 
     """The plan for a call on this device, whose caches are `wanted` "auto" or slim ("x")."""
     choice = None if wanted == "auto" else asked_for(wanted)
     if choice is not None:
-        own = choice.own if geometry.own_layers else "kv"
-        choice = Choice(own, choice.source if geometry.source_layers and call.source else "kv")
+        own = choice.self_attn if geometry.self_attn_layers else "kv"
+        choice = Choice(own, choice.cross_attn if geometry.cross_attn_layers and call.source else "kv")
     elif torch.are_deterministic_algorithms_enabled():  # a timing decides, and each cache rounds in its own way
         choice = Choice()
     rates = _rates_of(device, dtype)

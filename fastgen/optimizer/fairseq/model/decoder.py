@@ -300,10 +300,10 @@ def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Line
     for layer in layers_of(decoder):
         module = layer.self_attn
         kind = TreeStreamAttention if attends_in_streams(module) else TreeSelfAttention
-        own = kind(with_products(module, products), session, slim_for(module, choice.own))
+        own = kind(with_products(module, products), session, slim_for(module, choice.self_attn))
         attention: dict[str, Any] = {"self_attn": own}
         if (module := layer.encoder_attn) is not None:
-            slim = slim_for(module, choice.source)
+            slim = slim_for(module, choice.cross_attn)
             attention["encoder_attn"] = TreeCrossAttention(with_products(module, products), session, shared, slim)
         layers.append(replaced(with_products(layer, products), **attention))
     return replaced(with_products(decoder, products), layers=with_layers(decoder, layers))

@@ -103,7 +103,7 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
 
 def _those(layer_caches: dict[nn.Module, LayerCaches], wanted: Choice) -> dict[nn.Module, LayerCaches]:
     """Of caches of X and E those that are wanted."""
-    is_wanted = {"own": wanted.own != "kv", "source": wanted.source != "kv"}
+    is_wanted = {"self_attn": wanted.self_attn != "kv", "cross_attn": wanted.cross_attn != "kv"}
     return {
         module: its
         for module, its in layer_caches.items()
@@ -114,7 +114,7 @@ def _those(layer_caches: dict[nn.Module, LayerCaches], wanted: Choice) -> dict[n
 def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshold: float) -> Caches:
     from fastgen.optimizer.transformers.cache.inspection import inspect_request
 
-    kinds = {"x" if kind == "e" else kind for kind in (choice.own, choice.source)} - {"kv"}
+    kinds = {"x" if kind == "e" else kind for kind in (choice.self_attn, choice.cross_attn)} - {"kv"}
     reasons = [
         slim.unsupported_kind(module, kind) for module in slim.attention_modules(request.model) for kind in kinds
     ]
@@ -124,7 +124,7 @@ def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshol
     refused = []
     first: Layer | None = None  # that attends to the source
     for layer in inspect_request(request, stock, sorted(kinds), is_sparse=threshold > 0):
-        wanted = choice.source if layer.is_cross_attn else choice.own
+        wanted = choice.cross_attn if layer.is_cross_attn else choice.self_attn
         if wanted == "h" and first is None:
             first = layer
         if wanted == "kv":
@@ -135,7 +135,9 @@ def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshol
             refused.append(f"{layer.name} stores keys and values: the first layer's keys are not stored alone")
         else:
             cache = _cache_of(layer, wanted, first, threshold)
-            layer_caches[layer.module] = LayerCaches(source=cache) if layer.is_cross_attn else LayerCaches(own=cache)
+            layer_caches[layer.module] = (
+                LayerCaches(cross_attn=cache) if layer.is_cross_attn else LayerCaches(self_attn=cache)
+            )
     more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
     return Caches(layer_caches, refused[0] + more if refused else None)
 

@@ -41,8 +41,8 @@ class Noted(NamedTuple):
 class LayerCaches:
     """How one attention module stores what it attends to; None: keys and values."""
 
-    own: Slim | None = None
-    source: Slim | None = None
+    self_attn: Slim | None = None
+    cross_attn: Slim | None = None
 
 
 @dataclass
@@ -126,7 +126,7 @@ class _Attention:
     """In place of the products of one attention module's projections."""
 
     def __init__(self, caches: SlimCaches, module: nn.Module, layer_caches: LayerCaches) -> None:
-        self._caches, self._module, self._kept = caches, module, layer_caches
+        self._caches, self._module, self._layer_caches = caches, module, layer_caches
         self._layer: Any = getattr(module, ATTENTIONS[type(module).__name__].keys)
 
     def keys(self, rows: Tensor, product: Callable[[], Tensor]) -> Tensor:
@@ -168,7 +168,7 @@ class _Attention:
         return output
 
     def _slim(self, rows: Tensor) -> Slim | None:
-        return self._kept.source if rows is self._caches.source else self._kept.own
+        return self._layer_caches.cross_attn if rows is self._caches.source else self._layer_caches.self_attn
 
     def _shows(self, slim: Slim, rows: Tensor, which: str) -> bool:
         """Whether somebody needs the keys, or the values, of these rows."""

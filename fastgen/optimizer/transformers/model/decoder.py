@@ -91,7 +91,7 @@ class TreeDecoder:
     def reading(self, inputs: dict[str, Any]) -> Iterator[None]:
         """For the prompt's forward pass, of these inputs."""
         if self._may_screen:
-            self.session.products.watch(self.model.get_output_embeddings())
+            self.session.products.track_output(self.model.get_output_embeddings())
         self.encoder_outputs = inputs.get("encoder_outputs")
         self._hand_source()
         self.session.slim.prompt_tokens = self._prompt_tokens
