@@ -54,12 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --one-in N or --slow-one-in N, leave out all but the drawn tests."""
+    """With --one-in N or --slow-one-in N, leave out all but the drawn tests, and those marked `always`."""
 
     def is_drawn(item: pytest.Item) -> bool:
         slow = config.getoption("--slow-one-in") if item.get_closest_marker("slow") else 1
+        part = 1 if item.get_closest_marker("always") else config.getoption("--one-in")
         number = zlib.crc32(f"{config.getoption('--drawn-by')} {item.nodeid}".encode())
-        return number % (config.getoption("--one-in") * slow) == 0
+        return number % (part * slow) == 0
 
     drawn, others = [], []
     for item in items:

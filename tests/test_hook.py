@@ -19,6 +19,8 @@ import pytest
 from fastgen.patching import import_hook
 from fastgen.patching.import_hook import cancel, when_imported
 
+pytestmark = pytest.mark.always  # also where CI draws a part of the tests
+
 ROOT = Path(__file__).resolve().parent.parent
 LEAF = "hooked.inner.leaf"
 

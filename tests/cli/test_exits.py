@@ -18,6 +18,8 @@ from fastgen.cli.exits import exit_code
 from fastgen.pipeline import InputError, WorkerError
 from fastgen.pipeline.errors import DIFFERENT, DONE, INPUT_ERROR, INTERRUPTED, UNUSABLE
 
+pytestmark = pytest.mark.always  # also where CI draws a part of the tests
+
 
 @pytest.mark.parametrize(
     ("error", "code", "sentence"),

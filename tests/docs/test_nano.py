@@ -19,6 +19,8 @@ sys.path.insert(0, str(pages.DOCS))
 
 import nano
 
+pytestmark = pytest.mark.always  # also where CI draws a part of the tests
+
 EOS, PAD = 3, 1
 
 

@@ -19,6 +19,8 @@ from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 
 import fastgen
 
+pytestmark = pytest.mark.always  # also where CI draws a part of the tests
+
 
 def changed(change: Callable[[Any], object], name: str = "post-norm") -> Any:
     model = copy.deepcopy(models.load(name))

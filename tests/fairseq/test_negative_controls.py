@@ -17,6 +17,8 @@ from fastgen.optimizer.fairseq.model.decoder import Prompt
 from fastgen.optimizer.fairseq.model.session import Session, Source
 from fastgen.optimizer.fairseq.model.streams import TreeStreamAttention
 
+pytestmark = pytest.mark.always  # also where CI draws a part of the tests
+
 Patch = pytest.MonkeyPatch
 
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import judge
 import models
+import pytest
 import torch
 from both_hosts import run_together
 
 import fastgen
+
+pytestmark = pytest.mark.always  # also where CI draws a part of the tests
 
 CALLS = 200
 BEAMS = (1, 2, 5, 8)

@@ -27,6 +27,8 @@ from fastgen.optimizer.transformers import interception, support, versions
 from fastgen.optimizer.transformers.cache import tree_cache
 from fastgen.optimizer.transformers.versions import CACHE
 
+pytestmark = pytest.mark.always  # also where CI draws a part of the tests
+
 SEARCH = dict(num_beams=3, max_new_tokens=7)
 
 

@@ -17,6 +17,8 @@ from fastgen.cache.tree_layer import TreeLayer
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 
+pytestmark = pytest.mark.always  # also where CI draws a part of the tests
+
 Patch = pytest.MonkeyPatch
 OPTIONS: dict[str, Any] = dict(num_beams=4, max_new_tokens=14, num_return_sequences=2)
 SCORES = dict(return_dict_in_generate=True, output_scores=True)

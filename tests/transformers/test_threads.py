@@ -14,6 +14,8 @@ import zoo
 
 import fastgen
 
+pytestmark = pytest.mark.always  # also where CI draws a part of the tests
+
 ROUNDS = 4
 SEARCHES: list[dict[str, Any]] = [
     dict(num_beams=2, max_new_tokens=14),
