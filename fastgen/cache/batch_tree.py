@@ -32,7 +32,7 @@ class JointLayer(TreeLayer):
             seats.clear()
 
     def regroup(self, stay: Tensor, slots: Tensor, newcomers: list[TreeLayer], used: int) -> None:
-        """Of the sentences `stay` (int64 `[S]`) keep these slots, int64 `[S, W]`, and put others' prompts behind."""
+        """Keep the sentences `stay`, int64 `[S]`, of each these slots, int64 `[S, W]`, and put new prompts behind."""
         capacity = self.tree.capacity
         taken = self._stored or [None] * len(self._seats)
         prompts = [[stored[:, :, : layer.tree.prompt_length] for stored in layer.stored()] for layer in newcomers]

@@ -13,7 +13,7 @@ _OUTGROWN = 2  # times the memory in use, what is outgrown may take with it
 
 
 class RetainedBuffers:
-    """By epoch, in which the tree has the same shapes and addresses throughout, and by name."""
+    """The buffers of each epoch, in which a tree keeps its shapes and addresses, by their names."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers

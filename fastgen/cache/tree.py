@@ -81,7 +81,7 @@ class BeamTree:
         self.retained.begin(self.epoch, self._parts(), is_captured, fits)
 
     def _parts(self) -> Iterator[tuple[Hashable, Tensor]]:
-        """All that has a new place when the tree grows, with its name."""
+        """All buffers that are exchanged for larger ones when the tree grows, by their names."""
         yield "ancestry", self._ancestry
         yield "positions", self._positions
         for layer in self._all():
@@ -108,7 +108,7 @@ class BeamTree:
             layer.restore_first_buffers(here)
 
     def reset_from(self, other: BeamTree) -> None:
-        """Begin again, in place, with the prompt of another static tree, of the same shapes and just planted; it may
+        """Begin again, in place, with the prompt of another static tree, of the same shapes that has just begun; it may
         have no layers yet if it has no prompt."""
         self._ancestry.copy_(other._ancestry)
         self.steps = self.generated = 0
@@ -189,7 +189,7 @@ class BeamTree:
         return is_ancestor.sort(dim=1, descending=True, stable=True)[1][:, :most]
 
     def _prune(self, slots: Tensor) -> None:
-        """Of the generated slots keep these, int64 `[B, W]`, in this order."""
+        """Keep these of the generated slots, int64 `[B, W]`, in this order."""
         start, end = self.prompt_length, self.prompt_length + slots.shape[1]
         beams = slots[:, None].expand(-1, self.beams, -1)
         self._ancestry[:, :, start:end] = self._ancestry[:, :, start:].gather(2, beams)

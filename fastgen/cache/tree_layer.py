@@ -109,7 +109,7 @@ class TreeLayer:
         self._clear_from(used, *self._stored)
 
     def prune(self, slots: Tensor) -> None:
-        """Of the generated slots keep these, int64 `[B, W]`, in this order."""
+        """Keep these of the generated slots, int64 `[B, W]`, in this order."""
         start, end = self.tree.prompt_length, self.tree.prompt_length + slots.shape[1]
         sentences = torch.arange(len(slots), device=slots.device)[:, None]
         for stored in self._stored:

@@ -50,7 +50,7 @@ def refuse_arguments(message: str) -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-    """Of a command whose bad arguments end as `refuse_arguments` does."""
+    """An argument parser that refuses bad arguments as `refuse_arguments` does."""
 
     def error(self, message: str) -> NoReturn:
         refuse_arguments(message)

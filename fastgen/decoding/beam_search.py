@@ -31,7 +31,7 @@ class FinishingPolicy:
         return float((length - self.prompt_length) ** self.length_penalty)
 
     def best_divisor(self, length: int) -> float:
-        """The same of what a hypothesis that is so long now may become."""
+        """What the best score that a hypothesis of this length may still reach is divided by."""
         by_maximum = self.early_stopping == "never" and self.length_penalty > 0.0
         return self.divisor(self.max_length if by_maximum else length)
 
@@ -297,7 +297,7 @@ class BeamSearch:
     def finished_mask(self) -> Tensor:
         """Which sentences' result can no longer change, bool `[B]`; not asked of a search that is done.
 
-        A sentence is settled when its M places hold finished hypotheses with real scores and, by the
+        A sentence has finished when its M places hold finished hypotheses with real scores and, by the
         policy, nothing new is accepted: every later candidate is worth less than -1e9.
         """
         live = self.live
@@ -305,7 +305,7 @@ class BeamSearch:
         return real if self.policy.early_stopping is True else real & ~live.improvable[:, 0]
 
     def num_finished(self) -> int:
-        """How many sentences are settled."""
+        """How many sentences have finished."""
         return int(self.finished_mask().sum())
 
     def evict(self, leaving: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ class BeamSearch:
         return stay
 
     def hypotheses(self, row: int) -> tuple[Tensor, Tensor]:
-        """Tokens `[M, L]` and scores `[M]`, best first, of a live sentence that is settled."""
+        """Tokens `[M, L]` and scores `[M]`, best first, of a live sentence that has finished."""
         return self.live.finished_tokens[row], self.live.finished_scores[row]
 
     def _store(self, which: Tensor) -> None:

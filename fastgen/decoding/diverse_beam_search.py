@@ -36,7 +36,7 @@ class DiversePolicy:
     pad: int
 
     def normalised(self, score: float, length: int) -> float:
-        """Of a sum of log-probabilities, for a hypothesis of this length with the prompt."""
+        """The score of a hypothesis of this length, prompt included, from the sum of the log-probabilities."""
         return float(score / (length - self.prompt_length) ** self.length_penalty)
 
     def best_length(self, length: int) -> int:

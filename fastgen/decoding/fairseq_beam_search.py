@@ -34,7 +34,7 @@ class CollectingPolicy:
 
 @dataclass
 class _State(PerSentence):
-    """Of the live sentences; every tensor begins with `[B]`. In the `ended_...` place M takes what nobody wants."""
+    """The live sentences; every tensor begins with `[B]`. Place M of `ended_...` takes what nobody wants."""
 
     tokens: Tensor  # running hypotheses, the first token included, int64 [B, M, L + 2]
     scores: Tensor  # sums of log-probabilities up to each token, float32 [B, M, L + 1]
@@ -141,7 +141,7 @@ class FairseqBeamSearch:
         return self.state.tokens[:, :, : self.step + 1].flatten(0, 1)
 
     def written(self) -> Tensor:
-        """The same with room for what is to come, `[B*M, L + 2]`."""
+        """The tokens so far, with room for those to come, int64 `[B*M, L + 2]`."""
         return self.state.tokens.flatten(0, 1)
 
     def level(self, sentences: Tensor) -> None:

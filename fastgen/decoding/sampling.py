@@ -104,7 +104,7 @@ class Sampling:
         return stay
 
     def hypotheses(self, row: int) -> tuple[Tensor, Tensor]:
-        """Tokens `[M, L]` and scores `[M]` of a live sentence that is settled: sums of log-probabilities."""
+        """Tokens `[M, L]` and scores `[M]` of a live sentence that has finished: sums of log-probabilities."""
         return self.live.tokens[row], self.live.scores[row]
 
     def _store(self, which: Tensor) -> None:

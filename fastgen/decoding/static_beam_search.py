@@ -15,7 +15,7 @@ from fastgen.replay.replayer import Replayer
 
 
 class StaticBeamSearch(BeamSearch):
-    """The same search, for criteria that look at the last token and the length alone.
+    """Beam search whose criteria look at the last token and the length alone.
 
     Whether it is done, and how many sentences could leave, the host learns a step late, so that nobody waits for the
     device: from the step that ended the search on, what has finished stays as it is.
@@ -44,7 +44,7 @@ class StaticBeamSearch(BeamSearch):
         self._divisors = as_floats([policy.divisor(length) for length in lengths])
         self._best_divisors = as_floats([policy.best_divisor(length) for length in lengths])
         self._step = torch.zeros(1, dtype=torch.int64, device=device)  # steps taken, `length` less the prompt's
-        self._state = torch.tensor([1, 0], device=device)  # int64 [2]: goes on, sentences settled
+        self._state = torch.tensor([1, 0], device=device)  # int64 [2]: goes on, sentences that have finished
         self._known = Late(self._state)
         self._whole: tuple[Any, ...] | None = None  # from before sentences left, if their steps are kept
 

@@ -217,7 +217,7 @@ class LinearDispatcher:
         return None if screening is None else _Plan(screened, screening, _bias((layer,)), (layer,))
 
     def _weights(self, layers: tuple[Any, ...], rows: Tensor, skinny: Product) -> list[Tensor]:
-        """For `skinny_linear`: in half precision, half as much to read, where that is exact and pays."""
+        """The weights for `skinny_linear`: in half precision, half as much to read, where that is exact and pays."""
 
         weights: list[Tensor] = []
         for layer in layers:
@@ -312,7 +312,7 @@ def _in_float32(skinny: Product) -> Product:
 
 
 def _key(weight: Tensor, limit: int | None) -> tuple[int, int, int | None, int]:
-    """Of the verdict on a weight `[out, in]` with up to `limit` rows."""
+    """The key of the verdict on a weight, `[out, in]`, with up to `limit` rows."""
     return weight.shape[0], weight.shape[1], limit, torch.get_num_threads()
 
 

@@ -40,7 +40,7 @@ class Arena(contextlib.AbstractContextManager[None]):
         self._native.leave()
 
     def nbytes(self) -> int:
-        """Of the memory that is kept and in no use."""
+        """The bytes that are kept and not in use."""
         size: int = self._native.nbytes()
         return size
 
@@ -66,7 +66,7 @@ def of(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def outside() -> contextlib.AbstractContextManager[None]:
-    """For memory that is to stay, or that no step will need again: none of an arena's inside the block."""
+    """Inside the block, memory is torch's: for what is to stay, or what no step will need again."""
     return _outside or contextlib.nullcontext()
 
 

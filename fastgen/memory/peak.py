@@ -53,7 +53,7 @@ class PeakMemory:
 
     @staticmethod
     def meaning(device: Any) -> str:
-        """For the user: what the number is."""
+        """What the number means, in words for the user."""
         what = "in generate() above what the process held before it (one batch, the one with the longest output)"
         if device.type == "cuda":
             return f"GPU memory allocated by torch, peak {what}."

@@ -72,7 +72,7 @@ def _words(rows: Tensor) -> Tensor:
 
 
 def _multipliers(first: int, count: int, device: torch.device) -> Tensor:
-    """Those of `count` indices, int64 `[count]`: odd, and else SplitMix64 (Steele, Lea and Flood 2014) of the index."""
+    """The multipliers of `count` indices, int64 `[count]`: SplitMix64 (Steele, Lea and Flood 2014), made odd."""
     z = torch.arange(first + 1, first + count + 1, device=device) * _signed(0x9E3779B97F4A7C15)
     z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)

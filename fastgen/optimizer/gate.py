@@ -51,7 +51,7 @@ def decide(
 
 
 class Record:
-    """Of one call, whose time begins with it."""
+    """The record of one call; the call's time begins when this is made."""
 
     def __init__(self, host: str, model: str, batch: int, beams: int) -> None:
         self._call = (host, model)

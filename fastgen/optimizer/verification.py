@@ -120,7 +120,7 @@ def _shown(value: Any) -> Any:
 
 
 def least_gap(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Of each row of `[rows, candidates]`, the smallest difference between neighbours among the best `count` and the
+    """The smallest difference between neighbours of each row of `[rows, candidates]`, among the best `count` and the
     next one: float `[rows]`, inf where the others are banned."""
     best = scores.topk(min(count + 1, scores.shape[-1])).values
     gaps = best[:, :-1] - best[:, 1:]
@@ -128,7 +128,7 @@ def least_gap(scores: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class RandomState:
-    """Of torch, on the CPU and on one GPU, as it is now."""
+    """The state of torch's random numbers, on the CPU and on one GPU, as it is now."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -146,7 +146,7 @@ class RandomState:
 
 @dataclass
 class Question:
-    """Of one call: whether the host gives the same."""
+    """Whether the host gives the same in one call."""
 
     host: str
     model: Any  # the user's, which is left to the host from a difference on: see `reason_against`
@@ -204,7 +204,7 @@ def counts() -> dict[str, int]:
 
 @report.provides("verified")
 def summary() -> str:
-    """The same in a line; empty if there are none."""
+    """The counts of compared calls in one line; empty if there are none."""
     with _lock:
         if not _counts:
             return ""

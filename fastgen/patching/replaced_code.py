@@ -64,7 +64,7 @@ def replaced_function() -> str | None:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Of a function, where its code is, and of another object, its type's: a wrapper may bear another's names."""
+    """Whether a function's code, or another object's type, is torch's: a wrapper may bear the names of what it wraps."""
     if isinstance(value, types.FunctionType):
         home = value.__globals__.get("__name__")
     else:

@@ -223,7 +223,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _crc(path: Path, size: int) -> int:
-    """Of the first `size` bytes."""
+    """The CRC of the first `size` bytes."""
     crc = 0
     with open(path, "rb") as file:
         while size > 0 and (block := file.read(min(size, 1 << 20))):

@@ -56,7 +56,7 @@ def note_failed_equivalence(model: nn.Module, reason: str) -> None:
 
 
 def counts(model: nn.Module) -> Counts:
-    """Of all calls so far."""
+    """What the model's calls so far have captured and replayed."""
     with _lock:
         return _counts.get(model, Counts())
 

@@ -108,7 +108,7 @@ def surroundings(device: torch.device) -> Hashable:
 
 
 def take(model: nn.Module, key: Hashable) -> StoredGraph | None:
-    """One for a call like this, now its own; None if there is none.
+    """Take out the captured steps that fit a call like this; None if there are none.
 
     If the model has changed, all of its recordings are dropped: they may hold weights that it has no longer.
     """
@@ -169,7 +169,7 @@ def recorded(state: Any, tree: BeamTree, replayer: Replayer) -> StoredGraph:
 def put(
     model: nn.Module, key: Hashable, recording: StoredGraph, look: Callable[[], Guards], device: torch.device
 ) -> None:
-    """For later calls, if all of the model can be looked at again. This call has asked `take` before it began."""
+    """Keep captured steps for later calls, if all of the model can be looked at again; the call has asked `take` before."""
     with _lock:
         kept = _kept.get(model)
         if kept is None:

@@ -169,7 +169,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Of an operator's arguments or outputs, which are in lists at most."""
+    """The tensors among an operator's arguments or outputs, which are in lists at most."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):

@@ -44,12 +44,12 @@ class Sample:
 
     @functools.cached_property
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """Of its dtype, `[B, Hkv, K, D]` each; the keys are not rotated."""
+        """Keys and values in this dtype, `[B, Hkv, K, D]` each; the keys are not rotated."""
         return self.projections.keys_and_values(self.inputs)
 
     @functools.cached_property
     def plain_error(self) -> float:
-        """Of attention to keys and values."""
+        """The error of attention to keys and values, in the dtype of the model."""
         keys, values = self.keys_and_values
         plain = beam_attention(as_beams(self.query), _turned(keys, self), values.contiguous(), self.bias, self.scale)
         return _error(plain, self.exact)
@@ -70,7 +70,7 @@ class Verdict:
 
 @torch.no_grad()
 def judge(sample: Sample, kind: str, is_sparse: bool = False) -> Verdict:
-    """Of a cache of this kind, one of "x", "e", "h", "k" and "v"; `is_sparse`: that has a threshold."""
+    """The verdict on a cache of this kind ("x", "e", "h", "k" or "v"); `is_sparse`: one that has a threshold."""
     threshold = _TINY if is_sparse else 0.0
     projections, plain_error = sample.projections, sample.plain_error
     keys, values = sample.keys_and_values

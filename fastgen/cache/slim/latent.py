@@ -43,7 +43,7 @@ class Projections:
     value_bias: Tensor | None = None  # [Hkv, Dv]
 
     def keys_and_values(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Of `inputs` `[B, K, C]`: `[B, Hkv, K, D]` and `[B, Hkv, K, Dv]`."""
+        """Keys and values of `inputs`, `[B, K, C]`: `[B, Hkv, K, D]` and `[B, Hkv, K, Dv]`."""
         return _projected(inputs, self.key, self.key_bias), _projected(inputs, self.value, self.value_bias)
 
 
@@ -69,7 +69,7 @@ class Slim:
         raise NotImplementedError
 
     def keys_and_values(self, stored: Stored) -> tuple[Tensor, Tensor]:
-        """Of all positions, for those who need them: `[B, Hkv, K, D]` and `[B, Hkv, K, Dv]`."""
+        """Keys and values of all positions, for code that needs them: `[B, Hkv, K, D]` and `[B, Hkv, K, Dv]`."""
         raise NotImplementedError
 
 
@@ -112,7 +112,7 @@ class InputCache(Slim):
         return latent_kernel_for(trial, self.projections.key)
 
     def _projected_back(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of sums of inputs `[B*M, 1, H, C]` the output `[B*M, 1, H, Dv]`."""
+        """The output `[B*M, 1, H, Dv]` that follows from weighted sums of inputs, `[B*M, 1, H, C]`."""
         value, bias = self.projections.value.to(sums.dtype), self.projections.value_bias
         return _behind(sums[:, 0], value.transpose(1, 2), None if bias is None else bias.to(sums.dtype), dtype)
 
@@ -234,7 +234,7 @@ def attend(query: Tensor, stored: Stored, slim: Slim | None, bias: Tensor | None
 
 
 def keys_and_values(stored: Stored, slim: Slim | None) -> tuple[Tensor, Tensor]:
-    """Those that are stored, or that follow from what is."""
+    """Keys and values that are stored, or that follow from what is stored."""
     if slim is not None:
         return slim.keys_and_values(stored)
     keys, values = stored
@@ -291,7 +291,7 @@ def state_of_weights(parameters: Iterable[Tensor]) -> Hashable:
 
 
 def condition(weight: Tensor) -> float:
-    """Of a projection `[H, D, C]`: its largest singular value over its smallest."""
+    """The condition number of a projection `[H, D, C]`: the largest singular value over the smallest."""
     return float(torch.linalg.cond(weight.flatten(0, 1).double()))
 
 
@@ -336,7 +336,7 @@ def _weights(query: Tensor, keys: Tensor, bias: Tensor | None, scale: float) -> 
 
 
 def _sums(weights: Tensor, stored: Tensor) -> Tensor:
-    """Of `stored` `[B, 1, K, C]` by `weights` `[B, H, M, K]`: `[B*M, H, C]`."""
+    """Weighted sums of `stored`, `[B, 1, K, C]`, by `weights`, `[B, H, M, K]`: `[B*M, H, C]`."""
     sums = weights.flatten(1, 2) @ stored[:, 0]  # [B, H*M, C]
     return sums.unflatten(1, weights.shape[1:3]).transpose(1, 2).flatten(0, 1)
 

@@ -33,7 +33,7 @@ _PASSING_BYTES = 2**24  # of weights that pass by in a timing
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a decoder stores of each position, in one of its layers."""
+    """The sizes of a decoder's layers, which decide how much a cache stores of each position."""
 
     self_attn_layers: int  # that attend to the tokens before, and can have a slim cache
     cross_attn_layers: int  # that attend to a source, and can have a slim cache
@@ -72,7 +72,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one choice, predicted."""
+    """The predicted cost of one choice."""
 
     choice: Choice
     kind: str

@@ -55,7 +55,7 @@ def unsupported_reason(ensemble: Any) -> str | None:
 
 
 def unsupported_model(model: Any) -> str | None:
-    """The same of one model, whose decoder is known to be a Transformer's."""
+    """Why one model, whose decoder is a Transformer's, is left to the host; None if it is not."""
     for part in _PARTS:
         if not is_known(getattr(type(model), part, None)):
             return f"{type(model).__name__} has its own {part}"

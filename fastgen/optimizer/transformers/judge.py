@@ -176,7 +176,7 @@ def _far(theirs: Tensor, mine: Tensor) -> str | None:
 # ---------------------------------------------------------------------------------------------- near-ties
 @dataclass
 class Gaps:
-    """By how little a stock search decides, for each step and row (of samples) or sentence (of beams)."""
+    """How little a stock search decides by, for each step and row (of samples) or sentence (of beams)."""
 
     beams: int
     steps: list[Tensor] = field(default_factory=list)  # [rows] or [sentences], one for each step

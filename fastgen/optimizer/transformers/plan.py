@@ -20,7 +20,7 @@ DIVERSE = "diverse beam search is fastgen's own: this version of transformers ha
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one call."""
+    """How one call runs."""
 
     decision: gate.Decision
     replayer: Replayer | None = None  # of its steps

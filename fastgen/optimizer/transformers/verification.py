@@ -35,7 +35,7 @@ class Search:
 
 
 def note(request: Request, tier: str) -> None:
-    """For the `generate` around it, if that may be verified."""
+    """Note an accelerated search for the `generate` around it, if that call may be verified."""
     if not verification.is_on():
         return
     reason = None

@@ -110,7 +110,7 @@ class TreeDecoder:
         return self._multiplied(attention.out, attended.flatten(2))
 
     def _out(self, attention: Any, attended: Tensor) -> Tensor:
-        """Of `[B, H, P, D]`."""
+        """The output `[B, P, H * D]` of `[B, H, P, D]`."""
         return self._multiplied(attention.out, attended.transpose(1, 2).flatten(2))
 
     def _feed_forward(self, block: Any, x: Tensor) -> Tensor:

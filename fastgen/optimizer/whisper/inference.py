@@ -38,7 +38,7 @@ class TreeInference:
 
     @limits.relief()
     def logits(self, tokens: Tensor, audio_features: Tensor) -> Tensor:
-        """Of all tokens at first, int64 `[rows, length]`, then of the last: float32 `[rows, length or 1, V]`."""
+        """Logits of all tokens at first, int64 `[rows, length]`, then of the last: float32 `[rows, length or 1, V]`."""
         if self._record is None:
             self._decide(tokens, audio_features)
         self._steps += 1

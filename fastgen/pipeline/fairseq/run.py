@@ -114,7 +114,7 @@ class _Run:
                 self._summary()
 
     def _restore(self) -> None:
-        """What an earlier run noted of its batches."""
+        """Go on from what an earlier run noted of the batches."""
         if self.output.journal is None:
             return
         with self.output.journal.earlier() as records:

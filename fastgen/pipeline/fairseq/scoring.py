@@ -46,7 +46,7 @@ class Scoring:
             self._encode(line)
 
     def _encode(self, line: str) -> torch.Tensor:
-        """As `encode_line`, but its tensor is filled at once."""
+        """Encode a line as fairseq's `encode_line`, with the tensor filled at once."""
         dictionary = self._dictionary
         if not self._stock:
             return dictionary.encode_line(line, add_if_not_exist=True)

@@ -75,7 +75,7 @@ class Generator:
         )
 
     def _refilled(self, batch: Batch) -> dict[int, Hypotheses]:
-        """By their indices the records that were done before memory ran out."""
+        """The records that were done before memory ran out, by their indices."""
         full: dict[int, Hypotheses] = {}
         try:
             for part, found in self._generated(batch.records, batch.size, refill=True):

@@ -69,6 +69,6 @@ def without_effect(fields: dict[str, Any], config: Any) -> str | None:
 
 
 def token_ids(value: Any) -> list[int]:
-    """Of a field that holds one or several; none if it holds anything else."""
+    """The token ids of a field that holds one or several; none if the field holds anything else."""
     ids = value if isinstance(value, list) else [value]
     return ids if all(type(i) is int for i in ids) else []

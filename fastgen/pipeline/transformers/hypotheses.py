@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Hypotheses(NamedTuple):
-    """Of one record, best first."""
+    """The hypotheses of one record, best first."""
 
     tokens: list[list[int]]  # without the prompt of a decoder-only model, and without padding at the end
     scores: list[float | None]
 
 
 def hypotheses_of(model: Any, config: Any, output: Any, longest: int) -> list[Hypotheses]:
-    """Those of each record.
+    """The hypotheses of each record.
 
     Args:
         config: the GenerationConfig; with `return_dict_in_generate` and `output_scores` there are scores.

@@ -35,7 +35,7 @@ _UNLOADABLE = (
 
 
 def find_device(name: str | None) -> torch.device:
-    """By default CUDA's if there is one."""
+    """The device to generate on; by default a CUDA device, if there is one."""
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)

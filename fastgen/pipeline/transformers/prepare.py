@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
 
 
 def prepared(settings: ModelSettings, warn: Callable[[str], None] = lambda text: None) -> Prepared:
-    """For these settings; InputError for what can't be used."""
+    """What these settings need before the weights are loaded; InputError for what can't be used."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device, given = find_device(settings.device), settings.generation

@@ -50,7 +50,7 @@ class Writer:
         return self.next + len(self._held)
 
     def finished(self, first: int) -> set[int]:
-        """Of the records from `first` on, those that need not be done again."""
+        """The records from `first` on that need not be done again."""
         return {*range(first, self.next), *self._held}
 
     def write(self, texts: list[str], note: tuple[list[records.Record], list[float | None], int]) -> None:

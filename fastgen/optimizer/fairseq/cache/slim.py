@@ -63,7 +63,7 @@ def _wanted() -> str:
 
 
 def fixed_choice(device: torch.device) -> Choice:
-    """The same where the sentences of many calls share a cache: slim ones where they are asked for."""
+    """Which caches the sentences of many calls share: slim ones where the user asks for them."""
     wanted = _wanted()
     is_slim = wanted != "auto" and not torch.is_autocast_enabled(device.type)
     return planner.asked_for(wanted) if is_slim else Choice()

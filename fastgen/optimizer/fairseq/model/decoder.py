@@ -259,7 +259,7 @@ class Prompt:
         self._chunk = self._chunk.index_select(0, sentences)
 
     def log_probs(self, position: int, temperature: float) -> Tensor:
-        """Of the token after `position`, averaged over the models as the host does, `[B, V]`."""
+        """Log-probabilities of the token after `position`, averaged over the models as the host does, `[B, V]`."""
         if position >= self._first + self._chunk.shape[1]:
             self._first = position
             self._chunk = self._compute(slice(position, position + self._positions), temperature)
@@ -276,7 +276,7 @@ class Prompt:
 
 
 def products_for(request: Request) -> LinearDispatcher:
-    """For one decoder in one call."""
+    """The linear layers' dispatcher of one decoder in one call."""
     products = LinearDispatcher(config.current().packing)
     if calls_back(request) or is_interrupted(request):
         products.expect_edits()

@@ -85,7 +85,7 @@ class Session:
 
     @property
     def retained_bytes(self) -> int:
-        """The same with what the tree has outgrown."""
+        """The bytes that the session keeps, buffers that the tree has outgrown included."""
         return self.tree.retained_bytes + sum(tensor.nbytes for tensor in self.stored())
 
     def measure(self) -> None:

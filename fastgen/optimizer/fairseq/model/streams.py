@@ -32,7 +32,7 @@ def attends_in_streams(attention: Any) -> bool:
 
 
 def decoder_class(decoder: Any) -> type:
-    """Whose methods the decoder must have for its steps to be known."""
+    """The class whose methods a decoder must have for its steps to be known."""
     if has_streams(decoder):
         known: type = sys.modules[f"{_HOME}.decoder"].NgramTransformerDecoder
         return known
@@ -40,7 +40,7 @@ def decoder_class(decoder: Any) -> type:
 
 
 def attention_class(decoder: Any) -> type:
-    """What its layers must attend to earlier tokens with."""
+    """The class of attention to earlier tokens that the decoder's layers must have."""
     if has_streams(decoder):
         known: type = sys.modules[f"{_HOME}.attention"].NgramMultiheadAttention
         return known
@@ -82,7 +82,7 @@ class TreeStreamAttention(TreeSelfAttention):
         return folded.gather(4, index) + mask[:, :, :, None], relative[1:, :, 0].permute(1, 2, 0)
 
     def _buckets(self) -> Tensor:
-        """Of each slot's distance, for each stream, int64 `[B or 1, S, width]`; any, where nobody sees the slot."""
+        """The bucket of each slot's distance, for each stream, int64 `[B or 1, S, width]`; any where nobody looks."""
         tree, table = self._session.tree, self._module.bucket_of
         back = tree.position - tree.positions()
         # What is predicted is one position later.

@@ -15,5 +15,5 @@ _HOST = Host(configs=(argparse.Namespace, FairseqDataclass), ignored=(Dictionary
 
 
 def guards_of_steps(models: Iterable[Any]) -> ModelGuards:
-    """Of what the models' steps may read: all of each decoder, and how the model itself normalises scores."""
+    """Guards of what the models' steps may read: each decoder, and how the model itself normalises scores."""
     return ModelGuards([module for model in models for module in (model, *model.decoder.modules())], _HOST)

@@ -14,7 +14,7 @@ from fastgen.optimizer.fairseq.replay.steps import ReplayedSteps
 
 @dataclass
 class State:
-    """Kept with a recording of such a step; a later call of the same shapes puts its source here."""
+    """The state that captured steps read and write; a later call of the same shapes puts its source here."""
 
     session: Session  # the tree, and cross-attention's keys and values
     replayed: ReplayedSteps  # the model's views

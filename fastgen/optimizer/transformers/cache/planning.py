@@ -32,7 +32,7 @@ class Caches:
 
 
 def plan_for(request: Request, stock: Callable[..., Any]) -> Caches:
-    """For one call; `stock` is the host's `_beam_search` or `_sample`."""
+    """Which caches one call has; `stock` is the host's `_beam_search` or `_sample`."""
     model, wanted = request.model, config.current().cache
     if wanted == "kv":
         return Caches({})
@@ -52,7 +52,7 @@ def plan_for(request: Request, stock: Callable[..., Any]) -> Caches:
 
 
 def fixed_for(request: Request, stock: Callable[..., Any]) -> Caches:
-    """For many calls that share a cache, of which this is the first: slim where that is asked for."""
+    """Which caches many calls share, of which this is the first: slim ones where the user asks for them."""
     wanted = config.current().cache
     return Caches({}) if wanted in ("auto", "kv") else _admitted(request, stock, planner.asked_for(wanted), None)
 
@@ -102,7 +102,7 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
 
 
 def _those(layer_caches: dict[nn.Module, LayerCaches], wanted: Choice) -> dict[nn.Module, LayerCaches]:
-    """Of caches of X and E those that are wanted."""
+    """The wanted ones of the caches of X and E."""
     is_wanted = {"self_attn": wanted.self_attn != "kv", "cross_attn": wanted.cross_attn != "kv"}
     return {
         module: its
@@ -165,7 +165,7 @@ _geometries: weakref.WeakKeyDictionary[Any, planner.Geometry] = weakref.WeakKeyD
 
 
 def _geometry_of(model: Any) -> planner.Geometry | None:
-    """Of the model's decoder; None if none of its caches can be slim."""
+    """The sizes of the model's decoder; None if none of the caches can be slim."""
     geometry = _geometries.get(model) or _geometry(model)
     if geometry is not None:
         _geometries[model] = geometry

@@ -47,7 +47,7 @@ class LayerCaches:
 
 @dataclass
 class SlimCaches:
-    """Those of one session."""
+    """The slim caches of one session."""
 
     is_needed: bool = False  # by any layer
     source: Tensor | None = None  # the encoder's output, [B, N, C], if it matters; None until the prompt is read
@@ -112,7 +112,7 @@ class SlimCaches:
         return self._source_layers.get(module)
 
     def encoded_layer(self, module: nn.Module) -> Any:
-        """The same, if the prompt, too, attends to the source itself; else None."""
+        """What this module stores of the source, if the prompt, too, attends to the source itself; else None."""
         layer = self.source_layer(module)
         return layer if layer is not None and self.reads_encoded(layer.slim) else None
 
@@ -218,7 +218,7 @@ def unsupported_kind(module: nn.Module, kind: str) -> str | None:
 
 
 def attention_modules(model: Any) -> Iterator[nn.Module]:
-    """Those of the decoder that can have a slim cache of some kind."""
+    """The decoder's attention modules that can have a slim cache of some kind."""
     found = [m for m in modules.decoder_modules(model) if type(m).__name__ in ATTENTIONS]
     if not found:
         return

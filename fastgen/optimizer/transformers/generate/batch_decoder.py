@@ -72,7 +72,7 @@ class BatchDecoder(TreeDecoder):
             decoder.moved()
 
     def _move_sources(self, cache: TreeEncoderDecoderCache, stay: Tensor, newcomers: list[CallDecoder]) -> None:
-        """The same for the encoder's outputs, and cross-attention's keys and values."""
+        """Move the encoder's outputs, and cross-attention's keys and values, to the joint batch."""
         outputs = [decoder.encoder_outputs for decoder in newcomers]
         masks = [decoder.padding() for decoder in newcomers]
         if self.source_mask is not None:

@@ -37,7 +37,7 @@ class Loop:
     """Our loop, one step at a time: it gives the host's inputs of each step, one row per beam, and is given the
     model's outputs.
 
-    It is for searches, and for what `refill` takes into a running batch without one. No generator: an exception of
+    It is for searches, and for what enters a batch that is kept full without one. No generator: an exception of
     the user's, StopIteration among them, passes through as it is.
     """
 

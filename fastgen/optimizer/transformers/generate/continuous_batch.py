@@ -51,7 +51,7 @@ class ContinuousBatch:
 
     @property
     def calls(self) -> list[Call]:
-        """Those that have not ended."""
+        """The calls that have not ended."""
         return [*self._live, *self._entering]
 
     def has_room(self, sentences: int) -> bool:

@@ -131,7 +131,7 @@ class _Processing:
 
 
 def _of_groups(processor: Any, beams: int, size: int) -> Any:
-    """The same for `size` rows of a sentence in place of `beams`, if it is one that knows how many there are."""
+    """The processor for `size` rows of a sentence in place of `beams`, if the processor knows how many there are."""
     if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
         processor = copy.copy(processor)
         processor._num_beams = size

@@ -98,7 +98,7 @@ class Call:
             self.decoder.close()
 
     def running(self) -> dict[int, Tensor]:
-        """By its number, the hypotheses so far of each sentence that is still here, int64 `[M, length]`."""
+        """The hypotheses so far of each sentence that is still here, int64 `[M, length]`, by the sentence's number."""
         search = self.decoder.searching
         if search is None:
             return {}

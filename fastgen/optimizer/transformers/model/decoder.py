@@ -89,7 +89,7 @@ class TreeDecoder:
 
     @contextlib.contextmanager
     def reading(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """For the prompt's forward pass, of these inputs."""
+        """Inside the block, the prompt's forward pass runs on these inputs."""
         if self._may_screen:
             self.session.products.track_output(self.model.get_output_embeddings())
         self.encoder_outputs = inputs.get("encoder_outputs")
@@ -191,7 +191,7 @@ class TreeDecoder:
         return self.run(self.model, {**inputs, "return_dict": True})
 
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """The same by the model's `forward`. Where it is replayed, good until the next step."""
+        """One step by the model's `forward`. The result of a replayed step is good until the next one."""
         inputs = self.step_inputs(inputs)
 
         def step(inputs: dict[str, Any]) -> Any:

@@ -158,7 +158,7 @@ def _joined(
 
 
 def _room(name: str, value: Tensor, batch: int, length: int) -> Tensor:
-    """For all rows, zeros: states `[B, N, D]`, or a pooled `[B, D]`; of spans, the least, where none is to be found."""
+    """Room for the output of all rows: zeros for states `[B, N, D]` and pooled `[B, D]`, the least numbers for spans."""
     if not _has_positions(name, value):
         return value.new_zeros(batch, *value.shape[1:])
     fill = torch.finfo(value.dtype).min if name in _SPANS else 0.0
@@ -189,7 +189,7 @@ def _groups(
 
 
 def _split_by_length(encoder: Any, mask: Tensor) -> list[tuple[list[int], int]] | None:
-    """The same from a mask `[B, N]` of texts that are padded on the right."""
+    """The groups of rows from a mask, `[B, N]`, of texts that are padded on the right."""
     weights = _CALLS_WEIGHTS.get(mask.device.type, _CALLS_WEIGHTS_ELSEWHERE)
     fixed = _WEIGHTS_TOKENS + weights / (12 * encoder.config.hidden_size**2)
     return split([int(length) for length in mask.sum(1).tolist()], mask.shape[1], fixed)

@@ -24,7 +24,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Of one model; none of it depends on a request."""
+    """What is known of one model; nothing here depends on a request."""
 
     is_hosts_own: bool  # all of its forward passes are the host's, torch's or ours
     is_tested: bool  # the same, and of a family that the test suite compares with stock
@@ -42,7 +42,7 @@ class ModelFacts:
 
 
 def facts_of(model: Any) -> ModelFacts:
-    """Of the model as it is now."""
+    """The facts of the model as it is now."""
     kept = _kept.get(model)
     if kept is None or kept[1] != _surroundings() or not kept[0].is_same_code():
         everything = list(model.modules())

@@ -126,7 +126,7 @@ def decoder_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def named_decoder_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The same, each with one path to it; the model's own is empty."""
+    """The modules that a decode step may call, each with one path to it; the model's own path is empty."""
     encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None  # type: ignore[operator, union-attr]
     seen, waiting = {encoder} - {model}, [("", model)]
     while waiting:
@@ -258,7 +258,7 @@ def _of_one_position(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finished_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Of four dimensions, as the host would make it once it has looked whether there is any padding."""
+    """A mask of four dimensions, as the host makes one after looking whether there is any padding."""
 
     @functools.wraps(stock)
     def mask_of(self: Any, length: int, attention_mask: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

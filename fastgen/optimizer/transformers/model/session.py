@@ -101,7 +101,7 @@ class Session:
 
     @contextlib.contextmanager
     def reading(self, model: torch.nn.Module) -> Iterator[None]:
-        """For the prompt's forward pass: nothing is folded."""
+        """Inside the block, the prompt's forward pass runs: nothing is folded."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(multiplying(self.products, model))
             if self.slim.is_needed:

@@ -37,10 +37,10 @@ _WITH_SEARCH = dataclasses.replace(_HOST, not_of_the_step=())
 
 
 def guards_of_steps(model: nn.Module) -> ModelGuards:
-    """Of what the model's steps may read."""
+    """Guards of what the model's steps may read."""
     return ModelGuards(modules.decoder_modules(model), _HOST)
 
 
 def guards_of(everything: Iterable[nn.Module]) -> ModelGuards:
-    """Of all that these modules, and the host's search, may read."""
+    """Guards of all that these modules, and the host's search, may read."""
     return ModelGuards(everything, _WITH_SEARCH)

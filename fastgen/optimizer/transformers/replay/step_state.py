@@ -19,7 +19,7 @@ from fastgen.optimizer.transformers.model.session import Session
 
 @dataclass
 class State:
-    """Kept with a recording of such a step; a later call of the same shapes puts its prompt and its source here."""
+    """The state that captured steps read and write; a later call of the same shapes puts its prompt and source here."""
 
     tree: BeamTree
     session: Session
@@ -92,7 +92,7 @@ class State:
         return [*self._source(), *(tensor for layer in self.tree.layers for tensor in layer.stored())]
 
     def _source(self) -> list[Tensor]:
-        """Of the source, all that a step may read: the encoder's output, its mask, its keys and values."""
+        """All that a step may read of the source: the encoder's output, the mask, keys and values."""
         source = [] if self.encoder_outputs is None else [*self.encoder_outputs.values()]
         source += [] if self.source_mask is None else [self.source_mask]
         return source + (self.cache.stored() if isinstance(self.cache, TreeEncoderDecoderCache) else [])
