@@ -64,7 +64,7 @@ def replaced_function() -> str | None:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Whether a function's code, or another object's type, is torch's: a wrapper may bear the names of what it wraps."""
+    """Whether a function's code, or another object's type, is torch's: a wrapper may bear another's names."""
     if isinstance(value, types.FunctionType):
         home = value.__globals__.get("__name__")
     else:

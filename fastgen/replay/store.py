@@ -169,7 +169,7 @@ def recorded(state: Any, tree: BeamTree, replayer: Replayer) -> StoredGraph:
 def put(
     model: nn.Module, key: Hashable, recording: StoredGraph, look: Callable[[], Guards], device: torch.device
 ) -> None:
-    """Keep captured steps for later calls, if all of the model can be looked at again; the call has asked `take` before."""
+    """Keep captured steps for later calls, if all of the model can be looked at again; the call asked `take` first."""
     with _lock:
         kept = _kept.get(model)
         if kept is None:

@@ -110,7 +110,7 @@ class TreeDecoder:
         return self._multiplied(attention.out, attended.flatten(2))
 
     def _out(self, attention: Any, attended: Tensor) -> Tensor:
-        """The output `[B, P, H * D]` of `[B, H, P, D]`."""
+        """The attention's output from what its heads have attended to, `[B, H, P, D]`: `[B, P, C]`."""
         return self._multiplied(attention.out, attended.transpose(1, 2).flatten(2))
 
     def _feed_forward(self, block: Any, x: Tensor) -> Tensor:
