@@ -128,6 +128,7 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
     if not wished:
         return "it was not asked for"
     try:
+        import fastgen.optimizer.transformers.generate.continuous_batch  # noqa: F401  # for `generated`
         from fastgen.optimizer.transformers.generate.shareable import unrefillable
     except ImportError:
         return "fastgen leaves this version of transformers alone"
