@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fastgen import config
 
@@ -26,7 +26,7 @@ _WARM_UP, _TRIALS = 3, 9
 _lock = threading.Lock()
 Verdicts = dict[tuple[Any, ...], bool]  # what has been tried, and the kind of arguments -> how the trial ended
 _verdicts: Verdicts = {}
-_of_weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of trials that weights decide, too -> Verdicts
+_of_weights: dict[StorageWeakRef, Verdicts] = {}  # of trials that weights decide, too, by the memory of the weight
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,15 @@ def latent_kernel_for(trial: Trial, weight: Tensor) -> LatentAttention | None:
     shape = (batch, query.shape[0] // batch * query.shape[1], size, bias is None, query.is_inference())
     version = None if weight.is_inference() else weight._version
     with _lock:
-        its = _of_weights.setdefault(weight if weight._base is None else weight._base, {})
+        for gone in [memory for memory in _of_weights if memory.expired()]:
+            del _of_weights[gone]
+        its = _of_weights.setdefault(StorageWeakRef(weight.untyped_storage()), {})
     for terms in kernel.TERMS:
         ours = functools.partial(kernel.latent_attention, terms=terms)
         kind = ("latent", terms, device, latent.dtype, keys.bit_length())
-        if _verdict(its, (*kind, version), device, functools.partial(trial.is_exact, ours)) and _verdict(
-            _verdicts, (*kind, *shape), device, functools.partial(trial.is_faster, ours)
-        ):
+        if _verdict(
+            its, (*kind, weight.storage_offset(), version), device, functools.partial(trial.is_exact, ours)
+        ) and _verdict(_verdicts, (*kind, *shape), device, functools.partial(trial.is_faster, ours)):
             return ours
     return None
 

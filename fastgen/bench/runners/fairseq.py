@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import fastgen
@@ -15,12 +17,23 @@ from fastgen.bench.runners import Missing, place
 _UNPICKLING = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # fairseq's checkpoints hold more than weights
 
 
+@contextlib.contextmanager
+def _unpickling() -> Iterator[None]:
+    """Inside the block, torch unpickles whatever a checkpoint holds, unless the user has chosen otherwise."""
+    before = os.environ.get(_UNPICKLING)
+    os.environ.setdefault(_UNPICKLING, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_UNPICKLING]
+
+
 class Runner:
     host = "fairseq"
 
     def __init__(self, order: dict[str, Any]) -> None:
         logging.disable(logging.INFO)
-        os.environ.setdefault(_UNPICKLING, "1")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -31,7 +44,8 @@ class Runner:
         import torch
 
         self._versions = {"torch": torch.__version__, "fairseq": fairseq.__version__}
-        job = fairseq_models.build(order["task"], order["folders"])
+        with _unpickling():
+            job = fairseq_models.build(order["task"], order["folders"])
         self._job, self._end = job, job.words.eos()
         self.model = job.model.to(device=order["device"], dtype=getattr(torch, order["dtype"]))
         self._batches = [self._moved(batch, order["device"]) for batch in job.batches]

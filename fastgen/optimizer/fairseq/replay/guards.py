@@ -11,7 +11,7 @@ from fairseq.dataclass import FairseqDataclass
 
 from fastgen.replay.guards import Host, ModelGuards
 
-_HOST = Host(configs=(argparse.Namespace, FairseqDataclass), ignored=(Dictionary,))
+_HOST = Host(packages=("fairseq", "fastgen"), configs=(argparse.Namespace, FairseqDataclass), ignored=(Dictionary,))
 
 
 def guards_of_steps(models: Iterable[Any]) -> ModelGuards:

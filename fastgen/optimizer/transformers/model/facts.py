@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from fastgen.memory.release import keeper
 from fastgen.optimizer.transformers import foreign_code
 from fastgen.optimizer.transformers.interception import Wrapper
 from fastgen.optimizer.transformers.model import modules, streams
@@ -42,7 +45,32 @@ class ModelFacts:
 
 
 def facts_of(model: Any) -> ModelFacts:
-    """The facts of the model as it is now."""
+    """The facts of the model as it is now or, inside `one_call`, as it was when they were first asked for."""
+    known: weakref.WeakKeyDictionary[Any, ModelFacts] | None = getattr(_local, "known", None)
+    if known is not None and model in known:
+        return known[model]
+    facts, is_complete = _looked_up(model)
+    if known is not None and is_complete:
+        known[model] = facts
+    return facts
+
+
+@contextlib.contextmanager
+def one_call() -> Iterator[None]:
+    """Inside the block, a call of the host's `generate` in this thread, each model is looked at once.
+
+    A model that holds code of the user's is looked at each time: that code may change the model between two questions.
+    """
+    before = getattr(_local, "known", None)
+    _local.known = weakref.WeakKeyDictionary()
+    try:
+        yield
+    finally:
+        _local.known = before
+
+
+def _looked_up(model: Any) -> tuple[ModelFacts, bool]:
+    """The facts, and whether any change of the model would be seen."""
     kept = _kept.get(model)
     if kept is None or kept[1] != _surroundings() or not kept[0].is_same_code():
         everything = list(model.modules())
@@ -52,10 +80,17 @@ def facts_of(model: Any) -> ModelFacts:
             _kept[model] = kept
         else:  # what cannot be seen to change is looked at each time
             _kept.pop(model, None)
-    return kept[2]
+    return kept[2], kept[0].is_complete
 
 
+_local = threading.local()
 _kept: weakref.WeakKeyDictionary[Any, tuple[ModelGuards, Any, ModelFacts]] = weakref.WeakKeyDictionary()
+
+
+@keeper
+def release() -> None:
+    """Forget all facts: they are found again."""
+    _kept.clear()
 
 
 def _surroundings() -> tuple[bool, str | None]:

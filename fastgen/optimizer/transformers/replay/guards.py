@@ -25,6 +25,7 @@ def _registered() -> list[dict[str, Any]]:
 
 
 _HOST = Host(
+    packages=("transformers", "fastgen"),
     configs=(PretrainedConfig,),
     ignored=(GenerationConfig,),
     not_of_the_step=("transformers.generation.",),
