@@ -57,8 +57,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With --one-in N or --slow-one-in N, leave out all but the drawn tests, and those marked `always`."""
 
     def is_drawn(item: pytest.Item) -> bool:
+        if item.get_closest_marker("always"):
+            return True
         slow = config.getoption("--slow-one-in") if item.get_closest_marker("slow") else 1
-        part = 1 if item.get_closest_marker("always") else config.getoption("--one-in")
+        part = config.getoption("--one-in")
         number = zlib.crc32(f"{config.getoption('--drawn-by')} {item.nodeid}".encode())
         return number % (part * slow) == 0
 

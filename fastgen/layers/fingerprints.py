@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fastgen import ops
+
 State = Hashable
 
 
@@ -29,8 +31,6 @@ def state_of(tensor: Tensor) -> State:
 
 def states_of(tensors: Iterable[Tensor]) -> tuple[State, ...]:
     """`state_of` each; a device is waited for once all are under way."""
-    from fastgen import ops  # loads or even compiles them, so not before they are needed
-
     tensors = list(tensors)
     with _disable_current_modes():  # whoever records a step: this is no part of it
         found = [ops.fingerprint(_as_matrix(tensor)) for tensor in tensors]

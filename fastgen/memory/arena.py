@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastgen import ops
 from fastgen.memory import limits
 from fastgen.memory.release import keeper
 
@@ -52,8 +53,6 @@ class Arena(contextlib.AbstractContextManager[None]):
 def of(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """The model's arena; nothing where the operators are not native, or the model is not on the CPU."""
     global _outside
-    from fastgen import ops  # loads or even compiles them, so not before they are needed
-
     first = next(model.parameters(), None)
     if (first is not None and first.device.type != "cpu") or not ops.is_native(torch.device("cpu")):
         return contextlib.nullcontext()

@@ -3,8 +3,8 @@ attention of all beams of a sentence to its keys, and products with large weight
 
 They work on every device in plain torch, and natively where a library could be found or built (`fastgen.ops.library`;
 `fastgen.status()` says which). They can be traced by `torch.compile(fullgraph=True)` and captured in CUDA graphs, and
-are also `torch.ops.fastgen.*`, in plain torch until one of these functions has been called: the first call loads the
-library, and compiles it the first time on a machine.
+are also `torch.ops.fastgen.*`, in plain torch until one of these functions has been called, or compiled: the first call
+loads the library, and compiles it the first time on a machine.
 """
 
 from __future__ import annotations

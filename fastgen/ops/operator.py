@@ -55,5 +55,10 @@ def define(
 
 def load() -> None:
     """Load the native libraries, unless they have been; they may have to be compiled first."""
-    if not library.was_loaded() and not torch.compiler.is_dynamo_compiling():
+    if not library.was_loaded():
         library.load(tuple(OPERATORS))
+
+
+# `torch.compile` calls it while it compiles, and traces nothing of it: what torch.compiler.assume_constant_result says
+# of a function, which would import the compiler here.
+load._dynamo_marked_constant = True  # type: ignore[attr-defined]

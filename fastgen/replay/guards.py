@@ -52,20 +52,22 @@ class ModelGuards:
 
     def __init__(self, modules: Iterable[nn.Module], host: Host) -> None:
         modules, self._host = list(modules), host
+        seen: dict[int, Any] = {}
+        owners = self._with_bases({type(module) for module in modules})
+        names = {owner.__module__ for owner in owners}
         # Whether there was nothing but what can be looked at again: anything else may change, or hold the model.
-        self.is_complete = all(map(self._is_plain, modules))
+        self.is_complete = (
+            all(map(self._is_plain, modules))
+            and all(self._collect(value, seen) for module in modules for value in _values(module))
+            and names <= sys.modules.keys()
+        )
         if not self.is_complete:
             return
         self._modules = [(weakref.ref(module), type(module), _attributes(module)) for module in modules]
-        seen: dict[int, Any] = {}
-        self.is_complete = all(self._collect(value, seen) for module in modules for value in _values(module))
         self._containers = [(value, _held(self._content(value))) for value in seen.values()]
         self._tensors = [_Identity(tensor) for tensor in self._tensors_now()]
-        owners = self._with_bases({type(module) for module in modules})
         self._classes = [(owner, tuple(vars(owner).values()), dict(host.class_attributes(owner))) for owner in owners]
-        names = {owner.__module__ for owner in owners}
         self._functions = [(name, tuple(_namespace(name).values()), _functions(name)) for name in names]
-        self.is_complete = self.is_complete and names <= sys.modules.keys()
         self._registered = host.registered()
 
     def _is_plain(self, module: nn.Module) -> bool:
@@ -78,13 +80,13 @@ class ModelGuards:
         return all(root in packages or root in sys.stdlib_module_names for root in roots) and "__main__" not in roots
 
     def is_current(self) -> bool:
-        """Whether all of it is the same, and no tensor has been written to."""
+        """Whether all of it is the same, and no tensor has been written to; asked only of what is complete."""
         return self.is_same_code() and all(
             identity.is_of(tensor) for identity, tensor in zip(self._tensors, self._tensors_now(), strict=True)
         )
 
     def is_same_code(self) -> bool:
-        """Whether all of it is the same but for what is in tensors."""
+        """Whether all of it is the same but for what is in tensors; asked only of what is complete."""
         return (
             all(_is_unchanged(ref(), kind, held) for ref, kind, held in self._modules)
             and all(_are_held(self._content(value), held) for value, held in self._containers)

@@ -401,3 +401,17 @@ def test_the_cuda_sources_compile(source: str, tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
     )
     assert run.returncode == 0, run.stdout
+
+
+@needs_compiler
+def test_a_program_that_only_compiles_them_loads_the_library() -> None:
+    code = """
+import torch
+from fastgen import ops
+step = torch.compile(lambda logits: ops.topk_log_softmax(logits, 2), fullgraph=True, backend="eager")
+assert not ops.library.was_loaded()
+assert step(torch.tensor([[1.0, 3.0, 2.0]]))[1].tolist() == [[1, 2]]
+print(ops.library.is_loaded("cpu"))
+"""
+    run = use(library_cache.cache_folder(), code=code)  # where it has been built
+    assert run.stdout == "True\n", run.stderr

@@ -413,7 +413,7 @@ def test_the_snapshot_is_what_tells(change: Callable[[Any, Any], None], monkeypa
     model, inputs = _changeable(change)
     monkeypatch.setattr(ModelGuards, "is_current", lambda self: True)
     change(model, monkeypatch)
-    with pytest.raises(AssertionError, match="differ"):
+    with pytest.raises(AssertionError, match=r"differ|reads memory that nobody keeps"):
         harness.compare(model, inputs, tier="compat", **LONG)
 
 

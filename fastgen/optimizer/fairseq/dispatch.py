@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import config
+from fastgen import config, ops
 from fastgen.memory import arena, limits
 from fastgen.optimizer import gate
 from fastgen.optimizer.fairseq import verification
@@ -113,9 +113,6 @@ class _NgramBlocker:
     """
 
     def __init__(self, request: Request) -> None:
-        from fastgen import ops  # not before somebody asks for a ban: the first import may compile them
-
-        self._ops = ops
         self._size = int(request.generator.repeat_ngram_blocker.no_repeat_ngram_size)
         self._forced_steps = 0 if request.prefix_tokens is None else request.prefix_tokens.shape[1]
 
@@ -134,8 +131,8 @@ class _NgramBlocker:
         if self._size == 1:  # the token that starts every hypothesis may begin an n-gram, but is never what is banned
             tokens, step = tokens[:, 1:], step - 1
         if lprobs.dtype != torch.float64:
-            self._ops.ban_repeated_ngrams_(tokens, lprobs, self._size, step + 1)
+            ops.ban_repeated_ngrams_(tokens, lprobs, self._size, step + 1)
             return
         bans = torch.zeros_like(lprobs, dtype=torch.float32)
-        self._ops.ban_repeated_ngrams_(tokens, bans, self._size, step + 1)
+        ops.ban_repeated_ngrams_(tokens, bans, self._size, step + 1)
         lprobs += bans

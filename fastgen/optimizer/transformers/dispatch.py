@@ -22,8 +22,8 @@ from fastgen.replay import statistics
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search` or `_sample`."""
     interception.raise_intercepted(request, stock)
-    plan = plan_call(request, stock)
     record = _record_of(request)
+    plan = plan_call(request, stock)
     if plan.decision.tier == gate.STOCK:
         return _run_stock(request, stock, plan.decision, record)
     with contextlib.closing(

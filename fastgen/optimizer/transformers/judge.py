@@ -9,7 +9,8 @@ stock's within the precision's tolerance.
 
 If stock can be asked in float64 too, what is beyond these tolerances is still rounding where fastgen's scores, for the
 same tokens, are at most twice as far from those in float64 as stock's own are. Where tokens part, the gap of stock's
-choice must then be at most twice stock's own error: no more than that error can turn round.
+choice must then be at most twice stock's own error up to that step: no more than that error can turn round. In half
+precision logits may be at most twice the tolerance apart.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def judged(stock: Run, ours: Run, beams: int, half: str = "", exact: Run | None 
     mine = ours(**details)
     if (why := parted_wrongly(theirs, mine, gaps)) is None:
         return Verdict(NEAR_TIE, found)
-    if exact is not None and (error := _errors_alike(stock, ours, exact)):
-        gaps.limit = max(GAP, 2 * error)
+    if exact is not None and (apart := _errors_alike(stock, ours, exact)):
+        gaps.errors = apart
         if parted_wrongly(theirs, mine, gaps) is None:
             return Verdict(ROUNDING, found)
     return Verdict(DIFFERENT, f"{found}; {why}")
@@ -180,7 +181,11 @@ class Gaps:
 
     beams: int
     steps: list[Tensor] = field(default_factory=list)  # [rows] or [sentences], one for each step
-    limit: float = GAP  # less than this is a near-tie
+    errors: list[float] = field(default_factory=list)  # of stock's scores for each step, if those count
+
+    def limit(self, step: int) -> float:
+        """A smaller gap at this step is a near-tie."""
+        return max([GAP, *(2 * error for error in self.errors[: step + 1])])
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -257,9 +262,9 @@ def _of_sentence(stock: Any, ours: Any, gaps: Gaps, sentence: int, sentences: in
     if len(stock.scores) != len(ours.scores):
         return ""  # another sentence may have made it longer
     # Swapped beams go on alike where no step tells them apart: in a loop that is longer than a sliding window.
-    tied = any(float(step[sentence]) < gaps.limit for step in gaps.steps)
+    tied = any(float(step[sentence]) < GAP for step in gaps.steps)
     theirs, mine = (_hypotheses(run, sentence, sentences) for run in (stock, ours))
-    return _ranked(theirs, mine, tied, gaps.limit)
+    return _ranked(theirs, mine, tied, gaps.limit(steps))
 
 
 def _hypotheses(run: Any, sentence: int, sentences: int) -> list[tuple[tuple[int, ...], float]]:
@@ -291,7 +296,7 @@ def _ranked(
 
 def _chosen(gaps: Gaps, step: int, sentence: int) -> str:
     gap = float(gaps.steps[step][sentence])
-    return NEAR_TIE if gap < gaps.limit else f"step {step} chooses otherwise, where the gap is {gap:.1e}"
+    return NEAR_TIE if gap < gaps.limit(step) else f"step {step} chooses otherwise, where the gap is {gap:.1e}"
 
 
 def _are_apart(theirs: Tensor, mine: Tensor) -> bool:
@@ -338,29 +343,34 @@ def _given_stocks_scores(stock: Run, ours: Run, tolerance: float, exact: Run | N
     if apart <= tolerance:
         return Verdict(NEAR_TIE, f"{BY_LOGITS} are within {apart:.1e} of the largest")
     why = f"{BY_LOGITS} differ by {apart:.1e} of the largest"
-    alike = exact is not None and _errors_alike(stock, ours, exact)
+    alike = apart <= 2 * tolerance and exact is not None and _errors_alike(stock, ours, exact)
     return Verdict(ROUNDING if alike else DIFFERENT, why)
 
 
-def _errors_alike(stock: Run, ours: Run, exact: Run) -> float:
-    """How far stock's scores are from those in float64 for the same tokens; 0 if fastgen's are over twice as far."""
+def _errors_alike(stock: Run, ours: Run, exact: Run) -> list[float]:
+    """How far stock's scores of each step are from those in float64 for the same tokens; [] if ours are over twice as
+    far."""
     tokens, theirs = _recorded(stock)
     my_tokens, mine = _recorded(ours, theirs)
     in_float64 = outcome(lambda: _recorded(exact, theirs))
     if isinstance(in_float64, Exception):  # not every model runs in float64
-        return 0.0
+        return []
     right_tokens, right = in_float64
     if not (torch.equal(tokens, my_tokens) and torch.equal(tokens, right_tokens)):
-        return 0.0
-    error = _apart(right, theirs)
-    return error if error < torch.inf and _apart(right, mine) <= 2 * error else 0.0
+        return []
+    errors, error = _steps_apart(right, theirs), _apart(right, theirs)
+    return errors if 0 < error < torch.inf and _apart(right, mine) <= 2 * error else []
 
 
 def _apart(scores: list[Tensor], others: list[Tensor], relative: bool = False) -> float:
     """The largest difference, or that relative to each step's largest score; inf where they cannot be compared."""
+    return max(_steps_apart(scores, others, relative), default=0.0)
+
+
+def _steps_apart(scores: list[Tensor], others: list[Tensor], relative: bool = False) -> list[float]:
     if len(scores) != len(others):
-        return torch.inf
-    return max((_step_apart(*pair, relative) for pair in zip(scores, others, strict=True)), default=0.0)
+        return [torch.inf]
+    return [_step_apart(*pair, relative) for pair in zip(scores, others, strict=True)]
 
 
 def _step_apart(scores: Tensor, others: Tensor, relative: bool) -> float:

@@ -51,10 +51,11 @@ class TreeInference:
     def _decide(self, tokens: Tensor, audio_features: Tensor) -> None:
         segments = len(audio_features)
         size = segments, max(len(tokens) // max(segments, 1), 1)
-        self._record = gate.Record("whisper", type(self.model).__name__, *size)
-        self._decision = gate.decide(lambda: unsupported_reason(self.model, tokens, audio_features))
-        if self._decision.tier != gate.STOCK:
+        record = gate.Record("whisper", type(self.model).__name__, *size)
+        decision = gate.decide(lambda: unsupported_reason(self.model, tokens, audio_features))
+        if decision.tier != gate.STOCK:
             self._decoder = TreeDecoder(self.model, audio_features, *size, prompt_length=tokens.shape[1])
+        self._record, self._decision = record, decision  # only of a call that has got here
 
     def rearrange_kv_cache(self, source_indices: list[int]) -> None:
         """Row i goes on with what row `source_indices[i]` has read."""

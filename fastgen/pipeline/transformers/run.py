@@ -85,6 +85,7 @@ def decisive_settings(settings: RunSettings) -> dict[str, Any]:
     """The settings that decide what a run writes, by their names."""
     decisive = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _FREE}
     decisive |= {f"generation.{name}": value for name, value in decisive.pop("generation").items()}
+    decisive["input"] = str(Path(settings.input))  # "./lines.txt" is "lines.txt"
     # Between the others one may change: what was written is the same.
     return decisive | {"on_error": failures.SKIP if settings.on_error == failures.SKIP else None}
 

@@ -18,6 +18,7 @@ from fairseq.models import fairseq_decoder, fairseq_model
 from fairseq.models.transformer import transformer_base
 from torch import Tensor
 
+from fastgen import ops
 from fastgen.optimizer.fairseq.model.views import standing_in
 from fastgen.optimizer.fairseq.request import Request, has_own_blocker, is_own, own_rule
 
@@ -40,7 +41,7 @@ def is_shortened(generator: Any) -> bool:
         and 2 * generator.beam_size + special < generator.vocab_size
         and special <= _MOST_SPECIAL
         and _is_softmax(model)
-        and _is_native(next(model.parameters()).device)
+        and ops.is_native(next(model.parameters()).device)
     )
 
 
@@ -48,12 +49,6 @@ def _is_softmax(model: Any) -> bool:
     parts = (model, model.decoder)
     is_hosts = all(any(is_own(part, home, name) for home in _HOMES) for part in parts for name in _SOFTMAX)
     return is_hosts and model.decoder.adaptive_softmax is None
-
-
-def _is_native(device: torch.device) -> bool:
-    from fastgen import ops  # loads or even compiles them, so not before they are needed
-
-    return ops.is_native(device)
 
 
 def unnormalised(model: Any) -> Any:

@@ -22,8 +22,8 @@ def unrefillable_model(model: Any) -> str | None:
     """Why no batch of this model can be kept full, or None."""
     if getattr(type(model), "generate", None) is not GenerationMixin.generate:
         return "the model has its own generate"
-    facts = facts_of(model)
-    if model.config.model_type not in SHARE_BATCHES or not facts.is_hosts_own:
+    is_known = getattr(model.config, "model_type", None) in SHARE_BATCHES
+    if not is_known or not (facts := facts_of(model)).is_hosts_own:
         return f"{type(model).__name__} has not been tried with sentences at different positions"
     return next((f"{finding}: such code may see other rows" for finding in facts.foreign), None)
 
