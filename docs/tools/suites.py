@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from table_markup import table
 
-from fastgen.bench.document import PHASES, Document, Section, Task
+from fastgen.bench.document import Document, Section, Task
 from fastgen.bench.report import facts, summary
+from fastgen.phases import PHASES
 
 _MOST_COLUMNS = 6  # of sides, beside the task's: else tasks are the columns
 

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastgen import phases
 from fastgen.bench.runners import Refused
+
+__phase__ = phases.TEXT
 
 Folders = dict[str, str]  # of trained models and data, by the name of the option that names them
 

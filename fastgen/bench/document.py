@@ -8,19 +8,6 @@ from typing import Any, TypedDict
 
 FORMAT = 1
 
-# The phases of a generation, in the order in which they are shown: the first figure of the paper on FastSeq
-# (Yan et al., ACL 2021) has them before and after.
-PHASES = (
-    "encoder",
-    "prefill",  # the decoder's first forward pass
-    "attention",  # of later passes: scores, weights and sums over the stored positions
-    "cache upkeep",  # storing, copying, reordering and pruning keys and values
-    "rest of the decoder",  # products with weights, norms, embeddings and the output head
-    "next-token choice",  # logits processors, log-softmax, top-k, and the search's own state
-    "post-processing",  # tokens to text
-    "other",
-)
-
 
 class Ratio(TypedDict):
     """The reference's seconds / a side's, of each round: above 1 the side is faster."""

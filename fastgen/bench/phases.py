@@ -12,8 +12,8 @@ from types import FrameType
 from typing import Any
 
 from fastgen import config
-from fastgen.bench.document import PHASES
 from fastgen.bench.phase_rules import Table
+from fastgen.phases import PHASES
 
 INTERVAL = 0.001  # seconds between two samples, on average
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.cache.row_pool import RowPool
 from fastgen.cache.tree import FIRST_STEPS, BeamTree
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.memory.buffers import Buffers
+
+__phase__ = phases.CACHE
 
 _ROOM = 32  # steps allocated ahead
 _FOREVER = 2**40

@@ -7,7 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.memory.buffers import Buffers
+
+__phase__ = phases.CACHE
 
 _OUTGROWN = 2  # times the memory in use, what is outgrown may take with it
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.memory.buffers import Buffers
+
+__phase__ = phases.CACHE
 
 
 class RowPool:

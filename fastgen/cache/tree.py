@@ -13,9 +13,12 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.cache.retained import RetainedBuffers
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.memory.buffers import Buffers
+
+__phase__ = phases.CACHE
 
 FIRST_STEPS = 64  # steps allocated at first
 # A sentence that has left saves its share of every step; letting one out copies all the others' keys.

@@ -8,7 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.cache.slim.latent import Slim, keys_and_values
+
+__phase__ = phases.CACHE
 
 
 class Slots(Protocol):

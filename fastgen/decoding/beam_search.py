@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.decoding.search import Hypotheses, IsStopped
 from fastgen.memory.buffers import Buffers
+
+__phase__ = phases.CHOICE
 
 _DEAD = -1.0e9  # the host's mark of a beam that must not be chosen
 

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.decoding.beam_search import _DEAD
 from fastgen.decoding.search import Hypotheses
+
+__phase__ = phases.CHOICE
 
 # The scores `[B*S, V]` of a group's rows, given the group, their tokens `[B*S, L]`, their log-probabilities `[B*S, V]`
 # and what all rows `[B*M]` have chosen in this step: 0 where that is still to come.

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.decoding.beam_search import PerSentence
 from fastgen.decoding.static_beam_search import Late, divided, of_rows
 from fastgen.replay.replayer import Replayer
+
+__phase__ = phases.CHOICE
 
 
 @dataclass(frozen=True)

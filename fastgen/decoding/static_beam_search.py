@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.decoding.beam_search import _DEAD, BeamSearch, FinishingPolicy
 from fastgen.decoding.search import IsStopped
 from fastgen.replay.replayer import Replayer
+
+__phase__ = phases.CHOICE
 
 
 class StaticBeamSearch(BeamSearch):

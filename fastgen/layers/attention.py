@@ -11,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.ops import native_operator
 from fastgen.ops.attention import fold_beams, folded_attention, unfold_beams
+
+__phase__ = phases.ATTENTION
 
 
 def as_beams(query: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen import config
+from fastgen import config, phases
+
+__phase__ = phases.ATTENTION
 
 Attention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", float], Tensor]
 LatentAttention = Callable[[Tensor, Tensor, "Tensor | None", float], Tensor]

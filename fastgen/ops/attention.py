@@ -6,8 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.ops.checks import check_floats
 from fastgen.ops.operator import define
+
+__phase__ = phases.ATTENTION
 
 # On the CPU torch's fused attention works in blocks of many query rows; with a handful of rows, two
 # batched products win until the keys no longer fit the cache. benchmarks/bench_attention.py measures it.

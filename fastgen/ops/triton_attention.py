@@ -19,6 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastgen import phases
+
+__phase__ = phases.ATTENTION
+
 MOST_ROWS = 64  # query rows that share a key: beams times query heads of a key head
 _MOST_SIZE = 256
 _KEYS = 64  # of a block's step

@@ -21,7 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.ops.triton_attention import join, next_weights, splits_for
+
+__phase__ = phases.ATTENTION
 
 TERMS = (1, 2)  # half-precision numbers that a query may be the sum of, the cheaper first
 _WIDTH = 64  # columns of a chunk: divides the models' sizes, and wider ones take more registers

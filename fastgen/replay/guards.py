@@ -109,7 +109,8 @@ class ModelGuards:
         if id(value) in seen or isinstance(value, (*_IMMUTABLE, *self._host.ignored)):
             return True
         if isinstance(value, types.FunctionType):
-            return value.__closure__ is None and value.__defaults__ is None and value.__kwdefaults__ is None
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            return value.__closure__ is None and all(isinstance(default, _IMMUTABLE) for default in defaults)
         if type(value) is functools.partial:
             return all(self._collect(part, seen) for part in (value.func, value.args, value.keywords))
         if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_nested:

@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastgen import phases
+
 
 class DecomposingMode(TorchDispatchMode):
     """Sees each operator of a function as what it consists of, whatever the mode of the thread.
@@ -80,6 +82,7 @@ class Tape(DecomposingMode):
         self.written = script.written
         source, namespace = script.source(leaves)
         self._calls.clear()
+        namespace["__phase__"] = phases.PASS
         exec(_compiled(source), namespace)
         # Out of the namespace that are its globals: memory is to go with the tape, not when garbage is collected.
         self._function: Callable[[], list[Any]] = namespace.pop("replay")

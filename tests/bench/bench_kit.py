@@ -6,7 +6,8 @@ import random
 import statistics
 from typing import Any
 
-from fastgen.bench.document import FORMAT, PHASES, Document, Result, Round, Section, Side, Task
+from fastgen.bench.document import FORMAT, Document, Result, Round, Section, Side, Task
+from fastgen.phases import PHASES
 
 SIDES: dict[str, tuple[str, float]] = {  # by name: label, and about how many times as fast as stock
     "stock": ("transformers 5.23.0", 1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -15,15 +16,15 @@ pytest.importorskip("transformers")
 import bench_models
 import torch
 import transformers
-from asking import asked_at_every_call, running
+from asking import asked_at_every_call, running, unreached
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 import fastgen
 from fastgen.bench import data, phase_rules
-from fastgen.bench.document import PHASES
 from fastgen.bench.phases import Phases, shares
+from fastgen.phases import PHASES
 
 OWN = ["bart", "gpt2", "llama", "t5"]  # t5 on 4.57 stays with the host: both sides are the same then
 IN_PASSES = {"encoder", "prefill", "rest of the decoder"}
@@ -86,8 +87,9 @@ def test_storing_and_reordering_are_cache_upkeep() -> None:
 
 
 def test_every_rule_fits_something() -> None:
-    """Of those for transformers on a CPU."""
+    """Of those for transformers on a CPU, and every mark."""
     seen: set[phase_rules.Rule] = set()
+    codes: set[CodeType] = set()
     for kind in [*OWN, "eager"]:
         model = bench_models.load("bart", attn_implementation=kind) if kind == "eager" else bench_models.load(kind)
         for side in ("stock", "fast", "compat"):
@@ -95,23 +97,23 @@ def test_every_rule_fits_something() -> None:
             with running(side), asked_at_every_call(table):
                 bench_models.generate(model)
             seen |= {rule._replace(first=None) for rules in table._rules.values() for rule in rules}
-    rules = [*phase_rules._TRANSFORMERS, *phase_rules._FASTGEN]
-    missing = {
-        (rule.path, rule.fits)
-        for rule in rules
-        if rule._replace(first=None) not in seen and "optimizer/fairseq" not in rule.path
-    }
+            codes |= table._rules.keys()
+    missing = {(rule.path, rule.fits) for rule in phase_rules._TRANSFORMERS if rule._replace(first=None) not in seen}
     expected = {
-        ("<a recorded step>", "pass"),
-        ("fastgen/bench/data.py", "post-processing"),
-        ("fastgen/ops/(__init__|reference).py", "attention"),  # without native operators
         ("transformers/.*", "cache upkeep"),  # models with a reordering of their own
         ("transformers/(tokenization_.*|models/.*/tokenization_.*)", "post-processing"),
     }
-    has_own = hasattr(transformers.GenerationMixin, "_prefill")
-    shadowed = "fastgen/optimizer/transformers/versions.py" if has_own else "transformers/generation/utils.py"
-    expected.add((shadowed, "prefill"))
+    if not hasattr(transformers.GenerationMixin, "_prefill"):
+        expected.add(("transformers/generation/utils.py", "prefill"))
     assert missing <= expected
+    # What other options, models or devices reach; `_prefill` of the host is inside of ours.
+    elsewhere = {"cache/batch_tree.py", "cache/row_pool.py", "layers/attention_kernels.py", "cache/slim/latent.py"}
+    elsewhere |= {f"decoding/{name}_beam_search.py" for name in ("fairseq", "diverse", "static")}
+    elsewhere |= {f"optimizer/transformers/{name}.py" for name in ("generate/diverse_beam_search", "model/streams")}
+    elsewhere |= {"optimizer/transformers/generate/argmax_head.py", "optimizer/transformers/versions.py prefill"}
+    elsewhere |= {f"optimizer/transformers/model/decoder.py {name}" for name in ("select", "selected", "_widen_source")}
+    folders = "cache", "layers", "decoding", "optimizer/transformers"
+    assert unreached(codes, *folders) <= elsewhere
 
 
 def test_text_is_post_processing() -> None:

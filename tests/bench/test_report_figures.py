@@ -11,8 +11,9 @@ from bench_kit import EVERYTHING, showing
 from page_kit import Element, figure, parsed, row, section, tables
 
 from fastgen.bench import report
-from fastgen.bench.document import PHASES, Document
+from fastgen.bench.document import Document
 from fastgen.bench.report import charts, facts
+from fastgen.phases import PHASES
 
 MODELS = "Beam search of many models"
 

@@ -169,7 +169,7 @@ def _families() -> list[Family]:
     vit = _model("ViTModel", "ViTConfig", VIT)
     bert_encoder = _model("BertModel", "BertConfig", bert)
     bert_decoder = _model("BertLMHeadModel", "BertConfig", bert, **AS_DECODER)
-    calmer_bert = _model("BertLMHeadModel", "BertConfig", bert, **AS_DECODER, initializer_range=0.3)  # for pixels
+    calmer_bert = _model("BertLMHeadModel", "BertConfig", bert, **AS_DECODER, initializer_range=0.35)  # for pixels
     gpt2_decoder = _model("GPT2LMHeadModel", "GPT2Config", GPT2, add_cross_attention=True)
     windows = ["sliding_attention", "full_attention"]
     return [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fastgen.bench.document import PHASES, Document, Result, Task
+from fastgen.bench.document import Document, Result, Task
 from fastgen.bench.report import facts
 from fastgen.bench.report.drawing import SMALL, Drawing, ticks, width_of
 from fastgen.bench.report.markup import Html, figure, joined, swatches, tag
+from fastgen.phases import PHASES
 from fastgen.report import size
 
 WIDTH, LABELS, ROW, BAR = 960, 244, 22, 13

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fastgen.bench.document import PHASES, Document, Result, Task
+from fastgen.bench.document import Document, Result, Task
 from fastgen.bench.report import facts
 from fastgen.bench.report.charts import KINDS_OF_MEMORY, named
 from fastgen.bench.report.markup import Html, joined, table, tag
+from fastgen.phases import PHASES
 from fastgen.report import size
 
 Row = list[str]

@@ -18,8 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.layers.attention import beam_attention, fold_beams, may_take_triton
 from fastgen.layers.fingerprints import states_of
+
+__phase__ = phases.ATTENTION
 
 Stored = tuple[Tensor, ...]
 KINDS = ("x", "e", "h", "k", "v", "kv")  # in the order in which they are named

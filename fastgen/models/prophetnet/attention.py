@@ -11,7 +11,10 @@ import torch
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
+from fastgen import phases
 from fastgen.models.prophetnet.relative import bucket_table, stream_buckets
+
+__phase__ = phases.BY_LINE
 
 
 class NgramMultiheadAttention(MultiheadAttention):

@@ -31,10 +31,13 @@ from transformers.models.bert.modeling_bert import (
     BertSelfOutput,
 )
 
+from fastgen import phases
 from fastgen.models.unilm import checkpoints
 from fastgen.models.unilm.configuration import UnilmConfig
 from fastgen.models.unilm.processors import NoRepeatNGramExceptLogitsProcessor
 from fastgen.optimizer.transformers.versions import CACHE, takes_cache
+
+__phase__ = phases.BY_LINE
 
 _IGNORED = "forbid_ignore_ids"
 

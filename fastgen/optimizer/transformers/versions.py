@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
+from fastgen import phases
+
 # 5.x asks one method for the attention function. 4.57 indexes a mapping, and asks nobody for eager attention.
 ATTENTION_SEAM = "get_interface" if hasattr(AttentionInterface, "get_interface") else "__getitem__"
 FINDS_EAGER = ATTENTION_SEAM == "get_interface"
@@ -74,6 +76,7 @@ def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, 
     return positioned
 
 
+@phases.marked(phases.PREFILL)
 def prefill(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
     """The prompt's forward pass."""
     if PREFILLS:

@@ -9,6 +9,7 @@ import torch
 from fairseq import search
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.decoding.fairseq_beam_search import CollectingPolicy
 from fastgen.optimizer.fairseq.foreign_code import called_one_by_one
 from fastgen.optimizer.fairseq.model.decoder import TreeEnsemble
@@ -40,6 +41,13 @@ def unsupported_reason(request: Request) -> str | None:
     return None
 
 
+def _is_prefill(variables: dict[str, Any]) -> bool:
+    """Of `generate`: whether the step reads the forced prefix."""
+    prefix, chosen = variables.get("prefix"), variables.get("chosen")
+    return chosen is not None and chosen.step <= (0 if prefix is None else prefix.shape[1])
+
+
+@phases.marked(phases.LOOP, first=_is_prefill)
 def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[list[dict[str, Any]]] | None:
     """What the host's `_generate` returns; None if `ensemble` turns out not to fit. `blocker`: of repeated n-grams."""
     generator = request.generator

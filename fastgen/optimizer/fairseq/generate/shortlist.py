@@ -18,9 +18,11 @@ from fairseq.models import fairseq_decoder, fairseq_model
 from fairseq.models.transformer import transformer_base
 from torch import Tensor
 
-from fastgen import ops
+from fastgen import ops, phases
 from fastgen.optimizer.fairseq.model.views import standing_in
 from fastgen.optimizer.fairseq.request import Request, has_own_blocker, is_own, own_rule
+
+__phase__ = phases.CHOICE
 
 _MOST_SPECIAL = 16  # tokens that are columns whatever their score
 _SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")

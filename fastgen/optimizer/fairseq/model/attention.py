@@ -11,11 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.cache.slim.latent import Slim, attend, keys_and_values
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import fold_beams, unfold_beams
 from fastgen.optimizer.fairseq.model.session import Session, Source
+
+__phase__ = phases.BY_LINE
 
 
 class _TreeAttention:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import config
+from fastgen import config, phases
 from fastgen.cache.slim.latent import Choice, Slim, identity_of
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.fairseq_beam_search import CollectingPolicy, FairseqBeamSearch
@@ -50,6 +50,7 @@ class StandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    @phases.marked(phases.ENCODER)
     def forward_encoder(self, net_input: dict[str, Any]) -> Any:
         try:
             with arena.of(self.inner.models[0]):
@@ -62,6 +63,7 @@ class StandIn:
             raise FallbackError(self.reason)
         return outputs
 
+    @phases.marked(phases.CACHE)
     def reorder_encoder_out(self, encoder_outs: Any, new_order: Tensor) -> Any:
         if self.reason:
             return self.inner.reorder_encoder_out(encoder_outs, new_order)
@@ -104,6 +106,7 @@ class TreeEnsemble(StandIn):
             self._take_up([])
 
     @staticmethod
+    @phases.marked(phases.PREFILL)
     def _read_prompt(request: Request, models: list[Any]) -> Prompt | None:
         prefix = request.shared_prefix()
         if not prefix or called_one_by_one(request.generator.model):
@@ -113,6 +116,7 @@ class TreeEnsemble(StandIn):
         start = torch.full_like(forced[:, :1], request.start)
         return Prompt(models, torch.cat([start, forced], dim=1))
 
+    @phases.marked(phases.ENCODER)
     def forward_encoder(self, net_input: dict[str, Any]) -> Any:
         outputs = super().forward_encoder(net_input)
         if self._replayed is not None and self.inner.has_encoder() and not self.reason:
@@ -190,6 +194,7 @@ class TreeEnsemble(StandIn):
         models = tuple(map(id, self.inner.models))
         return temperature, averaged, models, self.shortlist is None, self._own_caches
 
+    @phases.marked(phases.CACHE)
     def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:
         if self.reason:
             self.inner.reorder_incremental_state(incremental_states, new_order)
@@ -200,6 +205,7 @@ class TreeEnsemble(StandIn):
         if stay is not None and self._prompt is not None:
             self._prompt.select(stay)
 
+    @phases.marked(phases.PASS)
     def forward_decoder(
         self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
@@ -258,6 +264,7 @@ class Prompt:
         self._features = [features.index_select(0, sentences) for features in self._features]
         self._chunk = self._chunk.index_select(0, sentences)
 
+    @phases.marked(phases.PREFILL)
     def log_probs(self, position: int, temperature: float) -> Tensor:
         """Log-probabilities of the token after `position`, averaged over the models as the host does, `[B, V]`."""
         if position >= self._first + self._chunk.shape[1]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.cache.slim.latent import Slim, kind_of
 from fastgen.cache.tree import BeamTree
+
+__phase__ = phases.CACHE
 
 
 class Source:

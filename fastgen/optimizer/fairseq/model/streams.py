@@ -13,8 +13,11 @@ from fairseq.models.transformer import TransformerDecoderBase
 from fairseq.modules.multihead_attention import MultiheadAttention
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.layers.attention import stream_attention
 from fastgen.optimizer.fairseq.model.attention import TreeSelfAttention
+
+__phase__ = phases.BY_LINE
 
 _HOME = "fastgen.models.prophetnet"  # which nobody has to load who has no such model
 STREAMS = 2

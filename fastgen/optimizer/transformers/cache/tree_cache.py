@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from fastgen import phases
 from fastgen.cache.row_pool import RowPool
 from fastgen.cache.slim.latent import Slim, keys_and_values
 from fastgen.cache.tree import BeamTree
@@ -25,6 +26,8 @@ from fastgen.cache.tree_layer import TreeLayer
 from fastgen.optimizer.transformers.cache.slim import SlimCaches
 from fastgen.optimizer.transformers.model.session import Session
 from fastgen.report import OfThisVersion
+
+__phase__ = phases.CACHE
 
 
 def unsupported_cache(cache: Any) -> str | None:

@@ -7,8 +7,11 @@ from typing import Any
 
 from transformers.generation import utils
 
+from fastgen import phases
 from fastgen.optimizer.transformers.request import Request
 from fastgen.patching.replaced_code import is_replaced
+
+__phase__ = phases.LOOP
 
 _MIN_STEPS = 12  # a head's codes are made once, but somebody may generate only once, and a word or two
 # Between the head and the choice, what sees the model's output.

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
+from fastgen import phases
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.decoding.sampling import Sampling
 from fastgen.decoding.search import Search
@@ -22,6 +23,8 @@ from fastgen.optimizer.transformers.generate import chunked_prefill
 from fastgen.optimizer.transformers.generate.processors import Banning, Processing
 from fastgen.optimizer.transformers.model.decoder import NOT_ROWS, TreeDecoder, selected
 from fastgen.optimizer.transformers.request import Request
+
+__phase__ = phases.LOOP
 
 
 def fast(request: Request, decoder: TreeDecoder) -> Any:

@@ -14,8 +14,11 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
+from fastgen import phases
 from fastgen.decoding.diverse_beam_search import DiversePolicy, DiverseSearch
 from fastgen.optimizer.transformers import versions
+
+__phase__ = phases.LOOP
 
 # Of the host's processors the one that it had before the penalty for what other groups have chosen.
 _BEFORE = logits_process.SequenceBiasLogitsProcessor

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process
 
+from fastgen import phases
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers.generate import top_k_top_p
+
+__phase__ = phases.LOOP
 
 Bans = Callable[[Any, int], "Tensor | None"]  # (processor, length) -> token ids int64 [n], or nothing at this length
 

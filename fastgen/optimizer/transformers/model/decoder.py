@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.cache.slim.latent import kind_of
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.search import Search
@@ -78,6 +79,7 @@ class TreeDecoder:
         self._is_screened = False
         self._takes_plain_mask = request.facts.takes_plain_mask
 
+    @phases.marked(phases.CACHE)
     def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The host's inputs with the expansion to beams undone, over the tree's cache."""
         inputs = {
@@ -103,6 +105,7 @@ class TreeDecoder:
         if self.session.slim.is_needed and isinstance(self.encoder_outputs, dict):
             self.session.slim.source = self.encoder_outputs["last_hidden_state"]
 
+    @phases.marked(phases.CACHE)
     def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
         """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`, and `logits`,
         `[B, P', V]`, what came of them."""
@@ -142,6 +145,7 @@ class TreeDecoder:
         source = self.encoder_outputs, self.source_mask, self.prepared_mask
         return State(self.tree, self.session, self.cache, *source, self.search)
 
+    @phases.marked(phases.CACHE)
     def _widen_source(self) -> None:
         """Pad the source on the right."""
         outputs = self.encoder_outputs
@@ -190,6 +194,7 @@ class TreeDecoder:
         """The model's outputs for the host's inputs of one step, one row per beam."""
         return self.run(self.model, {**inputs, "return_dict": True})
 
+    @phases.marked(phases.PASS)
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """One step by the model's `forward`. The result of a replayed step is good until the next one."""
         inputs = self.step_inputs(inputs)
@@ -205,6 +210,7 @@ class TreeDecoder:
                 return step(inputs)
             return self.replayer(step, inputs, self.tree.epoch)
 
+    @phases.marked(phases.CACHE)
     def reorder(self, parents: Tensor) -> None:
         """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
         self.cache.reorder_cache(parents)
@@ -216,6 +222,7 @@ class TreeDecoder:
     def ended(self, search: Search) -> None:
         """The search is done."""
 
+    @phases.marked(phases.CACHE)
     def select(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
         self._measure()
@@ -264,6 +271,7 @@ class TreeDecoder:
         self.peak_bytes = max(self.peak_bytes, size)
 
 
+@phases.marked(phases.CACHE)
 def _unexpanded(value: Any, beams: int, batch: int) -> Any:
     """Undo the host's expansion of a tensor, or of a dict of tensors in place.
 
@@ -286,6 +294,7 @@ def cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
+@phases.marked(phases.CACHE)
 def selected(value: Any, rows: Tensor, of: int) -> Any:
     """These rows of a tensor with `of` rows, or of a dict of such tensors; anything else as it is."""
     if isinstance(value, dict):

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen import config, report
+from fastgen import config, phases, report
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.transformers import foreign_code
 from fastgen.optimizer.transformers.families import BASE_ENCODERS, ENCODER_HEADS, ENCODERS
 from fastgen.optimizer.transformers.model import session as sessions
 from fastgen.optimizer.transformers.model.facts import facts_of, unsupported_modules
 from fastgen.optimizer.transformers.support import unsupported_configuration
+
+__phase__ = phases.ENCODER
 
 # What encoders alone may be given. Of what they return, all with three dimensions has positions, and these with two.
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from fastgen import config
+from fastgen import config, phases
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import as_beams, beam_attention, fold_beams
@@ -113,6 +113,7 @@ class Session:
     def folds_rows(self, rows: int) -> bool:
         return rows == self.tree.batch * self.tree.beams
 
+    @phases.marked(phases.ATTENTION)
     def attend(
         self,
         inner: Callable[..., Any],

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastgen import phases
 from fastgen.layers.attention import stream_attention
 from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.versions import CACHE, FINDS_EAGER
 from fastgen.patching.replaced_code import is_of, is_replaced, is_watched
+
+__phase__ = phases.BY_LINE
 
 Forward = Callable[..., Any]
 
