@@ -21,8 +21,8 @@ os.environ.setdefault("RAY_health_check_timeout_ms", "60000")
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-# A folder of its own: with tests/ on the path, its folder `fairseq` would pass for the package of that name.
-sys.path.insert(0, str(Path(__file__).parent / "shared"))
+# What tests share; not tests/ itself, whose folders would pass for packages of their names.
+sys.path.insert(0, str(Path(__file__).parent / "kit"))
 
 import hypothesis
 import pytest

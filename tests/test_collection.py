@@ -1,21 +1,32 @@
-"""The tests can be collected together, whatever hosts are installed."""
+"""The tests can be collected together, whatever hosts are installed; what they share lies in tests/kit."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
-from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+KIT = {path.stem for path in (TESTS / "kit").glob("*.py")}
 
 
-def test_what_tests_import_from_one_another_is_there_once() -> None:
-    """The folders of the hosts' tests are all on the path: of two modules of one name, either might be found."""
-    modules = Counter(path.stem for path in TESTS.rglob("*.py"))
+def test_what_tests_share_lies_in_the_kit() -> None:
+    others = {path.name for path in TESTS.rglob("*.py") if path.parent.name != "kit"}
+    assert {name for name in others if not name.startswith("test_")} == {"conftest.py"}
+    assert "zoo" in KIT
+
+
+def test_no_test_imports_another() -> None:
+    """Modules of the same name are in several folders: any of them might be found."""
     imported = {
         (path.name, name)
         for path in TESTS.rglob("*.py")
-        for name in re.findall(r"^(?:from|import) (\w+)", path.read_text("utf-8"), re.MULTILINE)
+        for name in re.findall(r"^ *(?:from|import) (\w+)", path.read_text("utf-8"), re.MULTILINE)
     }
     assert ("test_slim.py", "joined_calls") in imported
-    assert {(user, name) for user, name in imported if modules[name] > 1} == set()
+    # Its list of classes is what a page is compared with.
+    assert {(user, name) for user, name in imported if name.startswith("test_")} == {("test_facts.py", "test_sweep")}
+
+
+def test_no_name_of_the_kit_is_that_of_an_installed_package() -> None:
+    assert not KIT & importlib.metadata.packages_distributions().keys()

@@ -1,15 +1,9 @@
-"""The helpers beside this file importable, and a report of all kinds of sections."""
+"""A report of all kinds of sections."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # bench_kit and page_kit, whatever pytest's import mode
-
 import bench_kit
+import pytest
 from page_kit import Element, parsed
 
 from fastgen.bench import report

@@ -6,7 +6,7 @@ import importlib.util
 from typing import Any, ClassVar
 
 import pytest
-from test_sides import ANSWER, TASK, Fake
+from fake_side import ANSWER, TASK, Fake
 
 from fastgen.bench import measure, models, near_ties, run, runners
 from fastgen.bench.measure import Settings, is_answer

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -13,9 +11,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("fairseq", reason="fairseq is not installed", exc_type=ImportError)
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "fairseq"))
 
-import models
+import fairseq_models as models
 import torch
 from asking import asked_at_every_call, running, unreached
 

@@ -1,16 +1,13 @@
-"""One thread per test process, the helpers beside this file importable, a tiny fairseq model with data, and
-inputs for the shipped model of transformers."""
+"""One thread per test process, a tiny fairseq model with data, and inputs for the shipped model of transformers."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="the commands need torch")
 
-sys.path.insert(0, str(Path(__file__).parent))  # fairseq_kit, whatever pytest's import mode
 
 import torch
 

@@ -57,7 +57,7 @@ def test_models_are_those_of_the_sweep() -> None:
     assert {one["kind"] for one in data["classes"].values()} == set(generated._KINDS)
     if data["transformers"] != transformers.__version__:
         pytest.skip(f"the sweep was of transformers {data['transformers']}, here is {transformers.__version__}")
-    sys.path.insert(0, str(ROOT / "tests" / "transformers"))
+    sys.path.insert(0, str(ROOT / "tests" / "optimizer" / "transformers"))
     import test_sweep
 
     assert {name: one["kind"] for name, one in data["classes"].items()} == test_sweep.CLASSES

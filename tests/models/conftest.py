@@ -1,19 +1,14 @@
-"""One thread per test process; the kits beside this file, and the adapter's harness and zoo, importable."""
+"""One thread per test process."""
 
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="the models need torch")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-# Whatever pytest's import mode.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "transformers"))
 
 import torch
 import transformers

@@ -1,9 +1,8 @@
-"""The oracle beside this file importable, and each implementation of the operators as a fixture."""
+"""Each implementation of the operators as a fixture."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 pytest.importorskip("torch", reason="the operators need torch")
 
-sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from build_kit import ROOT

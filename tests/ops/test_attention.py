@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from oracle import EXAMPLES
 from references import reference
 from torch import Tensor
 
 from fastgen.layers import attention
 
-EXAMPLES = 150 if "FASTGEN_TEST_CAPABILITY" in os.environ else 400  # test_topk.py starts these tests too
 CASES = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 LOWEST = torch.finfo(torch.float32).min
 

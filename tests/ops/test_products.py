@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from oracle import EXAMPLES
 from references import reference
-from test_attention import EXAMPLES
 from torch import Tensor
 from torch.nn import functional as F
 

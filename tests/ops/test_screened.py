@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_attention import EXAMPLES
+from oracle import EXAMPLES
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -1,22 +1,18 @@
-"""The helpers beside this file importable, and one service for the tests that need no network."""
+"""One service for the tests that need no network."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install -c constraints.txt -e '.[ray]'")
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Any]:
-    from kit import model_settings
+    from serving_kit import model_settings
 
     from fastgen.serving.limits import Limits
     from fastgen.serving.service import Service

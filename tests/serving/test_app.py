@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TEXTS, slowly, stock
+from serving_kit import TEXTS, slowly, stock
 
 import fastgen
 from fastgen.demo.job import SHIPPED_MODEL
@@ -345,7 +345,7 @@ def test_code_of_a_models_repository_never_runs(tmp_path: Path) -> None:
 def causal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, Any]]:
     """A decoder-only model with few positions: its client, the model and the tokenizer."""
     from fastapi.testclient import TestClient
-    from kit import loaded
+    from serving_kit import loaded
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from fastgen.cli import serve

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kit import TEXTS, config_of, loaded, slowly, stock
+from serving_kit import TEXTS, config_of, loaded, slowly, stock
 from transformers import ExponentialDecayLengthPenalty
 
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch

@@ -20,7 +20,7 @@ from typing import Any
 
 import listening
 import pytest
-from kit import TEXTS, stock
+from serving_kit import TEXTS, stock
 
 from fastgen.bench.report import image
 from fastgen.cli import serve
