@@ -1,4 +1,4 @@
-"""Which tier runs a request, and the record of it."""
+"""One call, from the host's `generate` to the record of it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from fastgen.optimizer import gate
 from fastgen.optimizer.fairseq import verification
 from fastgen.optimizer.fairseq.cache.slim import look_at
 from fastgen.optimizer.fairseq.generate import beam_search
-from fastgen.optimizer.fairseq.generate.joining import JoiningEnsemble, Part, joining
-from fastgen.optimizer.fairseq.generate.shortlist import Shortlist, is_shortened
-from fastgen.optimizer.fairseq.model.decoder import decode_over_the_tree
+from fastgen.optimizer.fairseq.generate.joining import JoiningEnsemble
+from fastgen.optimizer.fairseq.generate.shortlist import Shortlist
+from fastgen.optimizer.fairseq.model.decoder import TreeEnsemble, decode_over_the_tree
 from fastgen.optimizer.fairseq.model.views import standing_in
-from fastgen.optimizer.fairseq.request import Request, has_own_blocker, is_diverse, unsupported_reason
+from fastgen.optimizer.fairseq.plan import Plan, plan_call
+from fastgen.optimizer.fairseq.request import Request, has_own_blocker, is_diverse
 from fastgen.optimizer.verification import is_on, note_accelerated
 from fastgen.replay import statistics
-
-_JOINED = "the sentences of several searches share a tree"
 
 
 @limits.relief()
@@ -40,57 +39,57 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
 
 def _run(request: Request, stock: Callable[..., Any]) -> Any:
     record = gate.Record("fairseq", request.model_name, request.batch, request.beams)
-    part: Part | None = None
+    plan = plan_call(request)
+    is_configured = config.current().tier == gate.STOCK  # then nothing is mended either
+    view, sample = (request.generator, request.sample) if is_configured else _mended(request)
 
-    def unsupported() -> str | None:
-        nonlocal part
-        reason = unsupported_reason(request)
-        part = None if reason else joining()
-        return reason
+    def hosts() -> Any:
+        return stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
 
-    def not_fast() -> str | None:
-        return _JOINED if part is not None else beam_search.unsupported_reason(request)
-
-    # On a CPU the host's loop is as fast, which works on the best tokens alone.
-    decision = gate.decide(unsupported, not_fast, wants_fast=_is_on_gpu(request))
-    if decision.tier == gate.STOCK:
-        view, sample = (request.generator, request.sample) if config.current().tier == "stock" else _mended(request)
-        result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
-        record.done(decision)
+    if plan.decision.tier == gate.STOCK:
+        result = hosts()
+        record.done(plan.decision)
         return result
-    view, sample = _mended(request)
-    is_fast = decision.tier == gate.FAST
-    shortlist = Shortlist(request, view) if not is_fast and is_shortened(request.generator) else None
-    if part is not None:  # its steps are recorded with those of the others
-        joined = view.__dict__["model"] = JoiningEnsemble(request, part, shortlist)
-        result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
+    shortlist = Shortlist(request, view) if plan.is_shortened else None
+    if plan.part is not None:  # its steps are recorded with those of the others
+        joined = view.__dict__["model"] = JoiningEnsemble(request, plan.part, shortlist)
+        result = hosts()
         if joined.reason:
             record.done(gate.Decision(gate.STOCK, joined.reason))
         return result
     with contextlib.closing(decode_over_the_tree(request, view, shortlist)) as ensemble:
-        result = beam_search.generate(request, ensemble, view.repeat_ngram_blocker) if is_fast else None
-        if result is None:
-            is_fast = False
-            result = stock(view, sample, request.prefix_tokens, request.constraints, request.bos_token)
-        ensemble.session.measure()
-        ensemble.store_graph()
-        if not ensemble.reason:
-            look_at(request, result)
-        arena.settle()
-        if ensemble.replayer is not None:
-            statistics.note(request.generator.model.single_model, ensemble.replayer, ensemble.owner)
+        return _search(request, plan, ensemble, hosts, view.repeat_ngram_blocker, record)
+
+
+def _search(
+    request: Request,
+    plan: Plan,
+    ensemble: TreeEnsemble,
+    hosts: Callable[[], Any],
+    blocker: Any,
+    record: gate.Record,
+) -> Any:
+    """Our search, or the host's, over the tree; `hosts`: runs the host's, `blocker`: of repeated n-grams."""
+    is_fast = plan.decision.tier == gate.FAST
+    result = beam_search.generate(request, ensemble, blocker) if is_fast else None
+    if result is None:
+        is_fast = False
+        result = hosts()
+    session = ensemble.session
+    session.measure()
+    ensemble.store_graph()
+    if not ensemble.reason:
+        look_at(request, result)
+    arena.settle()
+    if ensemble.replayer is not None:
+        statistics.note(request.generator.model.single_model, ensemble.replayer, ensemble.owner)
     if ensemble.reason:
         record.done(gate.Decision(gate.STOCK, ensemble.reason))
         return result
-    session = ensemble.session
-    decision = decision if is_fast else gate.Decision(gate.COMPAT, decision.reason)
+    decision = plan.decision if is_fast else gate.Decision(gate.COMPAT, plan.decision.reason)
     record.done(decision, session.tree.steps, session.cache_bytes, session.cache, ensemble.plan)
     note_accelerated(request)
     return result
-
-
-def _is_on_gpu(request: Request) -> bool:
-    return request.source is not None and request.source.device.type != "cpu"
 
 
 def _mended(request: Request) -> tuple[Any, dict[str, Any]]:
