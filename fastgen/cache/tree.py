@@ -66,7 +66,7 @@ class BeamTree:
         self._ancestry = torch.zeros(self.batch, self.beams, slots, dtype=torch.bool, device=device)
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()
         self._own = torch.eye(self.beams, dtype=torch.bool, device=device)
-        self._positions = torch.arange(slots, device=device)[None]  # those of generated slots are set as they open
+        self._positions = torch.arange(slots, device=device)[None]  # positions of generated slots are set as they open
         if self.is_static:
             self._positions = self._positions.repeat(self.batch, 1)
             self.slots = torch.zeros(self.beams, dtype=torch.int64, device=device)  # the slots of this step

@@ -31,8 +31,8 @@ class Slots(Protocol):
 
 
 class TreeLayer:
-    """What one layer stores for each position, tensors `[B, H, capacity, D]`, of which the first `tree.used` slots are
-    in use: keys and values or, where the layer has a `slim` cache, what these follow from."""
+    """The cache of one layer: tensors `[B, H, capacity, D]`, of which the first `tree.used` slots are in use. They hold
+    keys and values or, if the layer has a `slim` cache, what keys and values are computed from."""
 
     def __init__(self, tree: Slots, window: int | None = None, slim: Slim | None = None) -> None:
         self.tree = tree

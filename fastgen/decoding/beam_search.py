@@ -27,11 +27,11 @@ class FinishingPolicy:
     sorts_drawn: bool = False  # sampled candidates compete in the order of their scores, not in the order of the draw
 
     def divisor(self, length: int) -> float:
-        """What the score of a hypothesis of this length, the prompt's tokens included, is divided by."""
+        """The number by which the score of a hypothesis of this length, prompt included, is divided."""
         return float((length - self.prompt_length) ** self.length_penalty)
 
     def best_divisor(self, length: int) -> float:
-        """What the best score that a hypothesis of this length may still reach is divided by."""
+        """The number by which the best score that a hypothesis of this length may still reach is divided."""
         by_maximum = self.early_stopping == "never" and self.length_penalty > 0.0
         return self.divisor(self.max_length if by_maximum else length)
 
@@ -240,7 +240,7 @@ class BeamSearch:
     def _buffer(self, like: Tensor) -> Tensor | None:
         """Room for `[B, M, V]`, the same at every step: fresh memory of this size costs page faults on a CPU."""
         if like.dtype != self.live.scores.dtype:
-            return None  # a logits processor has changed the dtype: torch chooses that of the sum
+            return None  # a logits processor has changed the dtype: torch chooses the sum's dtype
         if self._totals is None or self._totals.dtype != like.dtype:
             self._totals = self._buffers.empty(like.shape, like.dtype, like.device)
         return self._totals[: like.shape[0]]

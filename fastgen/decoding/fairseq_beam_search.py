@@ -28,7 +28,7 @@ class CollectingPolicy:
     max_length: int
 
     def divisor(self, step: int) -> float:
-        """What the score of a hypothesis that ends at this step, the first being 0, is divided by."""
+        """The number by which the score of a hypothesis that ends at this step, counted from 0, is divided."""
         return float((step + 1) ** self.length_penalty) if self.is_normalised else 1.0
 
 

@@ -74,7 +74,7 @@ def sources(path: str, form: str | None) -> list[Source]:
     """The files at `path`, a file or a folder, sorted by name; InputError if there are none to read.
 
     Args:
-        form: form of all files; by default that of each file's name.
+        form: form of all files; by default each file's name decides.
     """
     system, inside = opened(path)
     try:

@@ -25,7 +25,7 @@ class FusionGroup:
         self._waiting: dict[int, Tensor] = {}  # id of a layer -> its part of a joint product
 
     def take(self, layer: nn.Module, rows: Tensor) -> Tensor | None:
-        """The product of `rows` and the layer, if it was computed together with that of a sibling; else None."""
+        """The product of `rows` and the layer, if it was computed together with a sibling's product; else None."""
         return self._waiting.pop(id(layer), None) if self._waiting and self._is_same(rows) else None
 
     def turn_to(self, rows: Tensor) -> list[nn.Module]:

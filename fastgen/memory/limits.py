@@ -1,4 +1,4 @@
-"""How much memory is free, how much of it may be kept between calls, and what to do when it runs out."""
+"""Says how much memory is free and how much may be kept between calls, and frees memory when it runs out."""
 
 from __future__ import annotations
 

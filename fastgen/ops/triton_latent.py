@@ -44,7 +44,7 @@ class Tile(NamedTuple):
         return 2 * held + 4 * self.rows * self.keys + 1024
 
 
-# The first that fits is taken: more rows read the latent less often from L2; a step that waits for its keys costs more.
+# The first tile that fits is taken: more rows read the latent less often from L2; steps that wait for keys cost more.
 _TILES = (Tile(32, 64, 3), Tile(32, 32, 3), Tile(16, 64, 3), Tile(16, 32, 3), Tile(32, 32, 2), Tile(16, 32, 2))
 
 

@@ -1,8 +1,8 @@
 """Finds code on a model that is neither the host's nor ours: hooks, subclasses, replaced functions, wrapped layers.
 
 Such code may see that a beam search reads a prompt once for all beams, that steps are replayed without their Python,
-or that a linear layer multiplies by a packed copy. So before a call begins, each module that its steps will run is
-compared with what the host has shipped; what differs is named, with its path in the model.
+or that a linear layer multiplies by a packed copy. So before a call begins, each module that the steps will run is
+compared with what the host has shipped; differences are named, with the module's path in the model.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class HostCode:
                 yield Finding(path, f"has a {name} of its own", name)
 
     def _of_namespace(self, name: str) -> Iterator[Finding]:
-        """Functions that somebody has put into one of the host's modules in place of its own."""
+        """Find functions in one of the host's modules that somebody has put in place of the host's."""
         module = sys.modules.get(name)
         if module is None or name.startswith(self.utilities):
             return
@@ -182,7 +182,7 @@ def active_mode() -> str | None:
 
 
 def home_of(function: Any) -> str:
-    """The module that the code of a function is in; of another object, the module of its class."""
+    """The module that the code of a function is in; for another object, the module of its class."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)

@@ -108,7 +108,7 @@ class Host:
 
 
 class Switch:
-    """On when the user wants fastgen and no `disabled()` block is open, in whatever thread."""
+    """The switch for all hosts: on when the user wants fastgen and no thread has a `disabled()` block open."""
 
     wanted = False
     paused = 0

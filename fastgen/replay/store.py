@@ -31,7 +31,7 @@ _SHARE = 16  # recordings take at most one part in so many of a GPU's memory
 
 
 class State(Protocol):
-    """What a step of the host reads and writes besides the model and its inputs."""
+    """The state that a step of the host reads and writes, besides the model and the inputs."""
 
     @property
     def products(self) -> LinearDispatcher: ...
@@ -126,7 +126,7 @@ def reuse_graph(model: nn.Module, key: Hashable, state: AnyState, replayer: Repl
     """Take over a recording in place of `state`, a state before the first step, which is closed then.
 
     Returns the state of the recording, filled with what `state` held; `replayer` takes over the captured steps. Returns
-    None, and does nothing, if there is no recording or a weight has changed that its linear layers have a copy of.
+    None, and does nothing, if there is no recording or a weight has changed of which the recording has a copy.
     """
     recording = take(model, key)
     if recording is None:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DecomposingMode(TorchDispatchMode):
-    """Sees each composite operator of a function as its parts, in inference mode, too.
+    """A dispatch mode that sees each composite operator as its parts, in inference mode, too.
 
     Under `torch.inference_mode` torch hands over operators such as `to`, `reshape`, `matmul` or `is_nonzero` whole,
     which elsewhere arrive as their parts. Only of the parts is it known which read values, and which make views.

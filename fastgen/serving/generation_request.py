@@ -1,4 +1,4 @@
-"""A request in the engine, and the events that its listener gets."""
+"""A request to the engine, and the events that the request's listener gets."""
 
 from __future__ import annotations
 

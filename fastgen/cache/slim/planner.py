@@ -47,7 +47,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before it begins."""
+    """The sizes of a call, as known before it begins."""
 
     batch: int
     beams: int

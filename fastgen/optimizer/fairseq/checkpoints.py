@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 # Plain holders of options and state: a checkpoint may have them built, and no other code runs.
-# A module that isn't loaded can't be needed: its classes would have to come from this very process' fairseq.
+# A module that isn't loaded can't be needed: its classes would have to come from this process's fairseq.
 _LISTED = {
     "omegaconf.base": ("ContainerMetadata", "Metadata"),
     "omegaconf.dictconfig": ("DictConfig",),

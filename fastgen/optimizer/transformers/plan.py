@@ -20,7 +20,7 @@ DIVERSE = "diverse beam search is fastgen's own: this version of transformers ha
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call runs."""
+    """The decisions about how one call runs."""
 
     decision: gate.Decision
     replayer: Replayer | None = None  # replays the steps

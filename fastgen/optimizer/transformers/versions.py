@@ -33,7 +33,7 @@ def _named(fields: Container[str], *names: str) -> str:
     raise ImportError(f"the outputs of generate have no {' or '.join(names)}")
 
 
-# The cache among a model's inputs, in its outputs and in those of `generate`.
+# The name of the cache in a model's inputs and outputs, and in the outputs of `generate`.
 CACHE = _named([field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)], "cache", "past_key_values")
 OLD_CACHE = "past_key_values"
 # The parameter by which some position embeddings get the number of positions in the cache.

@@ -38,7 +38,7 @@ class TreeInference:
 
     @limits.relief()
     def logits(self, tokens: Tensor, audio_features: Tensor) -> Tensor:
-        """Logits for `tokens`, int64 `[rows, length]`: of all at first, then of the last; `[rows, length or 1, V]`."""
+        """Logits, float32 `[rows, length or 1, V]`, for `tokens`, int64 `[rows, length]`: all at first, then one."""
         if self._record is None:
             self._decide(tokens, audio_features)
         self._steps += 1

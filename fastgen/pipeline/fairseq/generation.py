@@ -176,7 +176,7 @@ def _lists(tensors: list[torch.Tensor], divisor: float | None = None) -> list[li
 
 
 def random_state() -> str:
-    """torch's random state as text, that of the GPU in use included."""
+    """torch's random state as text, for the CPU and the GPU in use."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())

@@ -159,5 +159,5 @@ def _normalised(model: Any, logits: Tensor) -> Tensor:
 
 
 def _beside(logits: Tensor, first: Tensor, highest: Tensor) -> Tensor:
-    """Log-probabilities of logits, from one logit and its own: less a large log-sum-exp, digits would be lost."""
+    """Log-probabilities of logits, from one logit and its own, `[B*M, 1]`: less a large sum, digits would be lost."""
     return highest + (logits - first)

@@ -158,7 +158,7 @@ def _joined(
 
 
 def _room(name: str, value: Tensor, batch: int, length: int) -> Tensor:
-    """A tensor for the output of all rows, filled with zeros, or for spans with the dtype's least number."""
+    """Room for the output of all rows: zeros for states `[B, N, D]` or pooled `[B, D]`, the least number for spans."""
     if not _has_positions(name, value):
         return value.new_zeros(batch, *value.shape[1:])
     fill = torch.finfo(value.dtype).min if name in _SPANS else 0.0
