@@ -1,7 +1,7 @@
-"""A tree whose sentences come and go, so that the batch stays full: waiting ones take the places of those that left.
+"""A beam tree of a batch that stays full: waiting sentences take the places of those that have finished and left.
 
-Every sentence is at a position of its own. What attention needs is how far back a slot lies, so positions are kept
-relative to one clock, by which all sentences are at the same position; absolute ones are the adapters' business.
+The sentences have different numbers of tokens. Attention needs only how far back a slot lies, so positions are
+kept relative to one clock, by which all sentences are at the same position. Adapters know the absolute positions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _FOREVER = 2**40
 
 
 class JointLayer(TreeLayer):
-    """A layer of a joint tree."""
+    """What one layer of a `BatchTree` stores."""
 
     def __init__(self, tree: BatchTree, like: TreeLayer, rows: int) -> None:
-        """`like`: a layer of the newcomers; `rows`: sentences to make room for at once."""
+        """`like`: the same layer of a newcomers' tree; `rows`: number of sentences to allocate memory for at first."""
         super().__init__(tree, like.window, like.slim)
         self._seats = [RowPool(rows, tree.buffers) for _ in like.stored()]
 
@@ -35,7 +35,7 @@ class JointLayer(TreeLayer):
             seats.clear()
 
     def regroup(self, stay: Tensor, slots: Tensor, newcomers: list[TreeLayer], used: int) -> None:
-        """Keep the sentences `stay`, int64 `[S]`, of each these slots, int64 `[S, W]`, and put new prompts behind."""
+        """Keep `slots`, int64 `[S, W]`, of the sentences `stay`, int64 `[S]`, and append the newcomers' prompts."""
         capacity = self.tree.capacity
         taken = self._stored or [None] * len(self._seats)
         prompts = [[stored[:, :, : layer.tree.prompt_length] for stored in layer.stored()] for layer in newcomers]
@@ -46,10 +46,10 @@ class JointLayer(TreeLayer):
 
 
 class BatchTree(BeamTree):
-    """Sentences of several trees. A prompt's slots are like all others: they go when nobody sees them."""
+    """A beam tree that takes over sentences of other trees. It drops prompt slots, too, when no beam sees them."""
 
     def __init__(self, rows: int, beams: int, device: torch.device, buffers: Buffers) -> None:
-        """`rows`: sentences to make room for at once."""
+        """`rows`: number of sentences to allocate memory for at first."""
         super().__init__(0, beams, _FOREVER, buffers)
         self._rows = rows
         self.capacity = FIRST_STEPS * beams
@@ -57,11 +57,11 @@ class BatchTree(BeamTree):
 
     @property
     def length(self) -> int:
-        """The clock: every sentence's tokens so far, had all begun with the oldest."""
+        """The clock: the number of tokens that each sentence would have if all had begun with the oldest."""
         return max(self.steps - 1, 0)
 
     def regroup(self, stay: Tensor, newcomers: list[BeamTree]) -> None:
-        """Drop all sentences but `stay` (int64 `[S]`) and put other trees', which hold their prompts, behind."""
+        """Drop all sentences but `stay` (int64 `[S]`) and append those of `newcomers`, trees that hold only prompts."""
         self._ancestry = self._ancestry.index_select(0, stay)
         self._positions = self._positions.expand(self.batch, -1).index_select(0, stay)
         self.batch = len(stay)
@@ -96,7 +96,7 @@ class BatchTree(BeamTree):
         if isinstance(self.rotations, JointLayer):
             self.rotations.regroup(stay, slots, rotations, most)
 
-        # The clock starts anew with the oldest position that somebody sees: it stays below the slots in use.
+        # The oldest position that a beam sees becomes 0, so that the clock stays below the number of slots in use.
         if most:
             lowest = int(positions.masked_fill(~ancestry.any(1), _FOREVER).min())
             positions = (positions - lowest).clamp(min=0)

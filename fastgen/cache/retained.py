@@ -1,4 +1,4 @@
-"""Buffers that a static tree has outgrown, kept for later calls: a step captured on them can be replayed there."""
+"""Buffers that a static tree has outgrown, kept so that later calls can replay the steps captured on them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fastgen.memory.buffers import Buffers
 
 __phase__ = phases.CACHE
 
-_OUTGROWN = 2  # times the memory in use, what is outgrown may take with it
+_OUTGROWN = 2  # all buffers kept may take so many times the memory in use
 
 
 class RetainedBuffers:
-    """The buffers of each epoch, in which a tree keeps its shapes and addresses, by their names."""
+    """A static tree's buffers by epoch and name; within an epoch no buffer changes shape or address."""
 
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers
         self._by_epoch: dict[Hashable, dict[Hashable, Tensor]] = {}
-        self._is_captured: Callable[[Hashable], bool] | None = None  # whether a step was, in an epoch
+        self._is_captured: Callable[[Hashable], bool] | None = None  # whether a step was captured in an epoch
         self._fits: Callable[[int], bool] = lambda nbytes: False  # whether so many bytes may be kept
 
     @property
@@ -43,7 +43,7 @@ class RetainedBuffers:
     def empty(
         self, epoch: Hashable, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A buffer with anything in it, perhaps that of an earlier call's same epoch."""
+        """An uninitialised buffer, perhaps one retained from an earlier call in the same epoch."""
         here = self._by_epoch.setdefault(epoch, {})
         if name not in here:
             here[name] = self._buffers.empty(shape, dtype, device)
@@ -54,11 +54,11 @@ class RetainedBuffers:
         return self._by_epoch[epoch]
 
     def has(self, epoch: Hashable) -> bool:
-        """Whether the tree will be in the same buffers again when it comes to this epoch."""
+        """Whether buffers are kept for this epoch: a tree that comes to it will use them again."""
         return epoch in self._by_epoch
 
     def leave(self, epoch: Hashable, is_first: bool) -> None:
-        """The epoch ends; `is_first`: trees begin with it."""
+        """End this epoch, and drop buffers that are not worth keeping; `is_first`: trees begin with this epoch."""
         if self.is_on and not self._fits(self.nbytes):
             self.drop()
         self.drop_unless_worth(epoch, is_first)
@@ -79,5 +79,5 @@ class RetainedBuffers:
 
     @property
     def nbytes(self) -> int:
-        """All memory that is kept, that in use included."""
+        """Bytes of all buffers kept, those in use included."""
         return sum(tensor.nbytes for here in self._by_epoch.values() for tensor in here.values())

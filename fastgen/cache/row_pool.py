@@ -1,4 +1,4 @@
-"""Rows that leave and enter a tensor in place."""
+"""A tensor whose rows leave and enter in place."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class RowPool:
         for rows in newcomers:
             width = min(used, rows.shape[2])
             buffer[first : first + len(rows), :, :width] = rows[:, :, :width]
-            # Nobody sees them, but nothing times infinity is no number.
+            # No beam sees these slots, but a weight of zero times infinity is NaN.
             buffer[first : first + len(rows), :, width:used] = 0
             first += len(rows)
         self._buffer = buffer

@@ -1,9 +1,9 @@
-"""The tree cache: prompt once per sentence, generated keys appended, and dropped when no beam descends from them.
+"""The tree cache: stores a prompt once per sentence, appends generated keys, drops those on no beam's path.
 
 Shapes: `B` sentences, `M` beams, `P` prompt positions, `T` generated steps, `H` key heads, `D` head size.
-After the prompt's slots each step opens `M`, one for what each beam row writes. Which slots a beam may see is the
-boolean ancestry `[B, M, used]`; choosing beams reorders the ancestry, nothing else. Beams soon have most ancestors in
-common, so when the slots are used up those on no beam's path make room: of T steps little more than T slots stay.
+After the prompt's slots each step opens `M`, one for the key and value of each beam. Which slots a beam may see is the
+boolean ancestry `[B, M, used]`; choosing beams reorders the ancestry, nothing else. Beams soon share most ancestors, so
+when all slots are used those on no beam's path are dropped: after T steps little more than T generated slots stay.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fastgen.memory.buffers import Buffers
 __phase__ = phases.CACHE
 
 FIRST_STEPS = 64  # steps allocated at first
-# A sentence that has left saves its share of every step; letting one out copies all the others' keys.
-_EVICT_FROM = 1 / 16  # of the sentences still here
-_EVICT_FROM_STATIC = 1 / 2  # then the step has to be captured anew
+# Evicting a finished sentence saves that sentence's share of every step, but copies the keys of all others.
+_EVICT_FROM = 1 / 16  # of the live sentences have to have finished
+_EVICT_FROM_STATIC = 1 / 2  # the same for a static tree, where the step has to be captured anew
 _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
 
 
 class BeamTree:
-    """The state all layers share: how far generation is, and who descends from whom."""
+    """The state that all layers of a call share: the slots in use, and which of them each beam may see."""
 
     def __init__(
         self, batch: int, beams: int, max_steps: int, buffers: Buffers | None = None, is_static: bool = False
@@ -48,20 +48,20 @@ class BeamTree:
         self._was_pruned = False
         self.layers: list[TreeLayer] = []
         self.rotations: TreeLayer | None = None  # cosines and sines of the slots' positions, where a layer needs them
-        self._of_step: dict[Hashable, Tensor] = {}  # derived in this step
+        self._of_step: dict[Hashable, Tensor] = {}  # masks and the like, derived in this step
         self.evictions = 0  # times that sentences have left
         self._first = batch, self.capacity
         self.retained = RetainedBuffers(self.buffers)
 
     @property
     def epoch(self) -> Hashable:
-        """See `is_static`."""
+        """A key that changes when buffers change shape or address: see `is_static`."""
         return self.evictions, self.capacity
 
     def begin_decoding(self, prompt_mask: Tensor | None = None, device: torch.device | None = None) -> None:
-        """Begin decoding: the layers hold the prompt; `prompt_mask` `[B, P]`, nonzero = attend.
+        """Begin decoding, once the layers hold the prompt; `prompt_mask`: padding mask `[B, P]`, nonzero = attend.
 
-        `device`: where masks live, needed if there is no layer yet; by default the first layer's.
+        `device`: of the masks, needed if there is no layer yet; by default the first layer's.
         """
         prompt_length = self.prompt_length
         device = device or next(tensor.device for layer in self.layers for tensor in layer.stored())
@@ -69,22 +69,22 @@ class BeamTree:
         self._ancestry = torch.zeros(self.batch, self.beams, slots, dtype=torch.bool, device=device)
         self._ancestry[:, :, :prompt_length] = True if prompt_mask is None else prompt_mask[:, None, :].bool()
         self._own = torch.eye(self.beams, dtype=torch.bool, device=device)
-        self._positions = torch.arange(slots, device=device)[None]  # those of generated slots are set as they open
+        self._positions = torch.arange(slots, device=device)[None]  # positions of generated slots are set as they open
         if self.is_static:
             self._positions = self._positions.repeat(self.batch, 1)
-            self.slots = torch.zeros(self.beams, dtype=torch.int64, device=device)  # those of this step
+            self.slots = torch.zeros(self.beams, dtype=torch.int64, device=device)  # the slots of this step
             self._clock = torch.zeros((), dtype=torch.int64, device=device)  # `length`, where a replayed step sees it
 
     def retain_buffers(self, is_captured: Callable[[Hashable], bool], fits: Callable[[int], bool]) -> None:
-        """From now on, keep the buffers that this static tree, which has just begun, outgrows.
+        """Keep the buffers that this static tree outgrows from now on; called when decoding has just begun.
 
-        That is, where they fit (`fits`), and where a step of their epoch `is_captured`: later calls can replay it once
-        `restore_first_buffers` has been called.
+        Only buffers that fit in memory (`fits`) and on which a step was captured (`is_captured`, asked with the epoch)
+        are kept: later calls can replay that step after `restore_first_buffers`.
         """
         self.retained.begin(self.epoch, self._parts(), is_captured, fits)
 
     def _parts(self) -> Iterator[tuple[Hashable, Tensor]]:
-        """All buffers that are exchanged for larger ones when the tree grows, by their names."""
+        """All buffers that are exchanged for larger ones when the tree grows, with their names."""
         yield "ancestry", self._ancestry
         yield "positions", self._positions
         for layer in self._all():
@@ -92,8 +92,8 @@ class BeamTree:
                 yield (layer, number), tensor
 
     def room(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory with anything in it, perhaps what was retained of an earlier call's same epoch."""
-        if not self.retained.is_on or self.evictions:  # how many have left, it will not have in common with others
+        """Uninitialised memory, perhaps a buffer retained from an earlier call in the same epoch."""
+        if not self.retained.is_on or self.evictions:  # other calls will not evict the same numbers of sentences
             return self.buffers.empty(shape, dtype, device)
         return self.retained.empty(self.epoch, name, shape, dtype, device)
 
@@ -102,7 +102,7 @@ class BeamTree:
         return self.capacity == self._first[1]
 
     def restore_first_buffers(self) -> None:
-        """Be where the tree was when it was told to `retain_buffers`, for `reset_from`; what it holds is no matter."""
+        """Return to the buffers that the tree had at `retain_buffers`, whatever they contain; `reset_from` follows."""
         self.retained.drop_unless_worth(self.epoch, self._is_first_size)
         (self.batch, self.capacity), self.evictions = self._first, 0
         here = self.retained.of(self.epoch)
@@ -111,8 +111,8 @@ class BeamTree:
             layer.restore_first_buffers(here)
 
     def reset_from(self, other: BeamTree) -> None:
-        """Begin again, in place, with the prompt of another static tree, of the same shapes that has just begun; it may
-        have no layers yet if it has no prompt."""
+        """Begin again, in place, with the prompt of `other`, a static tree of the same shapes that has just begun;
+        without a prompt, `other` may have no layers yet."""
         self._ancestry.copy_(other._ancestry)
         self.steps = self.generated = 0
         self._was_pruned = False
@@ -128,21 +128,21 @@ class BeamTree:
 
     @property
     def width(self) -> int:
-        """Slots that a step's keys and masks span: those in use, or all of a static tree's."""
+        """Number of slots that a step's keys and masks span: those in use or, in a static tree, all allocated."""
         return self.prompt_length + (self.capacity if self.is_static else self.generated)
 
     @property
     def length(self) -> int:
-        """Tokens on the path of one beam, those of the step under way not counted."""
+        """Number of tokens on the path of one beam, the current step's token not counted."""
         return self.prompt_length + max(self.steps - 1, 0)
 
     @property
     def position(self) -> int | Tensor:
-        """`length` for what is computed within a step: of a static tree an int64 tensor without dimensions."""
+        """`length` for computations within a step: in a static tree an int64 tensor without dimensions."""
         return self._clock if self.is_static else self.length
 
     def advance(self) -> None:
-        """Open the next step's slots; each beam sees its own."""
+        """Open the next step's slots, one for each beam, which alone sees it."""
         if self._is_full():
             self._make_room()
         start = self.used
@@ -185,27 +185,27 @@ class BeamTree:
     def _ancestors(self) -> Tensor:
         """The generated slots on some beam's path, in order, int64 `[B, W]`.
 
-        Each sentence has equally many: those with fewer fill up with slots that nobody sees.
+        Each sentence has equally many: those with fewer are filled up with slots that no beam sees.
         """
         is_ancestor = self.ancestry()[:, :, self.prompt_length :].any(1)  # bool [B, generated]
         most = int(is_ancestor.sum(1).max()) if is_ancestor.numel() else 0
         return is_ancestor.sort(dim=1, descending=True, stable=True)[1][:, :most]
 
     def _prune(self, slots: Tensor) -> None:
-        """Keep these of the generated slots, int64 `[B, W]`, in this order."""
+        """Keep only the generated slots `slots`, int64 `[B, W]`, in this order."""
         start, end = self.prompt_length, self.prompt_length + slots.shape[1]
         beams = slots[:, None].expand(-1, self.beams, -1)
         self._ancestry[:, :, start:end] = self._ancestry[:, :, start:].gather(2, beams)
         self._ancestry[:, :, end:] = False
         if len(self._positions) < self.batch:
-            self._positions = self._positions.repeat(self.batch, 1)  # from now on each its own
+            self._positions = self._positions.repeat(self.batch, 1)  # from now on each sentence has other positions
         self._positions[:, start:end] = self._positions[:, start:].gather(1, slots)
         self.generated, self._was_pruned = slots.shape[1], True
         for layer in self._all():
             layer.prune(slots)
 
     def forget_masks(self) -> None:
-        """Derive them anew: a step begins, or begins again after an attempt in which nothing was computed."""
+        """Forget this step's masks: a step begins, or begins again after an attempt that computed nothing."""
         self._of_step.clear()
 
     def reorder(self, parents: Tensor) -> None:
@@ -214,7 +214,7 @@ class BeamTree:
         self._ancestry[:, :, : self.used] = rows.unflatten(0, (self.batch, self.beams))
 
     def should_evict(self, num_finished: int) -> bool:
-        """Whether so many sentences, of those still here, are worth letting out now."""
+        """Whether to evict now, when `num_finished` of the live sentences have finished."""
         part = _EVICT_FROM_STATIC if self.is_static else _EVICT_FROM
         return num_finished > 0 and num_finished >= int(self.batch * part)
 
@@ -231,7 +231,7 @@ class BeamTree:
         self._of_step.clear()
 
     def positions(self) -> Tensor:
-        """The logical position of each slot, int64 `[B or 1, width]`; any, where nobody sees the slot."""
+        """The logical position of each slot, int64 `[B or 1, width]`; arbitrary where no beam sees the slot."""
         return self._positions[:, : self.width]
 
     def ancestry(self) -> Tensor:
@@ -260,13 +260,13 @@ class BeamTree:
         return self.of_step((window, dtype), make)
 
     def of_step(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` returns, made once in a step: what its layers derive from the slots."""
+        """The result of `make`, called once a step for each key: tensors that all layers derive from the slots."""
         if key not in self._of_step:
             self._of_step[key] = make()
         return self._of_step[key]
 
     def close(self) -> None:
-        """End the call: the layers' buffers are free, now and not when the garbage collector finds the tree."""
+        """End the call: free the layers' buffers now, not when the garbage collector finds the tree."""
         for layer in self._all():
             layer.clear()
         self.retained.drop()
@@ -277,7 +277,7 @@ class BeamTree:
 
     @property
     def retained_bytes(self) -> int:
-        """All memory that the tree keeps, what it has outgrown included."""
+        """Bytes of all memory that the tree keeps, outgrown buffers included."""
         return self.retained.nbytes if self.retained.is_on else self.nbytes
 
     def _all(self) -> list[TreeLayer]:
@@ -285,6 +285,6 @@ class BeamTree:
 
 
 def additive_mask(attend: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as what is added to the scores: 0 where True, the dtype's minimum elsewhere."""
+    """Turn a boolean mask into one that is added to scores: 0 where True, the dtype's minimum elsewhere."""
     zeros = torch.zeros((), dtype=dtype, device=attend.device)
     return torch.where(attend, zeros, torch.finfo(dtype).min)

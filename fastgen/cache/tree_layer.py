@@ -15,7 +15,7 @@ __phase__ = phases.CACHE
 
 
 class Slots(Protocol):
-    """What a layer asks of the tree, a `BeamTree`, whose slots it fills."""
+    """The attributes of a `BeamTree` that a layer uses."""
 
     prompt_length: int
     capacity: int
@@ -34,18 +34,18 @@ class Slots(Protocol):
 
 
 class TreeLayer:
-    """What one layer stores for each position, tensors `[B, H, capacity, D]`, of which the first `tree.used` slots are
-    in use: keys and values or, where the layer has a `slim` cache, what these follow from."""
+    """The cache of one layer: tensors `[B, H, capacity, D]`, of which the first `tree.used` slots are in use. They hold
+    keys and values or, if the layer has a `slim` cache, what keys and values are computed from."""
 
     def __init__(self, tree: Slots, window: int | None = None, slim: Slim | None = None) -> None:
         self.tree = tree
         self.window = window  # sliding-window size in tokens, None: unlimited
         self.slim = slim
         self._stored: tuple[Tensor, ...] = ()
-        self.prompt_length = 0  # of the prompt's slots, those stored so far
+        self.prompt_length = 0  # number of prompt slots stored so far
 
     def prefill(self, *tensors: Tensor) -> None:
-        """Store what the prompt has, each `[B, H, P, D]`, or the next part of it."""
+        """Store the prompt's keys and values, each `[B, H, P, D]`, or those of the prompt's next part."""
         start = self.prompt_length
         end = start + tensors[0].shape[2]
         self.tree.prompt_length = self.prompt_length = end
@@ -58,7 +58,7 @@ class TreeLayer:
             stored[:, :, start:end] = tensor
 
     def append(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Write what this step has and return it for all slots that a step spans, each `[B, H, width, D]`.
+        """Write this step's keys and values and return those of all slots that a step spans, each `[B, H, width, D]`.
 
         `tensors`: one row per beam, `[B*M, H, 1, D]`, or beams as positions, `[B, H, M, D]`.
         """
@@ -73,22 +73,22 @@ class TreeLayer:
         return self.spanned()
 
     def grow(self) -> None:
-        """Have room for as many slots as the tree has allocated."""
+        """Make room for as many slots as the tree has allocated."""
         if not self._stored:
             return
         used = tuple(stored[:, :, : self.tree.used] for stored in self._stored)
         self._stored = self._grown(used, self.tree.prompt_length + self.tree.capacity)
 
     def stored(self) -> tuple[Tensor, ...]:
-        """The buffers, from the prompt on; none of a layer that the model has skipped."""
+        """The buffers, from the prompt on; an empty tuple if the model has skipped this layer."""
         return self._stored
 
     def spanned(self) -> tuple[Tensor, ...]:
-        """What attention needs of the slots that a step spans."""
+        """The tensors that attention reads, for the slots that a step spans."""
         return tuple(stored[:, :, : self.tree.width] for stored in self.needed())
 
     def needed(self) -> tuple[Tensor, ...]:
-        """The buffers, with what the tree stores for all layers if this one needs it."""
+        """The buffers, with the tree's cosines and sines if this layer's slim cache rotates keys."""
         rotations = self.tree.rotations
         if self.slim is None or not self.slim.rotates:
             return self.stored()
@@ -112,14 +112,14 @@ class TreeLayer:
         self._clear_from(used, *self._stored)
 
     def prune(self, slots: Tensor) -> None:
-        """Keep these of the generated slots, int64 `[B, W]`, in this order."""
+        """Keep only the generated slots `slots`, int64 `[B, W]`, in this order."""
         start, end = self.tree.prompt_length, self.tree.prompt_length + slots.shape[1]
         sentences = torch.arange(len(slots), device=slots.device)[:, None]
         for stored in self._stored:
             stored[:, :, start:end] = stored[sentences, :, start + slots].transpose(1, 2)  # a copy, so in place
 
     def reset_from(self, other: TreeLayer | None) -> None:
-        """Hold, in place, what a layer of the same shape holds, or nothing."""
+        """Copy, in place, what `other`, a layer of the same shape, stores; None clears all slots."""
         if other is None:
             self._clear_from(0, *self.stored())
             return
@@ -127,7 +127,7 @@ class TreeLayer:
             mine.copy_(theirs)
 
     def restore_first_buffers(self, retained: Mapping[Hashable, Tensor]) -> None:
-        """Have these buffers again."""
+        """Return to the buffers in `retained`, by layer and number."""
         self._stored = tuple(retained[self, number] for number in range(len(self._stored)))
 
     def clear(self) -> None:
@@ -148,7 +148,7 @@ class TreeLayer:
         return grown
 
     def _clear_from(self, slot: int, *tensors: Tensor) -> None:
-        if self.tree.is_static:  # nobody sees those slots yet, but nothing times what memory holds may be no number
+        if self.tree.is_static:  # no beam sees those slots yet, but zero times uninitialised memory may be NaN
             for tensor in tensors:
                 tensor[:, :, slot:] = 0
 

@@ -1,1 +1,1 @@
-"""Search over the next tokens; each host's own rules are policies."""
+"""Searches that choose the next tokens; the rules of each host are policies."""

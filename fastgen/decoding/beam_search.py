@@ -27,14 +27,14 @@ class FinishingPolicy:
     early_stopping: bool | str  # True, False or "never"
     max_length: int
     prompt_length: int
-    sorts_drawn: bool = False  # drawn candidates compete in the order of their scores, not in that of the draw
+    sorts_drawn: bool = False  # sampled candidates compete in the order of their scores, not in the order of the draw
 
     def divisor(self, length: int) -> float:
-        """What the score of a hypothesis of this length, the prompt's tokens included, is divided by."""
+        """The number by which the score of a hypothesis of this length, prompt included, is divided."""
         return float((length - self.prompt_length) ** self.length_penalty)
 
     def best_divisor(self, length: int) -> float:
-        """What the best score that a hypothesis of this length may still reach is divided by."""
+        """The number by which the best score that a hypothesis of this length may still reach is divided."""
         by_maximum = self.early_stopping == "never" and self.length_penalty > 0.0
         return self.divisor(self.max_length if by_maximum else length)
 
@@ -45,7 +45,7 @@ class FinishingPolicy:
 
 
 class PerSentence:
-    """Tensors that begin with a dimension of sentences, the attributes of a dataclass."""
+    """Base of classes whose attributes are all tensors, with sentences as the first dimension."""
 
     def select(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
@@ -57,7 +57,7 @@ class PerSentence:
         return sum(tensor.nbytes for tensor in vars(self).values())
 
     def become(self, other: PerSentence) -> None:
-        """Take another's values, in place."""
+        """Copy the values of `other`, in place."""
         for name, tensor in vars(self).items():
             tensor.copy_(getattr(other, name))
 
@@ -78,7 +78,7 @@ class _Live(PerSentence):
 
 
 class BeamSearch:
-    """One request's search: see `Search`."""
+    """Beam search for one request; implements `Search`."""
 
     ranks = True
 
@@ -92,7 +92,7 @@ class BeamSearch:
         buffers: Buffers | None = None,
     ) -> None:
         """`prompt`: int64 `[B*M, prompt_length]`; `candidates`: K; `fill`: token after the end; `buffers`: where large
-        ones come from."""
+        buffers come from."""
         self._buffers = Buffers(None) if buffers is None else buffers
         self.beams, self.candidates, self.policy, self._fill = beams, candidates, policy, fill
         self._begin(self._first(prompt))
@@ -135,7 +135,7 @@ class BeamSearch:
         return self.live.tokens.shape[0]
 
     def _number_rows(self) -> None:
-        """The first row of each live sentence, int64 `[B, 1]`: among the live ones, and in the whole request."""
+        """Set the first row of each live sentence, int64 `[B, 1]`, counted over live sentences and over the request."""
         sentence = self.live.sentence
         self._first_row = torch.arange(len(sentence), device=sentence.device)[:, None] * self.beams
         self._request_row = sentence[:, None] * self.beams
@@ -146,7 +146,7 @@ class BeamSearch:
 
     @property
     def takes_logits(self) -> bool:
-        """Whether `choose_allowed` is worth a try."""
+        """Whether `choose_allowed` may do a step, so that it is worth a try."""
         from fastgen import ops
 
         return ops.is_native(self.live.scores.device)
@@ -174,9 +174,9 @@ class BeamSearch:
         return self._take(scores, chosen % vocabulary, chosen // vocabulary, is_stopped)
 
     def choose_allowed(self, logits: Tensor, banned: Tensor, is_stopped: IsStopped) -> Tensor | None:
-        """The same from `logits` `[B*M, V]`, float32, with `banned` tokens, int64 `[n]`, in all rows.
+        """Do what `choose` does, from `logits` `[B*M, V]`, float32, with `banned` tokens, int64 `[n]`, in all rows.
 
-        None, and nothing done, where that needs all log-probabilities.
+        Returns None, and does nothing, if log-probabilities of the whole vocabulary are needed.
         """
         found = self._candidates_by_row(logits, banned, are_logits=True)
         return None if found is None else self._take(*found, is_stopped)
@@ -184,14 +184,14 @@ class BeamSearch:
     def _candidates_by_row(
         self, scores: Tensor, banned: Tensor | None = None, are_logits: bool = False
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Scores, tokens and parents of the K candidates, `[B, K]` each: the best K of a sentence are among those of
-        its rows, which the native operator finds in one pass.
+        """Scores, tokens and parents of the K candidates, `[B, K]` each: a sentence's best K are among the best of each
+        row, which the native operator finds in one pass.
 
         `scores` `[B*M, V]`: log-probabilities, or logits if they `are_logits`.
 
-        None where there is no such operator, or where `torch.topk` is to say which of equal scores come first.
+        Returns None if there is no such operator, or if scores are equal and `torch.topk` has to order them.
         """
-        from fastgen import ops  # loads or even compiles them, so not before they are needed
+        from fastgen import ops  # loads or even compiles the operators, so not before they are needed
 
         beams, wanted = self.beams, self.candidates + 1  # one more, to see a tie at the end
         if scores.dtype != torch.float32 or scores.shape[-1] < wanted or not ops.is_native(scores.device):
@@ -201,7 +201,7 @@ class BeamSearch:
             log_probs = scores.gather(1, tokens)
         totals = (log_probs.view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)
         best, place = torch.topk(totals, k=wanted)  # [B, K+1]
-        # NaN ranks otherwise there, and what log_softmax makes of infinite logits.
+        # The operator ranks NaN otherwise than torch, also the NaN that log_softmax makes of infinite logits.
         is_clear = (best[:, :-1] > best[:, 1:]).all() & (log_sum_exp.abs() < torch.inf).all()
         if not bool(is_clear):
             return None
@@ -243,7 +243,7 @@ class BeamSearch:
     def _buffer(self, like: Tensor) -> Tensor | None:
         """Room for `[B, M, V]`, the same at every step: fresh memory of this size costs page faults on a CPU."""
         if like.dtype != self.live.scores.dtype:
-            return None  # a processor's doing: the sum's dtype is torch's business
+            return None  # a logits processor has changed the dtype: torch chooses the sum's dtype
         if self._totals is None or self._totals.dtype != like.dtype:
             self._totals = self._buffers.empty(like.shape, like.dtype, like.device)
         return self._totals[: like.shape[0]]
@@ -291,14 +291,14 @@ class BeamSearch:
         go_on = torch.any(live.improvable)
         if self.policy.early_stopping is True:
             go_on = go_on & ~torch.all(live.is_finished)
-        # Once sentences have left, theirs might be the candidates that go on; only the maximal length
-        # is known to stop them all.
+        # The host ends once all candidates stop. Those of evicted sentences are not computed, and might go on; only
+        # the maximal length is known to stop them all.
         if not self._evicted or self.length >= self.policy.max_length:
             go_on = go_on & ~torch.all(stopped)
         return not bool(go_on)
 
     def finished_mask(self) -> Tensor:
-        """Which sentences' result can no longer change, bool `[B]`; not asked of a search that is done.
+        """Which sentences have finished: no step can change their results; bool `[B]`. Not called once `done`.
 
         A sentence has finished when its M places hold finished hypotheses with real scores and, by the
         policy, nothing new is accepted: every later candidate is worth less than -1e9.
@@ -312,7 +312,7 @@ class BeamSearch:
         return int(self.finished_mask().sum())
 
     def evict(self, leaving: Tensor) -> Tensor:
-        """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""
+        """Evict the sentences `leaving`, bool `[B]`; returns those that stay, int64 `[B']`."""
         self._store(leaving)
         stay = torch.nonzero(~leaving)[:, 0]
         self.live.select(stay)
@@ -329,7 +329,7 @@ class BeamSearch:
         place = live.sentence[which]
         self._result.tokens[place] = live.finished_tokens[which]
         self._result.rows[place] = live.finished_rows[which]
-        # A processor may have made them another dtype.
+        # A logits processor may have changed the dtype of the scores.
         self._result.scores = self._result.scores.to(live.finished_scores.dtype)
         self._result.scores[place] = live.finished_scores[which]
 

@@ -1,4 +1,4 @@
-"""Diverse beam search: a sentence's beams are in groups, each of which avoids what those before it chose in this step.
+"""Diverse beam search: a sentence's beams are in groups, each of which avoids what earlier groups chose in this step.
 
 Vijayakumar et al., "Diverse Beam Search" (2016), https://arxiv.org/abs/1610.02424, section 4 with Hamming diversity.
 Each group is a beam search by the rules that transformers had for it up to 4.55: a group is done once as many of its
@@ -21,8 +21,8 @@ from fastgen.decoding.search import Hypotheses
 
 __phase__ = phases.CHOICE
 
-# The scores `[B*S, V]` of a group's rows, given the group, their tokens `[B*S, L]`, their log-probabilities `[B*S, V]`
-# and what all rows `[B*M]` have chosen in this step: 0 where that is still to come.
+# Returns the scores `[B*S, V]` of a group's rows, from the number of the group, the rows' tokens `[B*S, L]` and
+# log-probabilities `[B*S, V]`, and the tokens that all rows `[B*M]` have chosen in this step: 0 for later groups.
 Process = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -43,19 +43,19 @@ class DiversePolicy:
         return float(score / (length - self.prompt_length) ** self.length_penalty)
 
     def best_length(self, length: int) -> int:
-        """At which a hypothesis that is so long now is taken to be worth most."""
+        """The length at which a hypothesis of this length now is assumed to score best."""
         return self.max_length if self.early_stopping == "never" and self.length_penalty > 0 else length
 
 
 @dataclass(frozen=True)
 class _Ended:
     score: float  # length-normalised
-    tokens: Tensor  # int64, without the one that ends it
-    rows: Tensor  # that chose each token after the prompt, the one that ends it included, int64
+    tokens: Tensor  # int64, without the end token
+    rows: Tensor  # that chose each token after the prompt, the end token included, int64
 
 
 class _Group:
-    """Hypotheses of one group of one sentence that have ended, the best S."""
+    """The best S hypotheses of one group of one sentence that have ended."""
 
     def __init__(self, size: int, policy: DiversePolicy) -> None:
         self._size, self._policy = size, policy
@@ -71,7 +71,7 @@ class _Group:
         self.ended.append(hypothesis)
 
     def settle(self, best: float, length: int) -> None:
-        """`best`: the highest sum of log-probabilities among the candidates, which have this length."""
+        """Set `is_done`; `best`: the highest sum of log-probabilities among the candidates, which have this length."""
         if self.is_done or len(self.ended) < self._size:
             return
         policy = self._policy
@@ -81,7 +81,7 @@ class _Group:
 
 
 class DiverseSearch:
-    """One request's search. `choose` takes a step; `done` and `result` say how it ended."""
+    """Diverse beam search for one request. `choose` takes a step; `done` and `result` say how it ended."""
 
     def __init__(self, prompt: Tensor, beams: int, policy: DiversePolicy) -> None:
         """`prompt`: int64 `[B*M, prompt_length]`."""
@@ -115,7 +115,7 @@ class DiverseSearch:
             scores = process(number, self._tokens[mine], log_probs[mine], chosen.flatten())
             log_probs[mine] = scores
             totals = (scores + self._scores[:, its].reshape(-1, 1)).view(self._batch, -1)
-            candidates = max(2, 1 + len(self.policy.ends)) * self.size  # so many that S go on though all may end
+            candidates = max(2, 1 + len(self.policy.ends)) * self.size  # so many that S go on even if the others end
             best, place = torch.topk(totals, k=candidates)  # [B, K]
             tokens, parent = place % scores.shape[-1], rows[:, its].gather(1, place // scores.shape[-1])
             was_done = torch.tensor([group.is_done for group in groups], device=self._device)[:, None]
@@ -129,7 +129,7 @@ class DiverseSearch:
         return flat
 
     def _end(self, groups: Sequence[_Group], best: Tensor, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Put aside the candidates of a group that end here, `[B, K]` each, the best first.
+        """Store the candidates of a group that end here, `[B, K]` each, the best first.
 
         Returns which go on, int64 `[B, S]`.
         """
@@ -140,7 +140,7 @@ class DiverseSearch:
             goes_on.append(open_ones[: self.size])
             if group.is_done:
                 continue
-            # What is worse than the beams that go on does not end; nor what is not among the best S.
+            # A candidate worse than the beams that go on does not end; nor one that is not among the best S.
             for place in range(min(self.size, goes_on[-1][-1])):
                 if its_tokens[place] in self.policy.ends:
                     row = its_parents[place]
@@ -151,7 +151,7 @@ class DiverseSearch:
         return torch.tensor(goes_on, device=self._device)
 
     def result(self, count: int, limit: int | None = None) -> Hypotheses:
-        """The best `count` hypotheses of each sentence, those that have not ended included where a group is not done.
+        """The best `count` hypotheses of each sentence, unended ones included where a group is not done.
 
         Tokens are `[B, count, longest]`, of up to `limit` (by default the maximal length) and filled up with padding.
         """
@@ -169,7 +169,7 @@ class DiverseSearch:
                 tokens[sentence, place, :length] = hypothesis.tokens
                 rows[sentence, place, : len(hypothesis.rows)] = hypothesis.rows
                 if length < width and ends:
-                    tokens[sentence, place, length] = ends[0]  # as the host had it, whichever it was
+                    tokens[sentence, place, length] = ends[0]  # as the host does, whichever end token it was
         return Hypotheses(tokens, rows, scores)
 
     def _best(self, sentence: int, count: int) -> list[_Ended]:

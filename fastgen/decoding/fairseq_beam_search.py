@@ -1,7 +1,7 @@
 """Beam search over batches of sentences with fairseq's rules: a sentence is done once M of its hypotheses have ended.
 
-In place, with no shape or branch that depends on values, so that its steps can be captured and replayed. Shapes: `B`
-live sentences, `M` beams, `L` the maximal length, `V` vocabulary, `N` positions of the source.
+It works in place, with no shape or branch that depends on values, so that steps can be captured and replayed. Shapes:
+`B` live sentences, `M` beams, `L` the maximal length, `V` vocabulary, `N` positions of the encoder output.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class CollectingPolicy:
     max_length: int
 
     def divisor(self, step: int) -> float:
-        """What the score of a hypothesis that ends at this step, the first being 0, is divided by."""
+        """The number by which the score of a hypothesis that ends at this step, counted from 0, is divided."""
         return float((step + 1) ** self.length_penalty) if self.is_normalised else 1.0
 
 
 @dataclass
 class _State(PerSentence):
-    """The live sentences; every tensor begins with `[B]`. Place M of `ended_...` takes what nobody wants."""
+    """State of the live sentences; every tensor begins with `[B]`. Place M of `ended_...` is never read."""
 
     tokens: Tensor  # running hypotheses, the first token included, int64 [B, M, L + 2]
     scores: Tensor  # sums of log-probabilities up to each token, float32 [B, M, L + 1]
@@ -49,11 +49,11 @@ class _State(PerSentence):
     ended_total: Tensor  # length-normalised, float32 [B, M + 1]
     ended_at: Tensor  # the step, int64 [B, M + 1]
     count: Tensor  # of ended hypotheses, int64 [B, 1]
-    sentence: Tensor  # its number in the request, int64 [B]
+    sentence: Tensor  # index in the request, int64 [B]
 
 
 class FairseqBeamSearch:
-    """One request's search. `choose` takes a step; `done` and `result` say how it ended."""
+    """Beam search for one request. `choose` takes a step; `done` and `result` say how it ended."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class FairseqBeamSearch:
         device: torch.device,
         replayer: Replayer | None = None,
     ) -> None:
-        """`start`, `end`, `pad`: tokens; `replayer`: of the search's own steps."""
+        """`start`, `end`, `pad`: tokens; `replayer`: captures and replays the search's own steps."""
         self.beams, self.policy, self._end, self._replayer = beams, policy, end, replayer
         self._start, self._pad, self._device = start, pad, device
         self.state = self._first(batch)
@@ -78,7 +78,7 @@ class FairseqBeamSearch:
         self._known = Late(self._counts)
         self._begin()
         self._number_rows()
-        self._whole: tuple[_State, Tensor] | None = None  # from before sentences left, if their steps are kept
+        self._whole: tuple[_State, Tensor] | None = None  # the state before sentences left, if its steps are kept
 
     def _first(self, batch: int) -> _State:
         """The state before the first step."""
@@ -108,21 +108,21 @@ class FairseqBeamSearch:
         self._results: list[list[dict[str, Any]]] = [[] for _ in range(self.batch)]
 
     def restore_first_buffers(self) -> None:
-        """Have as many sentences again as at first, whatever they are."""
+        """Return to the tensors of the first step, for as many sentences as then, whatever the tensors contain."""
         if self._whole is not None:
             (self.state, self._first_row), self._whole = self._whole, None
-        self._attention, self._results = None, []  # which others have now
+        self._attention, self._results = None, []  # the finished call keeps them
         if self._replayer is not None:
             self._replayer.restore_first_buffers()
 
     def drop_retained(self) -> None:
-        """No other call will go on with this search."""
+        """Drop what is kept for later calls: none will go on with this search."""
         self._whole = None
         if self._replayer is not None:
             self._replayer.drop_retained()
 
     def restart(self, replayer: Replayer) -> None:
-        """Begin anew, in place, with as many sentences; of steps captured by then, `replayer` goes on."""
+        """Begin anew, in place, with as many sentences; `replayer` takes over the steps captured so far."""
         self.state.become(self._first(self.batch))
         self._begin()
         self._at.zero_()
@@ -148,7 +148,7 @@ class FairseqBeamSearch:
         return self.state.tokens.flatten(0, 1)
 
     def level(self, sentences: Tensor) -> None:
-        """All beams of these sentences, bool `[B]`, become their first."""
+        """Replace all beams of the sentences `sentences`, bool `[B]`, by the sentence's first beam."""
         state, some = self.state, sentences[:, None, None]
         for tensor in (state.tokens, state.scores, state.last[:, :, None]):
             tensor.copy_(torch.where(some, tensor[:, :1], tensor))
@@ -156,7 +156,7 @@ class FairseqBeamSearch:
     def choose(self, log_probs: Tensor, attention: Tensor | None = None) -> Tensor:
         """Choose the next beams from `log_probs`, float32 `[B*M, V]`, and return their parents' rows, int64 `[B*M]`.
 
-        `attention`: of this step to the source, `[B*M, N]`, for the result.
+        `attention`: this step's cross-attention weights, `[B*M, N]`, for the result.
         """
         if attention is not None:
             self._note(attention)
@@ -169,20 +169,20 @@ class FairseqBeamSearch:
             parents = self._replayer(self._of_all, log_probs, None)
         self.step += 1
         self._known.push()
-        # What the host learns a step late costs a step in which nothing changes.
+        # Where the CPU learns a step late that the search is done, one step more is taken, in which nothing changes.
         is_late = self._replayer is not None and self._replayer.waits_for_nothing
         self.done = self.step > self.policy.max_length or not self._known.values(is_late)[0]
         return parents
 
     def _turn_to(self, dtype: torch.dtype) -> None:
-        """Keep scores in this dtype, the scores' own."""
+        """Keep scores in `dtype`, the dtype of the log-probabilities."""
         state = self.state
         if state.last.dtype == dtype:
             return
         for name, tensor in vars(state).items():
             if tensor.is_floating_point():
                 setattr(state, name, tensor.to(dtype))
-        # What torch divides in.
+        # The dtype in which torch divides.
         self._divisors = self._divisors_in(torch.float64 if dtype == torch.float64 else torch.float32)
 
     def _divisors_in(self, dtype: torch.dtype) -> Tensor:
@@ -230,7 +230,7 @@ class FairseqBeamSearch:
         return rows
 
     def _collect(self, ending: Tensor, scores: Tensor, parents: Tensor) -> None:
-        """Put aside the candidates that end here, `[B, M]` each, as long as their sentence has fewer than M."""
+        """Store the candidates that end here, `[B, M]` each, as long as their sentence has fewer than M hypotheses."""
         state, beams = self.state, self.beams
         place = state.count + ending.cumsum(1) - 1
         place = torch.where(ending & (place < beams), place, beams)
@@ -253,12 +253,12 @@ class FairseqBeamSearch:
         return self.state.count[:, 0] >= self.beams
 
     def num_finished(self) -> int:
-        """How many sentences could leave, perhaps as of a step ago."""
+        """How many sentences have finished, perhaps as of a step ago."""
         return self._known.values(self._replayer is not None)[1]
 
     def evict(self, leaving: Tensor) -> Tensor:
-        """Take these sentences out, bool `[B]`, unless that is all; returns those that stay, int64 `[B']`."""
-        # If that is all, the search is done, though the host may not know yet.
+        """Evict the sentences `leaving`, bool `[B]`, unless they are all; returns those that stay, int64 `[B']`."""
+        # If they are all, the search is done, though the CPU may not know yet.
         leaving = leaving & ~leaving.all()
         self._store(torch.nonzero(leaving)[:, 0])
         stay = torch.nonzero(~leaving)[:, 0]
@@ -278,7 +278,7 @@ class FairseqBeamSearch:
         """For each sentence of the request its hypotheses as fairseq returns them, the best first.
 
         Raises:
-            AssertionError: as fairseq's loop, if a sentence has reached the maximal length and nothing can end there.
+            AssertionError: like fairseq's loop, if a sentence has reached the maximal length and nothing can end there.
         """
         self._store(torch.arange(self.batch, device=self._at.device))
         return self._results
@@ -298,7 +298,7 @@ class FairseqBeamSearch:
 
 
 def _hypothesis(state: _State, sentence: int, place: int, length: int, attention: Tensor | None) -> dict[str, Any]:
-    """As fairseq returns it; `length`: with the token that ends it; `attention`: `[L + 1, B, M, N]`."""
+    """A hypothesis as fairseq returns it; `length`: the end token included; `attention`: `[L + 1, B, M, N]`."""
     sums = state.ended_scores[sentence, place, :length]
     each = sums.clone()
     each[1:] -= sums[:-1]

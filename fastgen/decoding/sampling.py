@@ -1,4 +1,4 @@
-"""Greedy search and sampling with the interface of BeamSearch, so that both can share a batch with others' rows.
+"""Greedy search and sampling with the interface of `BeamSearch`, so that they, too, can join a batch that stays full.
 
 Shapes: `B` live sentences, `M` rows of each (samples), `L` maximal length, `V` vocabulary.
 """
@@ -25,9 +25,9 @@ class _Rows(PerSentence):
 
 
 class Sampling:
-    """One token a row and step: the best one, or one that is drawn from a random stream of its sentence's own.
+    """Chooses one token for each row and step: the best, or one drawn from the sentence's own random stream.
 
-    So a sentence's samples are those of a call of `generate` for it alone, after `torch.manual_seed`.
+    So a sentence's samples equal those of `generate` for that sentence alone, after `torch.manual_seed`.
     """
 
     ranks = False
@@ -55,16 +55,16 @@ class Sampling:
         return self.live.tokens[:, :, : self.length].flatten(0, 1)
 
     def choose(self, scores: Tensor, is_stopped: IsStopped, sample: bool = False, is_tied: bool = False) -> Tensor:
-        """The next token of each row by `scores` `[B*M, V]`, logits as the host's processors left them.
+        """Choose the next token of each row by `scores` `[B*M, V]`, logits after the host's logits processors.
 
-        Whether it samples was said before: see `seeds`. Returns the rows that go on, int64 `[B*M]`: all of them.
+        `sample` is ignored: `seeds` decides. Returns the row that each row continues, int64 `[B*M]`: that same row.
         """
         live, shape = self.live, (self.batch, self.beams)
         if self._streams is None:
             tokens = scores.argmax(-1)
         else:
             shares = scores.softmax(-1)
-            # On a GPU drawing from them would end the process.
+            # On a GPU, drawing from infinite numbers or NaN would end the process.
             if not bool(shares.isfinite().all()):
                 raise ValueError("the options leave no probabilities to draw from")
             shares = shares.unflatten(0, shape)
@@ -93,18 +93,18 @@ class Sampling:
         return ~self.live.unfinished.any(1)
 
     def num_finished(self) -> int:
-        """How many have."""
+        """How many sentences have ended in all their rows."""
         return int(self.finished_mask().sum())
 
     def evict(self, leaving: Tensor) -> Tensor:
-        """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""
+        """Evict the sentences `leaving`, bool `[B]`; returns those that stay, int64 `[B']`."""
         self._store(leaving)
         stay = torch.nonzero(~leaving)[:, 0]
         self.live.select(stay)
         return stay
 
     def hypotheses(self, row: int) -> tuple[Tensor, Tensor]:
-        """Tokens `[M, L]` and scores `[M]` of a live sentence that has finished: sums of log-probabilities."""
+        """Tokens `[M, L]` and scores `[M]`, sums of log-probabilities, of a live sentence that has finished."""
         return self.live.tokens[row], self.live.scores[row]
 
     def _store(self, which: Tensor) -> None:

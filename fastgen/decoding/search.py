@@ -1,4 +1,4 @@
-"""What a loop asks of whatever chooses the next tokens, be it beam search, greedy search or sampling.
+"""The interface between a loop and the search that chooses tokens: beam search, greedy search or sampling.
 
 Shapes: `B` live sentences, `M` rows of each (beams, or samples), `V` vocabulary, `L` maximal length.
 """
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-# Which of the candidates stop here: of tokens int64 `[B, K]`, and of what gives the whole hypotheses, int64
-# `[B*K, length + 1]`; bool `[B, K]`.
+# Says which candidates stop here, bool `[B, K]`, from their tokens, int64 `[B, K]`, and from a function that returns
+# the whole hypotheses, int64 `[B*K, length + 1]`.
 IsStopped = Callable[[Tensor, Callable[[], Tensor]], Tensor]
 
 
 @dataclass
 class Hypotheses:
-    """The result, best first: tokens int64 `[B, M, L]`, rows they came from int32 `[B, M, L - prompt]`
+    """The result, best first: tokens int64 `[B, M, L]`, rows that chose them int32 `[B, M, L - prompt]`
     (-1 past the end), scores float32 `[B, M]`."""
 
     tokens: Tensor
@@ -40,11 +40,11 @@ class Search(Protocol):
 
     @property
     def batch(self) -> int:
-        """B."""
+        """The number of live sentences, B."""
 
     @property
     def takes_logits(self) -> bool:
-        """Whether `choose_allowed` is worth a try."""
+        """Whether `choose_allowed` may do a step, so that it is worth a try."""
 
     def running(self) -> Tensor:
         """The live hypotheses so far, int64 `[B*M, length]`."""
@@ -56,19 +56,19 @@ class Search(Protocol):
         """
 
     def choose_allowed(self, logits: Tensor, banned: Tensor, is_stopped: IsStopped) -> Tensor | None:
-        """The same from logits, float32 `[B*M, V]`, with tokens that are banned in all rows, int64 `[n]`.
+        """Do what `choose` does, from logits, float32 `[B*M, V]`, with tokens `banned` in all rows, int64 `[n]`.
 
-        None, and nothing done, where that needs all log-probabilities.
+        Returns None, and does nothing, if log-probabilities of the whole vocabulary are needed.
         """
 
     def finished_mask(self) -> Tensor:
-        """Which live sentences nothing can change any more, bool `[B]`."""
+        """Which live sentences have finished, so that no step can change their results, bool `[B]`."""
 
     def num_finished(self) -> int:
-        """How many those are."""
+        """How many live sentences have finished."""
 
     def evict(self, leaving: Tensor) -> Tensor:
-        """Take these sentences out, bool `[B]`; returns those that stay, int64 `[B']`."""
+        """Evict the sentences `leaving`, bool `[B]`; returns those that stay, int64 `[B']`."""
 
     def hypotheses(self, row: int) -> tuple[Tensor, Tensor]:
         """Tokens `[M, L]` and scores `[M]`, best first, of a live sentence that has finished."""

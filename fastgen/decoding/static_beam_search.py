@@ -18,10 +18,10 @@ __phase__ = phases.CHOICE
 
 
 class StaticBeamSearch(BeamSearch):
-    """Beam search whose criteria look at the last token and the length alone.
+    """Beam search in captured steps, with stopping criteria that depend only on the last token and the length.
 
-    Whether it is done, and how many sentences could leave, the host learns a step late, so that nobody waits for the
-    device: from the step that ended the search on, what has finished stays as it is.
+    The CPU learns one step late whether the search is done, and how many sentences have finished, so that it need not
+    wait for the device: steps after the end leave finished hypotheses as they are.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StaticBeamSearch(BeamSearch):
         ends: Tensor | None,
         is_late: bool,
     ) -> None:
-        """`ends`: the tokens that end a hypothesis, int64 `[n]`; `is_late`: a step more than needed does no harm."""
+        """`ends`: the tokens that end a hypothesis, int64 `[n]`; `is_late`: one step too many does no harm."""
         super().__init__(prompt, beams, candidates, policy, fill)
         device = prompt.device
         self._replayer = replayer
@@ -52,18 +52,18 @@ class StaticBeamSearch(BeamSearch):
         self._whole: tuple[Any, ...] | None = None  # from before sentences left, if their steps are kept
 
     def restore_first_buffers(self) -> None:
-        """Have as many sentences again as at first, whatever they are."""
+        """Return to the tensors of the first step, for as many sentences as then, whatever the tensors contain."""
         if self._whole is not None:
             (self.live, self._first_row, self._request_row, self._scores), self._whole = self._whole, None
         self._replayer.restore_first_buffers()
 
     def drop_retained(self) -> None:
-        """No other call will go on with this search."""
+        """Drop what is kept for later calls: none will go on with this search."""
         self._whole = None
         self._replayer.drop_retained()
 
     def restart(self, prompt: Tensor, replayer: Replayer) -> None:
-        """Begin anew, in place, with other prompts of the same shape; of steps captured by then, `replayer` goes on."""
+        """Begin anew, in place, with other prompts of the same shape; `replayer` takes over the captured steps."""
         self.live.become(self._first(prompt))
         self._begin(self.live)
         self._step.zero_()
@@ -75,10 +75,10 @@ class StaticBeamSearch(BeamSearch):
     takes_logits = False
 
     def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False, is_tied: bool = False) -> Tensor:
-        """As the parent's; the criteria are those given at first, and nothing is sampled."""
+        """Do what `BeamSearch.choose` does, with the criteria of `__init__` and without sampling."""
         if self._scores is None or (self._scores.shape, self._scores.dtype) != (log_probs.shape, log_probs.dtype):
             self._scores = torch.empty_like(log_probs)
-        self._scores.copy_(log_probs)  # from wherever these are now to where a captured step looks for them
+        self._scores.copy_(log_probs)  # to the address that a captured step reads
         parents: Tensor = self._replayer(self._choose, self._scores, None)
         self.length += 1
         self._known.push()
@@ -86,7 +86,7 @@ class StaticBeamSearch(BeamSearch):
         return parents
 
     def finished_mask(self) -> Tensor:
-        """As the parent's, and none where all are: then the search is done, though the host may not know yet."""
+        """Which sentences have finished, none if all have: then the search is done, which the CPU may not know yet."""
         finished_mask = super().finished_mask()
         return finished_mask & ~finished_mask.all()
 
@@ -101,7 +101,7 @@ class StaticBeamSearch(BeamSearch):
         return super().evict(leaving)
 
     def _choose(self, log_probs: Tensor) -> Tensor:
-        """A step, to be captured; returns the parents' rows, int64 `[B*M]`."""
+        """Do one step, in a way that can be captured; returns the parents' rows, int64 `[B*M]`."""
         live, beams, policy = self.live, self.beams, self.policy
         vocabulary = log_probs.shape[-1]
         totals = (log_probs.view(self.batch, beams, vocabulary) + live.scores[:, :, None]).flatten(1)
@@ -134,7 +134,7 @@ class StaticBeamSearch(BeamSearch):
         return local
 
     def _finish_all(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor, goes_on: Tensor) -> None:
-        """`_finish` of every sentence, whether anything has ended or not."""
+        """Do what `_finish` does, for every sentence, whether a hypothesis has ended or not."""
         live, beams, policy = self.live, self.beams, self.policy
         finishing = stopped & self._best
         normalised = divided(scores, self._divisors.index_select(0, self._step))
@@ -157,7 +157,7 @@ class StaticBeamSearch(BeamSearch):
 
 
 class Late:
-    """A small tensor's values on the host, as they were a step ago, or now at the price of waiting."""
+    """The values of a small tensor on the CPU: those of a step ago or, after waiting for the device, the latest."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -168,14 +168,14 @@ class Late:
         self.first = self._copies[0].clone()
 
     def push(self) -> None:
-        """Begin to copy the values of this step."""
+        """Begin to copy the values of this step to the CPU."""
         self._latest = 1 - self._latest
         self._copies[self._latest].copy_(self._tensor, non_blocking=True)
         if (event := self._events[self._latest]) is not None:
             event.record(torch.cuda.current_stream(self._tensor.device))
 
     def drop_retained(self) -> None:
-        """Until the next push is known, the values are those at first."""
+        """Return to the first values, until the next `push` has arrived."""
         for values, event in zip(self._copies, self._events, strict=True):
             if event is not None:
                 event.synchronize()
@@ -190,10 +190,10 @@ class Late:
 
 
 def of_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Beams of `[B, M, ...]` by their rows, int64 `[B*M]`, counted over the batch."""
+    """Select beams of `tensor`, `[B, M, ...]`, by their rows, int64 `[B*M]`, counted over the batch."""
     return tensor.flatten(0, 1).index_select(0, rows).view_as(tensor)
 
 
 def divided(scores: Tensor, divisor: Tensor) -> Tensor:
-    """`scores / divisor` as torch divides by a number: on CUDA it multiplies by the reciprocal."""
+    """`scores / divisor` as torch divides by a Python number: on CUDA it multiplies by the reciprocal."""
     return scores * divisor.reciprocal() if scores.is_cuda else scores / divisor

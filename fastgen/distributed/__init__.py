@@ -1,4 +1,4 @@
-"""Generation for corpora on many machines, on Ray, from the extra `ray`."""
+"""Generates corpora on many machines, with Ray; needs the extra `ray`."""
 
 from fastgen.distributed.dataset import generate
 

@@ -1,7 +1,7 @@
-"""Blocks through a pool of Ray's actors.
+"""Runs blocks through a pool of Ray actors.
 
-Of Ray's core, not of Ray Data: that keeps three actors of its own running beside them, which cost a tenth of the speed
-where a model has two cores.
+It uses Ray's core, not Ray Data, which keeps three further actors running: they cost a tenth of the speed where a model
+has two cores.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fastgen.distributed.connection import living_nodes
 from fastgen.distributed.placement import Placement
 from fastgen.pipeline.errors import WorkerError, first_line
 
-ATTEMPTS = 4  # a block that kills its worker this often is at fault itself; so is an actor that finishes none between
+ATTEMPTS = 4  # a block that kills a worker this often is at fault; so is an actor that finishes none in between
 PROGRESS = "progress"  # a thread that answers while a block is generated
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 60.0
 _DEATHS = (RayActorError, OutOfMemoryError, WorkerCrashedError, ObjectLostError)
 
-Told = dict[int, tuple[int, int]]  # by the numbers of the blocks that run: records and tokens so far
+Told = dict[int, tuple[int, int]]  # records and tokens so far, by number of a running block
 
 
 def results(
@@ -37,20 +37,20 @@ def results(
     told: Callable[[Told], None],
     warn: Callable[[str], None],
 ) -> Generator[Any, None, None]:
-    """What `worker.generate` returns for each block, in any order.
+    """Yield what `worker.generate` returns for each block, in any order.
 
-    Ray places actors, starts those that die again, and takes those that wait for room for what a growing cluster needs.
-    A block whose worker dies comes after those that are left, for whichever actor is free; an actor that can't be made,
-    or dies again and again, is given up while there are others; those that find no block left make room.
+    Ray places actors and restarts those that die; actors that wait for room tell it how far to grow a cluster. A block
+    whose worker dies is queued again, for any free actor. An actor that can't be made, or dies again and again, is
+    given up while there are others; an actor that finds no block left is removed.
 
     Args:
-        worker: with the methods of `worker.BlockWorker`; each actor has one, made with `arguments`.
-        told: is called twice a second.
-        warn: is called with a sentence about what is given up, or waits.
+        worker: a class with the methods of `worker.BlockWorker`; each actor has one object, made with `arguments`.
+        told: called twice a second with the progress of running blocks.
+        warn: called with a sentence about an actor that is given up, or that nothing starts.
 
     Raises:
-        WorkerError: a block's worker died `ATTEMPTS` times; nodes that are gone don't count: no block's fault.
-        RayError: of anything else that Ray can't do.
+        WorkerError: a block's worker died `ATTEMPTS` times; deaths on nodes that are gone don't count.
+        RayError: for anything else that Ray can't do.
     """
     remote = ray.remote(concurrency_groups={PROGRESS: 1})(worker).options(
         num_cpus=how.cpus, num_gpus=how.gpus, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD"
@@ -68,7 +68,7 @@ def results(
             if pool.running:
                 worked = now
             elif now - worked >= _PATIENCE_SECONDS:
-                worked = float("inf")  # said once
+                worked = float("inf")  # warn only once
                 warn("no actor has begun for a minute: Ray has no room for one, or none of its workers starts.")
             for reference in done:
                 if reference in pool.starting:
@@ -77,23 +77,23 @@ def results(
                     yield from pool.ended(reference)
     finally:
         for actor in pool.actors:
-            with contextlib.suppress(Exception):  # it must not hide what ended the run
+            with contextlib.suppress(Exception):  # an error here must not hide the one that ended the run
                 ray.kill(actor)
 
 
 class _Pool:
-    """Which actor starts, or is at which block, and who died of what."""
+    """The actors that start or run, the blocks that are left, and the deaths so far."""
 
     def __init__(self, actors: list[Any], blocks: Sequence[Block], warn: Callable[[str], None]) -> None:
         self.actors, self._warn = actors, warn
         self.left = deque(blocks)
-        self.starting = {_node(actor): actor for actor in actors}  # by what is waited for, here and below
-        self.running: dict[Any, tuple[Any, str, Block]] = {}  # actor, its node, what it does
-        self._deaths: dict[int, list[str]] = {}  # by the number of the block: the nodes
-        self._in_a_row: Counter[Any] = Counter()  # deaths of an actor since it finished a block
+        self.starting = {_node(actor): actor for actor in actors}  # by the reference to wait for, here and below
+        self.running: dict[Any, tuple[Any, str, Block]] = {}  # actor, node and block
+        self._deaths: dict[int, list[str]] = {}  # nodes of workers that died, by number of the block
+        self._in_a_row: Counter[Any] = Counter()  # deaths of an actor since it last finished a block
 
     def started(self, reference: Any) -> None:
-        """An actor is there, or can't be made."""
+        """Handle an actor that has started, or that can't be made."""
         actor = self.starting.pop(reference)
         try:
             node = ray.get(reference)
@@ -103,7 +103,7 @@ class _Pool:
             self._next(actor, node)
 
     def ended(self, reference: Any) -> Iterator[Any]:
-        """An actor is done with its block, or died of it; what it returned."""
+        """Handle an actor that has finished a block, or died; yields the block's result."""
         actor, node, block = self.running.pop(reference)
         try:
             one = ray.get(reference)
@@ -143,12 +143,12 @@ class _Pool:
 
 
 def _node(actor: Any) -> Any:
-    """The node to come of an actor that starts, or that Ray starts again."""
+    """A reference to the node of an actor, ready once Ray has started or restarted the actor."""
     return actor.node.options(max_task_retries=-1).remote()
 
 
 class _Sums:
-    """How far the blocks that run are, as far as their actors have said. None is waited for, or asked twice at once."""
+    """The progress of running blocks, as last told by the actors, which are asked without waiting for answers."""
 
     def __init__(self) -> None:
         self._asked: dict[Any, Any] = {}
@@ -163,7 +163,7 @@ class _Sums:
                 self._known[number] = records, tokens
         busy = set(self._asked.values())
         self._asked |= {actor.told.remote(): actor for actor, _ in running if actor not in busy}
-        # An answer may be about the block before.
+        # An answer may be about an actor's previous block.
         self._known = {number: self._known[number] for _, number in running if number in self._known}
         return dict(self._known)
 

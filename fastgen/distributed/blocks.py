@@ -1,7 +1,7 @@
-"""A corpus cut into blocks: who reads one needs no line of the others.
+"""Cuts a corpus into blocks, each of which can be read without the others.
 
-A block is what `fastgen-generate-transformers` sorts by length at once, so one process and many make the same batches
-of a corpus: their texts are the same, samples included, and scores differ as between two runs of one process.
+A block is as long as the window that `fastgen-generate-transformers` sorts by length, so one process and many make the
+same batches of a corpus: texts are the same, samples included, and scores differ as between two runs of one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastgen.pipeline.errors import InputError, first_line
 from fastgen.pipeline.transformers.records import PARQUET, Record, fill_text, format_of, parsed
 
 _CHUNK = 1 << 22  # bytes read at once
-_ROWS = 4096  # of Parquet
+_ROWS = 4096  # of Parquet, read at once
 _NEWLINE = ord("\n")
 
 
@@ -29,21 +29,21 @@ _NEWLINE = ord("\n")
 class Block:
     """Up to `batches.WINDOW` records of one file."""
 
-    number: int  # of the corpus
+    number: int  # in the corpus
     path: str
-    name: str  # of the file, as the user would say it
+    name: str  # the file's name as the user writes it
     form: str
-    offset: int  # where it begins: a byte, or a row of Parquet
+    offset: int  # where the block begins: a byte, or a row of Parquet
     size: int  # bytes, or rows
     count: int  # records
-    first: int  # index of its first record in the corpus
-    before: int  # records of the files before
-    file: str | None  # the name to show, where there are several files
-    stamp: str  # changes with the bytes of its records
+    first: int  # index of the block's first record in the corpus
+    before: int  # number of records in earlier files
+    file: str | None  # the name to show, if there are several files
+    stamp: str  # changes with the bytes of the records
 
     @property
     def begins(self) -> int:
-        """The number of its first record in the file, from 1."""
+        """The number of the block's first record in the file, from 1."""
         return self.first - self.before + 1
 
     def __str__(self) -> str:
@@ -55,13 +55,13 @@ class Source:
     """A file of the corpus."""
 
     path: str
-    name: str  # as the user would say it
+    name: str  # as the user writes it
     form: str
-    stamp: tuple[int, int]  # size and time of the last change in ns: another file has another
+    stamp: tuple[int, int]  # size, and time of the last change in ns, which tell whether the file has changed
 
 
 def opened(path: str) -> tuple[fs.FileSystem, str]:
-    """The file system of a path or URI, and the path in it."""
+    """The file system of a path or URI, and the path within it."""
     if "://" not in path:
         return fs.LocalFileSystem(), os.path.abspath(path)
     try:
@@ -74,7 +74,7 @@ def sources(path: str, form: str | None) -> list[Source]:
     """The files at `path`, a file or a folder, sorted by name; InputError if there are none to read.
 
     Args:
-        form: of all of them; by default each file's name tells.
+        form: form of all files; by default each file's name decides.
     """
     system, inside = opened(path)
     try:
@@ -104,7 +104,7 @@ def sources(path: str, form: str | None) -> list[Source]:
 
 
 class Cut(NamedTuple):
-    """A block of a file."""
+    """A block within a file: place, size, number of records, stamp."""
 
     offset: int
     size: int
@@ -113,17 +113,17 @@ class Cut(NamedTuple):
 
 
 def cut(source: Source, window: int) -> list[Cut]:
-    """The blocks of a file, each of `window` records but the last."""
+    """Cut a file into blocks, each of `window` records except the last."""
     system, inside = opened(source.path)
     try:
         if source.form == PARQUET:
             with system.open_input_file(inside) as file:
                 rows = pyarrow.parquet.ParquetFile(file).metadata.num_rows
             sizes = [(row, min(window, rows - row)) for row in range(0, rows, window)]
-            # Its rows could be told only by reading all of them: by the file.
+            # Changed rows could only be found by reading all of them, so the stamp is that of the file.
             stamp = "-".join(map(str, source.stamp))
             return [Cut(row, size, size, stamp) for row, size in sizes]
-        # No decompression: places are bytes of the file.
+        # No decompression, as offsets count bytes of the file.
         with system.open_input_stream(inside, compression=None) as stream:
             return _cut_lines(stream, window)
     except (OSError, pyarrow.ArrowException) as error:
@@ -132,7 +132,7 @@ def cut(source: Source, window: int) -> list[Cut]:
 
 def _cut_lines(stream: Any, window: int) -> list[Cut]:
     starts, lines, position, last = [0], 0, 0, b"\n"
-    crcs = [0]  # of each block, without the line end at the end of the file
+    crcs = [0]  # of each block, with a line end after the file's last line
     while chunk := stream.read(_CHUNK):
         ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
         places = (ends[-(lines + 1) % window :: window] + 1).tolist()
@@ -144,8 +144,8 @@ def _cut_lines(stream: Any, window: int) -> list[Cut]:
         lines, position, last = lines + len(ends), position + len(chunk), chunk[-1:]
     if last != b"\n":
         lines += 1
-        crcs[-1] = zlib.crc32(b"\n", crcs[-1])  # the same lines, whether the last one is ended or not
-    starts = [start for start in starts if start < position]  # none of an empty file, or behind the last line
+        crcs[-1] = zlib.crc32(b"\n", crcs[-1])  # so that a missing last line end makes no difference
+    starts = [start for start in starts if start < position]  # no block in an empty file, or after the last line
     return [
         Cut(start, end - start, min(window, lines - number * window), f"{crcs[number]:08x}")
         for number, (start, end) in enumerate(zip(starts, [*starts[1:], position], strict=False))
@@ -153,7 +153,7 @@ def _cut_lines(stream: Any, window: int) -> list[Cut]:
 
 
 def numbered(files: list[Source], cuts: list[list[Cut]]) -> list[Block]:
-    """All blocks of the corpus, given those of each file."""
+    """All blocks of the corpus, numbered, from the blocks of each file."""
     found: list[Block] = []
     total = 0
     for source, parts in zip(files, cuts, strict=True):
@@ -179,7 +179,7 @@ def numbered(files: list[Source], cuts: list[list[Cut]]) -> list[Block]:
 
 
 def read(block: Block, text_field: str) -> Iterator[Record]:
-    """The records of a block; one that can't be used has its `error` set."""
+    """Yield the records of a block; a record that can't be used has its `error` set."""
     system, inside = opened(block.path)
     with system.open_input_file(inside) as file:
         if block.form == PARQUET:
@@ -201,7 +201,7 @@ def read(block: Block, text_field: str) -> Iterator[Record]:
 
 
 def _rows(block: Block, file: Any, text_field: str) -> Iterator[Record]:
-    # In pieces: a row group may be larger than memory, and what lies behind the block is not read.
+    # Read in pieces: a row group may be larger than memory, and rows after the block are not read.
     parquet = pyarrow.parquet.ParquetFile(file, buffer_size=_CHUNK)
     names = parquet.schema_arrow.names
     if text_field not in names:

@@ -1,4 +1,4 @@
-"""A Ray cluster for as long as a command runs."""
+"""Connects to a Ray cluster, or starts one on this machine, for as long as a command runs."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from fastgen.pipeline.errors import InputError, first_line
 
 _PATIENCE_SECONDS = 10.0
 _WATCH_SECONDS = 5.0
-_SILENCE_SECONDS = 30.0  # of the head; Ray waits for it for a minute
-# What Ray has for systems where it offers no clusters: with 0 all listens on the loopback alone.
+_SILENCE_SECONDS = 30.0  # of the cluster's head; Ray waits for it for a minute
+# Ray's variable for systems without clusters: with 0 all processes listen only on the loopback.
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 @contextlib.contextmanager
 def connected(address: str, say: Callable[[str], None], environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """A cluster: that at `address`; without one that of RAY_ADDRESS, else one of this machine alone.
+    """Inside the block, be connected to the cluster at `address`, by default at RAY_ADDRESS, else to a local one.
 
-    That of this machine listens on the loopback, and takes orders from those alone who can read the user's token.
+    A local cluster listens on the loopback, and only obeys those who can read the user's token.
 
     Args:
-        say: is called with a sentence, from a thread, if the cluster's head has gone.
-        environment: of the processes of a Ray that is begun here; what is set already stays.
+        say: called with a sentence, from a thread, if the cluster's head does not answer.
+        environment: variables for the processes of a local cluster; variables that are set already stay.
 
     Raises:
-        InputError: the cluster cannot be reached or begun, or others can read the token.
+        InputError: the cluster cannot be reached or started, or others can read the token.
     """
     logging.getLogger("ray").setLevel(logging.ERROR)
     before = ray.is_initialized()
     if before and address:
         raise InputError(f"This process is connected to a Ray cluster: leave out the address {address}.")
     if not before:
-        address = address or os.environ.get("RAY_ADDRESS") or "local"  # else Ray takes any cluster of this machine
+        address = address or os.environ.get("RAY_ADDRESS") or "local"  # else Ray takes any cluster on this machine
         _check(address)
         terminated = signal.getsignal(signal.SIGTERM)
         try:
@@ -58,9 +58,9 @@ def connected(address: str, say: Callable[[str], None], environment: Mapping[str
             where = "Ray" if address == "local" else f"the Ray cluster at {address}"
             raise InputError(f"Cannot start or reach {where}: {first_line(error)}.") from error
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, terminated)  # Ray puts its own in the place of the command's
+            signal.signal(signal.SIGTERM, terminated)  # Ray replaces the command's handler
     ended = threading.Event()
-    if not client.is_connected():  # at ray://, where a lost connection is an error
+    if not client.is_connected():  # a client at ray:// gets an error when the connection is lost
         head = ray.get_runtime_context().gcs_address
         threading.Thread(target=_watch, args=(head, ended, say), name="fastgen-watch", daemon=True).start()
     try:
@@ -73,10 +73,10 @@ def connected(address: str, say: Callable[[str], None], environment: Mapping[str
 
 @contextlib.contextmanager
 def _alone(environment: Mapping[str, str]) -> Iterator[None]:
-    """A Ray that begins here listens on the loopback, and its processes have `environment`."""
+    """Inside the block, a Ray that is started listens on the loopback, and its processes have `environment`."""
     added = {name: value for name, value in {_CLUSTERS: "0", **environment}.items() if name not in os.environ}
     os.environ.update(added)
-    offered = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)  # which was read when Ray was imported
+    offered = getattr(ray_constants, "ENABLE_RAY_CLUSTER", None)  # read when Ray was imported
     if _CLUSTERS in added:
         ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -88,19 +88,19 @@ def _alone(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _make_token_private() -> None:
-    """Ray makes its file as the umask has it, so that others can read what lets them run anything.
+    """Make the file of Ray's token private: Ray creates it by the umask, and who reads it can run anything.
 
     Raises:
         InputError: the file cannot be made, or its mode cannot be changed.
     """
-    chosen = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # environment variables: the token is elsewhere
+    chosen = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # if one of these variables is set, the token is elsewhere
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token" or any(os.environ.get(name) for name in chosen):
         return
     path = Path.home() / ".ray" / "auth_token"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
-            whole = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # or another command might read half of it
+            whole = path.with_name(f"{path.name}.{secrets.token_hex(8)}")  # else another command might read half of it
             with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
             try:
@@ -116,7 +116,7 @@ def _make_token_private() -> None:
 
 
 def _watch(head: str, ended: threading.Event, say: Callable[[str], None]) -> None:
-    """Say that the head is gone: after a minute Ray ends the process, with code 1 and without a word."""
+    """Say that the head does not answer: after a minute Ray ends the process, with code 1 and without a message."""
     heard = time.monotonic()
     while not ended.wait(_WATCH_SECONDS):
         try:
@@ -130,19 +130,19 @@ def _watch(head: str, ended: threading.Event, say: Callable[[str], None]) -> Non
 
 
 def is_node_alive() -> bool:
-    """Whether this process still has a node; without one Ray does nothing for it, and doesn't end it either."""
+    """Whether the node of this process lives; without it Ray does nothing for the process, nor ends it."""
     if client.is_connected():
-        return True  # its server's node, without which calls fail
+        return True  # calls fail if the server's node is gone
     return ray.get_runtime_context().get_node_id() in living_nodes()
 
 
 def living_nodes() -> set[str]:
-    """The identifiers of the cluster's nodes that live."""
+    """The identifiers of the cluster's living nodes."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
 def _check(address: str) -> None:
-    """Somebody listens there: Ray itself would wait for minutes."""
+    """Raise InputError if nobody listens at `address`: Ray itself would wait for minutes."""
     if not address.rpartition(":")[2].isdecimal():  # such as "auto"
         return
     try:

@@ -1,4 +1,4 @@
-"""Generation for the rows of a `ray.data.Dataset`."""
+"""Generates for the rows of a `ray.data.Dataset`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastgen.pipeline.transformers.settings import RunSettings
 if TYPE_CHECKING:
     import ray.data
 
-# Arguments of the command that are about its files, or said to `generate` in another way.
+# Arguments of the command that are about files, or that `generate` takes in another way.
 _NOT_OPTIONS = set(
     """model input output input_format output_format on_error resume overwrite quiet references metrics ray
     shards generation actors cpus_per_actor gpus_per_actor""".split()
@@ -30,24 +30,24 @@ def generate(
 ) -> ray.data.Dataset:
     """The dataset with what `model` generates for each row, in the columns `outputs` and `error`.
 
-    Lazy, as all of Ray Data: nothing runs until rows are asked for or written.
+    It is lazy, as all of Ray Data: nothing runs until rows are read or written.
 
     Args:
-        dataset: its column `text_field` (default: "text") has the inputs, as strings.
+        dataset: the column `text_field` (default: "text") has the inputs, as strings.
         model: name or folder of a model of Hugging Face transformers, which every node can reach.
-        actors: copies of the model, or "LEAST:MOST"; by default one for each GPU, or else one for each node.
-        cpus_per_actor: by default 1 beside a GPU, else all of the node.
-        gpus_per_actor: by default 1 where the cluster has GPUs.
-        options: those of `fastgen-generate-transformers`, with underscores: `batch_size=64`, `task_prefix="..."`; and
-            the fields of transformers' GenerationConfig: `num_beams=4`, `max_new_tokens=100`.
+        actors: number of copies of the model, or "LEAST:MOST"; by default one for each GPU, else one for each node.
+        cpus_per_actor: by default 1 with a GPU, else all of the node.
+        gpus_per_actor: by default 1 if the cluster has GPUs.
+        options: options of `fastgen-generate-transformers`, with underscores: `batch_size=64`, `task_prefix="..."`; and
+            fields of transformers' GenerationConfig: `num_beams=4`, `max_new_tokens=100`.
 
     Returns: `outputs` is a list of `{"text": str, "score": float or None}`, best first; for a row that can't be used
         it is None, and `error` is a sentence that says why.
 
     Raises:
         TypeError: there is no such option.
-        InputError: an option's value can't be used. What only the workers can find out, such as a model that can't be
-            loaded, is raised by Ray when the dataset runs.
+        InputError: an option's value can't be used. Errors that only the workers can find, such as a model that can't
+            be loaded, are raised by Ray when the dataset runs.
     """
     import ray.data
 
@@ -57,7 +57,7 @@ def generate(
 
     settings = _settings(model, options)
     if not ray.is_initialized():
-        ray.init()  # wherever Ray's own functions would have
+        ray.init()  # as Ray's own functions would do
     how = placement(None if actors is None else str(actors), cpus_per_actor, gpus_per_actor, nodes_of(ray.nodes()))
     return dataset.map_batches(
         RowWorker,
@@ -71,7 +71,7 @@ def generate(
 
 
 def _settings(model: str, options: dict[str, Any]) -> RunSettings:
-    """Settings of a run with these options, or fields of GenerationConfig."""
+    """The settings of a run, from options and fields of GenerationConfig."""
     fields = generation_fields.field_types()
     known = {each.name for each in dataclasses.fields(RunSettings)} - _NOT_OPTIONS
     if unknown := next((name for name in options if name not in known and name not in fields), None):

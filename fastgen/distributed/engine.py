@@ -1,4 +1,4 @@
-"""Records in, outputs out: the model of an actor, loaded once."""
+"""Turns records into outputs with an actor's model, which is loaded once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastgen.pipeline.workers import WorkerPool
 
 
 class Engine:
-    """Outputs of records, as `fastgen-generate-transformers` makes them."""
+    """Generates outputs for records, as `fastgen-generate-transformers` does."""
 
     def __init__(self, job: Job) -> None:
         if job.version != fastgen.__version__:
@@ -26,7 +26,7 @@ class Engine:
                 f"This node has fastgen {fastgen.__version__}, the driver {job.version}: install the same on both."
             )
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
-        torch.set_num_threads(max(1, int(cpus)))  # what was asked for, whatever else is on the node
+        torch.set_num_threads(max(1, int(cpus)))  # as many as were asked for, whatever else runs on the node
         known = prepare.prepared(job.settings)
         self._pool = WorkerPool(job.settings.workers or 0, tokenizing.build, known.spec)
         self._generator = prepare.generator_of(
@@ -37,10 +37,10 @@ class Engine:
     def outputs(
         self, found: Iterable[records.Record], progress: Any = lambda records, tokens: None
     ) -> Iterator[tuple[records.Record, Outputs]]:
-        """Each record with its hypotheses, empty ones for one that can't be used; in any order."""
+        """Yield each record with its hypotheses, in any order; for unusable records the hypotheses are empty."""
         generator, source = self._generator, self._generator.source
         generator.progress, source.records = progress, iter(found)
-        ready: list[Any] = []  # batches whose texts are being made
+        ready: list[Any] = []  # batches that are being detokenised
         for window in source:
             for batch in source.cut(window):
                 if not batch.records[0].usable:

@@ -1,4 +1,4 @@
-"""What the driver tells every actor."""
+"""The data that the driver sends to every actor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fastgen.version import __version__
 
 @dataclass(frozen=True)
 class Job:
-    """What every actor of a run is told."""
+    """The settings of a run, for its actors."""
 
     settings: RunSettings
-    form: str  # of the output
+    form: str  # form of the output
     version: str = __version__

@@ -1,8 +1,7 @@
-"""The folder of a run: a part for each block, and a mark for each part that is whole.
+"""Manages the folder of a run: a part for each block, and a mark for each complete part.
 
-A part is written under a name of its own, renamed, and then marked; so of a writer that dies at any point, or of two
-that were given the same block, there is one whole part or none. What begins with `_` is passed over by readers of
-such folders (Ray, Spark, pyarrow).
+A part is written under another name, renamed, and then marked; so if a writer dies at any point, or two write the same
+block, there is one complete part or none. Readers of such folders (Ray, Spark, pyarrow) skip names that begin with `_`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fastgen.pipeline.transformers import records
 from fastgen.pipeline.transformers.failures import Policy
 
 SETTINGS, _MARKS = "_settings.json", "_done"
-# `score` is null where there is none; `id` has JSON where the input's is no string.
+# `score` is null if there is none; `id` is JSON if the input's id is no string.
 SCHEMA = pyarrow.schema(
     [
         ("file", pyarrow.string()),
@@ -45,7 +44,7 @@ Outputs = list[tuple[str, float | None]]
 
 @dataclass(frozen=True)
 class Mark:
-    """What a part holds."""
+    """The record of a complete part: what it holds, and what was read."""
 
     size: int  # bytes
     crc: int
@@ -53,11 +52,11 @@ class Mark:
     failed: int
     tokens: int
     errors: list[str]  # the first few
-    block: list[Any]  # what was read
+    block: list[Any]  # identifies the input that was read
 
 
 class Parts:
-    """The parts at a path or URI."""
+    """The parts of a run, in the folder at a path or URI."""
 
     def __init__(self, path: str, form: str, *, private: bool = False) -> None:
         """`private`: the folder is for this user alone."""
@@ -68,10 +67,10 @@ class Parts:
     def begin(
         self, settings: dict[str, Any], corpus: list[blocks.Block], *, resume: bool, overwrite: bool
     ) -> dict[int, Mark]:
-        """The blocks that need not be done again.
+        """Prepare the folder; returns the marks of blocks that need not be done again, by number.
 
         Raises:
-            InputError: the folder is another run's, or it is not said what is to become of an earlier run's parts.
+            InputError: the folder is another run's, or has an earlier run's parts and neither option is given.
         """
         settings = json.loads(json.dumps(settings, default=str))
         try:
@@ -102,14 +101,14 @@ class Parts:
                     f"Cannot resume {self.path}: it was begun with another {different}; --overwrite starts again."
                 )
             for name in self._names(""):
-                if name.startswith("_writing."):  # of writers that died
+                if name.startswith("_writing."):  # left by writers that died
                     self._fs.delete_file(f"{self._folder}/{name}")
             marks = {f"{_MARKS}/{name}" for name in self._names(_MARKS)}
             marked = [block for block in corpus if _mark_name(block.number) in marks]
             found = {block.number: mark for block in marked if (mark := self.mark(block)) is not None}
             keep = {name for number in found for name in (self.name(number), _mark_name(number))}
             for name in [*self._parts(), *marks]:
-                if name not in keep:  # of lines that the input no longer has, or has changed
+                if name not in keep:  # parts of lines that the input no longer has, or that have changed
                     self._fs.delete_file(f"{self._folder}/{name}")
             return found
         except OSError as error:
@@ -121,7 +120,7 @@ class Parts:
         return self._read(SETTINGS) is not None
 
     def mark(self, block: blocks.Block) -> Mark | None:
-        """The mark of a block's part; None if there is none yet, or the part or the input is not what it says."""
+        """The mark of a block's part; None if there is none, or the part or the input has changed since."""
         try:
             mark = Mark(**json.loads(self._read(_mark_name(block.number)) or b""))
         except (ValueError, TypeError):
@@ -137,7 +136,7 @@ class Parts:
     def write(
         self, block: blocks.Block, done: list[tuple[records.Record, Outputs]], tokens: int, policy: Policy
     ) -> Mark:
-        """The part of a block, and its mark."""
+        """Write the part of a block, and the mark, which is returned."""
         data = _rendered([pair for pair in done if not policy.leaves_out(pair[0])], self.form)
         errors = [record.error for record, _ in done if record.error is not None]
         crc = zlib.crc32(data)
@@ -147,19 +146,19 @@ class Parts:
         return mark
 
     def read(self, number: int, mark: Mark) -> bytes:
-        """A part, which is what its mark says, or InputError."""
+        """Read a part; InputError if it is not as the mark says."""
         part = self._read(self.name(number))
         if part is None or (len(part), zlib.crc32(part)) != (mark.size, mark.crc):
             raise InputError(f"{self.path}/{self.name(number)} is gone or has changed: --resume makes it again.")
         return part
 
     def remove(self) -> None:
-        """The folder and all that is in it."""
+        """Remove the folder with all that is in it."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.delete_dir(self._folder)
 
     def _empty(self) -> None:
-        """Remove what a run has written there, and nothing else."""
+        """Remove all that a run has written in the folder, and nothing else."""
         for name in [*self._parts(), *(name for name in self._names("") if name.startswith("_writing."))]:
             self._fs.delete_file(f"{self._folder}/{name}")
         self._fs.delete_dir(f"{self._folder}/{_MARKS}")
@@ -187,7 +186,7 @@ class Parts:
 
 
 def _identity(block: blocks.Block) -> list[Any]:
-    """What a part depends on."""
+    """The properties of a block on which the part depends."""
     return [block.first, block.before, block.count, block.name, block.file, block.stamp]
 
 
@@ -217,5 +216,5 @@ def _rows(done: list[tuple[records.Record, Outputs]]) -> Iterator[dict[str, Any]
 
 
 def listed(found: Outputs) -> list[dict[str, Any]]:
-    """Hypotheses as Parquet and Ray's datasets have them."""
+    """Hypotheses in the form of a row of Parquet or of a Ray dataset."""
     return [{"text": text, "score": score} for text, score in found]

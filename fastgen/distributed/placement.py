@@ -1,4 +1,4 @@
-"""How many actors, and what of a node each one gets."""
+"""Decides how many actors there are, and how many CPUs and GPUs each gets."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ class Node:
 
 @dataclass(frozen=True)
 class Placement:
-    """What Ray is asked for."""
+    """The number of actors, and the resources of each, to ask Ray for."""
 
-    least: int  # actors
+    least: int  # number of actors
     most: int
-    cpus: float  # for each
+    cpus: float  # for each actor
     gpus: float
 
 
 def placement(actors: str | None, cpus: float | None, gpus: float | None, nodes: list[Node]) -> Placement:
-    """With what the user said, and of the rest: an actor for each GPU, or else one for each node and all its CPUs.
+    """The placement that the user asks for; by default an actor for each GPU, else one with all CPUs for each node.
 
     Args:
-        actors: "N", or "LEAST:MOST" for Ray to choose from as the cluster grows and shrinks.
+        actors: "N", or "LEAST:MOST", between which Ray chooses as the cluster grows and shrinks.
     """
     if not nodes:
         raise InputError("The Ray cluster has no nodes: `ray start` adds one.")
     if gpus is None:
         gpus = 1.0 if any(node.gpus for node in nodes) else 0.0
-    # A head is often begun without CPUs, so that no work is placed on it.
+    # A head node is often started without CPUs, so that no work is placed on it.
     able = [node for node in nodes if node.cpus and node.gpus >= gpus] or [Node(1, gpus)]
     if actors is None:
         room = [int(node.gpus / gpus) if gpus else 1 for node in able]
@@ -43,14 +43,14 @@ def placement(actors: str | None, cpus: float | None, gpus: float | None, nodes:
     else:
         least, most = _range(actors)
     if cpus is None:
-        share = -(-least // len(able))  # of the actors on a node
+        share = -(-least // len(able))  # actors on a node
         each = min(node.cpus for node in able) / share
         cpus = 1.0 if gpus else float(int(each)) if each >= 1 else each
     return Placement(least, most, cpus, gpus)
 
 
 def nodes_of(nodes: list[dict[str, Any]]) -> list[Node]:
-    """The nodes that live, of what `ray.nodes()` says."""
+    """The living nodes, from the result of `ray.nodes()`."""
     resources = [node["Resources"] for node in nodes if node["Alive"]]
     return [Node(one.get("CPU", 0), one.get("GPU", 0)) for one in resources]
 

@@ -1,4 +1,4 @@
-"""`fastgen-generate-transformers ... --ray`: the blocks of a corpus through a pool of actors."""
+"""One run of `fastgen-generate-transformers ... --ray`: generates the blocks of a corpus in a pool of actors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def run(settings: RunSettings) -> int:
         if any(output.exists() and Path(file.path).exists() and output.samefile(file.path) for file in files):
             raise InputError(f"{output} is the input: choose another file for the output.")
         parts = Parts(f"{output}.parts", form, private=True)
-        # With parts of a run that was killed, the file is an older one's, or what that run had put together.
+        # If there are parts of a killed run, the output file is from an older run, or was being merged by that run.
         goes_on = settings.resume and parts.exist()
         with Journal(output, decisive).locked(
             resume=settings.resume and not goes_on, overwrite=settings.overwrite or goes_on
@@ -91,7 +91,7 @@ def _check_complete(output: Path, facts: dict[str, Any], corpus: list[Block]) ->
 
 
 def _stamp(corpus: list[Block]) -> str:
-    """Changes with what is in the corpus."""
+    """A checksum that changes with the content of the corpus."""
     stamps = [[block.name, block.count, block.stamp] for block in corpus]
     return f"{zlib.crc32(json.dumps(stamps).encode()):08x}"
 
@@ -103,12 +103,12 @@ def _exit(failed: int, total: int) -> int:
 
 
 def _cut(files: list[blocks.Source]) -> list[list[blocks.Cut]]:
-    """The blocks of each file."""
+    """Cut each file into blocks."""
     return _each([(file, WINDOW) for file in files], blocks.cut)
 
 
 def _each(arguments: list[tuple[Any, ...]], function: Callable[..., Any]) -> list[Any]:
-    """What the function returns for each of these; of several files, the cluster reads them."""
+    """Call the function with each of these arguments, on the cluster if there are several."""
     if len(arguments) == 1:
         return [function(*arguments[0])]
     remote = ray.remote(num_cpus=1)(function)
@@ -121,7 +121,7 @@ def _each(arguments: list[tuple[Any, ...]], function: Callable[..., Any]) -> lis
 def _generate(
     settings: RunSettings, form: str, corpus: list[Block], parts: Parts, decisive: dict[str, Any]
 ) -> dict[int, Mark]:
-    """All parts: by the numbers of their blocks what each one holds."""
+    """Generate all parts; returns their marks by number of the block."""
     nodes = nodes_of(ray.nodes())
     how = placement(settings.actors, settings.cpus_per_actor, settings.gpus_per_actor, nodes)
     if not settings.resume:  # before an earlier run's parts are replaced
@@ -165,7 +165,7 @@ def _generate(
 
 
 def _scan(settings: RunSettings, form: str, corpus: list[Block]) -> None:
-    """InputError for a line that would end the run, before any model is loaded; what is too long the actors find."""
+    """Raise InputError for a line that would end the run, before a model is loaded; not for texts that are too long."""
     policy = policy_of(settings.on_error, form)
     if STOP not in policy:
         return
@@ -181,7 +181,7 @@ def _scan_file(corpus: list[Block], text_field: str, policy: Policy) -> None:
 
 
 class _Following:
-    """The progress line shows the blocks that are done, and of those that run what their actors say."""
+    """Feeds the progress line with finished blocks and with the progress of running ones."""
 
     def __init__(self, line: Progress) -> None:
         self.line = line
@@ -204,21 +204,21 @@ class _Following:
 
 
 def _absolute(settings: RunSettings) -> RunSettings:
-    """For workers, which have another working directory."""
+    """The settings with absolute paths, as workers have another working directory."""
     paths = {name: getattr(settings, name) for name in ("model", "tokenizer")}
     there: Any = {name: str(Path(path).absolute()) for name, path in paths.items() if path and Path(path).exists()}
     return dataclasses.replace(settings, **there)
 
 
 def _problem(done: Done) -> Exception:
-    """What a worker couldn't do; its own sentences are the user's already."""
+    """The exception for a worker's problem: InputError if the worker raised one, else WorkerError with the trace."""
     if done.trace.strip().splitlines()[-1].startswith(f"{InputError.__module__}.{InputError.__qualname__}"):
         return InputError(done.problem)
     return WorkerError(f"{done.problem}\n{done.trace.strip()}")
 
 
 def _merge(parts: Parts, corpus: list[Block], marks: dict[int, Mark], journal: Journal) -> None:
-    """One file in the order of the input."""
+    """Merge all parts into one file, in the order of the input."""
     with journal.opened() as file:
         if parts.form != records.PARQUET:
             for block in corpus:

@@ -1,4 +1,4 @@
-"""What an actor does: the model loaded once, then block after block. Torch comes with the engine: drivers need none."""
+"""The workers in actors: they load the model once, and generate blocks. Only the engine imports torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from fastgen.pipeline.transformers.failures import policy_of
 
 @dataclass
 class Done:
-    """What became of a block."""
+    """The outcome of a block."""
 
     block: blocks.Block
-    mark: Mark | None  # none if there was a problem
+    mark: Mark | None  # None if there was a problem
     warnings: list[str]
     problem: str = ""
     trace: str = ""  # of the problem
 
 
 class BlockWorker:
-    """An actor of a run. What it can't do is said in `problem`, not raised: Ray would say it in fifty lines."""
+    """An actor of a run. Errors are returned in `Done.problem`, not raised: Ray would print them in fifty lines."""
 
     def __init__(self, job: Job, folder: str) -> None:
         self._job, self._folder = job, folder
@@ -41,22 +41,22 @@ class BlockWorker:
         self._told = (-1, 0, 0)
 
     def node(self) -> str:
-        """Where it is."""
+        """The identifier of the actor's node."""
         return str(ray.get_runtime_context().get_node_id())
 
     @ray.method(concurrency_group=PROGRESS, enable_task_events=False)
     def told(self) -> tuple[int, int, int]:
-        """The block it is at, and how many records and tokens of it are done."""
+        """The number of the current block, and how many of its records and tokens are done."""
         return self._told
 
     def generate(self, block: blocks.Block) -> Done:
-        """Outputs of a block, written as a part."""
+        """Generate a block, and write the outputs as a part."""
         warnings: list[str] = []
         self._told = block.number, 0, 0
         try:
             if self._parts is None:
                 self._parts = Parts(self._folder, self._job.form)
-            # It may be there: a worker that died had written it, and could not say so.
+            # The part may exist: a worker may have written it and died before it could say so.
             done = Done(block, self._parts.mark(block) or self._done(block, self._parts), warnings)
         except Exception as error:
             problem = str(error) if isinstance(error, InputError) else f"{block}: {first_line(error)}"
@@ -67,7 +67,7 @@ class BlockWorker:
         return done
 
     def _done(self, block: blocks.Block, parts: Parts) -> Mark:
-        if self._engine is None:  # not before: what it raises must find its way to the driver
+        if self._engine is None:  # only now, so that errors get to the driver
             from fastgen.distributed.engine import Engine
 
             self._engine = Engine(self._job)
@@ -87,7 +87,7 @@ class BlockWorker:
 
 
 class RowWorker:
-    """An actor of Ray Data over rows of a dataset: columns `outputs` and `error` are added."""
+    """An actor of Ray Data for rows of a dataset: adds the columns `outputs` and `error`."""
 
     def __init__(self, job: Job) -> None:
         from fastgen.distributed.engine import Engine
@@ -98,7 +98,7 @@ class RowWorker:
         if self._field not in table.column_names:
             raise InputError(f"The dataset has no column {self._field!r}: text_field names that of the text.")
         texts = table.column(self._field).to_pylist()
-        # Seeds the sampling: rows of a dataset have no numbers, and what each batch draws must differ.
+        # Seeds the sampling: rows of a dataset have no numbers, and each batch must draw other numbers.
         first = zlib.crc32(repr(texts).encode())
         rows = []
         for index, text in enumerate(texts):

@@ -1,1 +1,1 @@
-"""How one layer is computed faster: attention of beams, and linear layers."""
+"""Computes single layers faster: attention of beams, and linear layers."""

@@ -19,7 +19,7 @@ __phase__ = phases.ATTENTION
 
 
 def as_beams(query: Tensor) -> Tensor:
-    """A sentence's queries of several positions as if its beams': `[B, H, P, D]` -> `[B*P, H, 1, D]`."""
+    """Treat a sentence's queries at several positions as beams: `[B, H, P, D]` -> `[B*P, H, 1, D]`."""
     return query.transpose(1, 2).flatten(0, 1)[:, :, None]
 
 
@@ -51,12 +51,12 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
 
 
 def may_take_triton(query: Tensor, *others: Tensor) -> bool:
-    """Whether a kernel of `fastgen.layers.attention_kernels` may attend from this query to these others."""
+    """Whether a kernel of `fastgen.layers.attention_kernels` may be used for these tensors."""
     return query.device.type == "cuda" and _is_plain(query, *others) and not torch.compiler.is_dynamo_compiling()
 
 
 def _is_plain(query: Tensor, *others: Tensor) -> bool:
-    """Neither autograd nor autocast knows our operators."""
+    """Whether neither autograd nor autocast is at work: they do not know our operators."""
     return not any(x.requires_grad for x in (query, *others)) and not torch.is_autocast_enabled(query.device.type)
 
 
@@ -77,11 +77,11 @@ def stream_attention(
     own_bias: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Softmax attention of several streams of each beam: over their sentence's shared keys and one of their own.
+    """Softmax attention of several streams of each beam, over the sentence's shared keys and one own key per stream.
 
     ProphetNet's n-gram attention (Qi et al. 2020, https://arxiv.org/abs/2001.04063, section 3.2) over the beam tree,
-    and that of UniLM's `[MASK]` behind the last token: the main stream, which comes first, sees the shared keys alone,
-    its own among them. The softmax is in float32 at least.
+    and UniLM's attention of `[MASK]` behind the last token: the main stream, which comes first, sees the shared keys
+    alone, which contain the main stream's own key. The softmax is in float32 at least.
 
     Args:
         query: of `S` streams, `[B*M, H, S, D]`.

@@ -1,4 +1,4 @@
-"""Which kernel attends on a CUDA device: torch's, or one of ours in Triton if trials find it as exact and faster."""
+"""Chooses the attention kernel on CUDA devices: torch's, or one of ours in Triton, if trials find it better."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ LatentAttention = Callable[[Tensor, Tensor, "Tensor | None", float], Tensor]
 _WARM_UP, _TRIALS = 3, 9
 
 _lock = threading.Lock()
-Verdicts = dict[tuple[Any, ...], bool]  # what has been tried, and the kind of arguments -> how the trial ended
+Verdicts = dict[tuple[Any, ...], bool]  # kernel and kind of arguments -> whether our kernel is better
 _verdicts: Verdicts = {}
-_of_weights: dict[StorageWeakRef, Verdicts] = {}  # of trials that weights decide, too, by the memory of the weight
+_of_weights: dict[StorageWeakRef, Verdicts] = {}  # of trials that depend on a weight, by the weight's storage
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How exact a kernel has to be, by its output for some arguments, and what it has to be faster than."""
+    """How exact a kernel's output for some arguments has to be, and which kernel of torch's it has to outrun."""
 
     arguments: tuple[Any, ...]
     torchs: Callable[..., Tensor]
     exact: Callable[[], Tensor]
-    allowed: Callable[[], Tensor]  # of whose error a kernel's may be twice,
-    resolved: float = 0.0  # and as much more
-    finished: Callable[[Tensor], Tensor] = lambda output: output  # what the outputs above are made of a kernel's by
+    allowed: Callable[[], Tensor]  # an output whose error our kernel may have twice,
+    resolved: float = 0.0  # plus this
+    finished: Callable[[Tensor], Tensor] = lambda output: output  # turns a kernel's output into one to compare
 
     def is_exact(self, ours: Callable[..., Tensor]) -> bool:
         try:
@@ -48,13 +48,13 @@ class Trial:
             is_finite = exact.isfinite()  # a row whose scores are all -inf is NaN, or zeros, as the kernel has it
             off, allowed = (float((output - exact)[is_finite].abs().max()) for output in outputs)
             return off <= 2 * allowed + self.resolved  # not if one is NaN
-        except Exception:  # a device that it cannot be compiled for, memory: torch's own is there
+        except Exception:  # it cannot be compiled for this device, or memory is short: torch's kernel is there
             return False
 
     def is_faster(self, ours: Callable[..., Tensor]) -> bool:
         try:
             return _milliseconds(ours, *self.arguments) < _milliseconds(self.torchs, *self.arguments)
-        except Exception:  # the same
+        except Exception:  # as above
             return False
 
 
@@ -63,7 +63,7 @@ def kernel_for(
 ) -> Attention | None:
     """Our kernel if it is better than `torchs` for arguments like these, which are `beam_attention`'s, or None.
 
-    The first of their kind are tried, which takes some milliseconds; while a graph is captured, none are.
+    The first arguments of each kind are tried, which takes some milliseconds; none while a graph is captured.
     """
     kernel = _kernel("triton_attention")
     if kernel is None or kernel.unsupported(query, key, value):
@@ -86,10 +86,10 @@ def kernel_for(
 
 
 def latent_kernel_for(trial: Trial, weight: Tensor) -> LatentAttention | None:
-    """The cheapest of our kernels that is better than the `trial`'s, whose arguments are `latent_attention`'s, or None.
+    """The cheapest of our kernels for `latent_attention` that is better than torch's by the `trial`, or None.
 
-    As `kernel_for`, but how exact a kernel is depends on the `weight` that absorbed the query, so that is tried for
-    each layer's. How fast it is depends on the shape alone.
+    Like `kernel_for`, but how exact a kernel is depends on the `weight` that absorbed the query, and is tried for each
+    layer. How fast a kernel is depends on the shape alone.
     """
     kernel = _kernel("triton_latent")
     query, latent, bias, _ = trial.arguments
@@ -114,14 +114,14 @@ def latent_kernel_for(trial: Trial, weight: Tensor) -> LatentAttention | None:
 
 
 def _verdict(verdicts: Verdicts, kind: tuple[Any, ...], device: torch.device, is_better: Callable[[], bool]) -> bool:
-    """How the trial of this kind ended, or ends now; while a graph is captured, none does."""
-    # A timing decides, so two runs may round differently: not where the user has forbidden that.
+    """Whether our kernel was better in the trial of this kind, held now if needed; False while a graph is captured."""
+    # A timing decides, so two runs may round differently: no trial where the user has forbidden that.
     if torch.are_deterministic_algorithms_enabled():
         return False
     if kind not in verdicts:
         if _is_capturing(device):
             return False
-        with _disable_current_modes():  # this is no part of a step
+        with _disable_current_modes():  # a mode that records a step is not to see the trial
             verdict = is_better()
         with _lock:
             verdicts[kind] = verdict
@@ -137,7 +137,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 @functools.cache
 def _kernel(module: str) -> Any:
-    """This module of `fastgen.ops`, None where there is no Triton or the user wants none."""
+    """The module of `fastgen.ops` of this name; None without Triton or under FASTGEN_NATIVE=0."""
     if config.native() == "0":
         return None
     try:
@@ -147,7 +147,7 @@ def _kernel(module: str) -> Any:
 
 
 def _milliseconds(attend: Callable[..., Tensor], *arguments: Any) -> float:
-    """The median of some calls, on the device."""
+    """The median time of some calls, on the device."""
     device = arguments[0].device
     found: list[float] = []
     for i in range(_WARM_UP + _TRIALS):

@@ -1,6 +1,6 @@
-"""Layers that are given the same input one after the other, as the projections of an attention are.
+"""Finds linear layers that multiply the same input in turn, such as the query, key and value projections.
 
-Which those are shows in the first step of a decode, whatever the model calls them; from then on they share a product.
+The first decode step shows which layers these are, whatever their names; from then on they share one product.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-# Were once not all called in turn, so that a part of their joint product was for nothing.
+# Layers that were once not all called in turn, so that a part of their joint product was not used.
 unfusable: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class FusionGroup:
-    """The last input of one decode, which layers have multiplied it, and which need not any more."""
+    """The last input in one decode, the layers that have multiplied it, and outputs computed ahead for others."""
 
     def __init__(self) -> None:
-        self._rows: Tensor | None = None  # held, so that no other can pass for it
+        self._rows: Tensor | None = None  # the last input, held so that no new tensor has the same identity
         self._version = 0
-        self._alone: list[nn.Module] = []  # each in a product of its own
+        self._alone: list[nn.Module] = []  # layers that have multiplied the input each by itself
         self._together: Sequence[nn.Module] = ()
         self._waiting: dict[int, Tensor] = {}  # id of a layer -> its part of a joint product
 
     def take(self, layer: nn.Module, rows: Tensor) -> Tensor | None:
-        """The product of `rows` and the layer if it was computed with a sibling's."""
+        """The product of `rows` and the layer, if it was computed together with a sibling's product; else None."""
         return self._waiting.pop(id(layer), None) if self._waiting and self._is_same(rows) else None
 
     def turn_to(self, rows: Tensor) -> list[nn.Module]:
-        """A layer is about to multiply `rows`. Returns those that turn out to share the input before, if several."""
+        """Note that a layer will multiply `rows`; returns the layers that shared the previous input, if several."""
         if self._is_same(rows):
             return []
         if self._waiting:
@@ -42,11 +42,11 @@ class FusionGroup:
         return found
 
     def note(self, layer: nn.Module) -> None:
-        """The layer has multiplied the input by itself."""
+        """Note that the layer has multiplied the input by itself."""
         self._alone.append(layer)
 
     def split(self, layers: Sequence[nn.Module], output: Tensor) -> Tensor:
-        """Return the first layer's part of `output`, the joint product of the input and these, and keep the others'."""
+        """Return the first layer's part of `output`, the joint product of `layers`, and keep the other parts."""
         sizes = [len(layer.weight) for layer in layers]  # type: ignore[arg-type]
         first, *others = output.split(sizes, dim=-1)
         self._together = layers

@@ -1,6 +1,6 @@
-"""Packed weights: copies in the order in which a product reads them, where torch's own lay them out at each call.
+"""Packed weights: copies in the order in which a product reads them; torch's own products pack at each call.
 
-By our own operator where it is native, else by oneDNN's, which is private to torch.
+They are multiplied by our own operator where it is native, else by oneDNN's, which is private to torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fastgen.memory import arena, limits
 from fastgen.memory.release import keeper
 from fastgen.ops import native_operator
 
-Copy = Any  # what `pack` returns, or the weight in half precision, or what `screened_linear` reads in its place
-_SLAB = 256  # rows and columns that are looked at together
+Copy = Any  # what `pack` returns, the weight in half precision, or what `screened_linear` reads in place of the weight
+_SLAB = 256  # rows and columns that are compared at a time
 
 
 class _Source:
-    """A weight that was copied, and what it held then.
+    """A weight that was copied, and a fingerprint of the numbers that it held then.
 
-    It refers to no tensor: who swaps two of them (`torch.utils.swap_tensors`) may not while something does weakly.
+    It refers to no tensor: `torch.utils.swap_tensors` refuses tensors with weak references.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -39,7 +39,7 @@ class _Source:
         self.nbytes = weight.numel() * weight.element_size()
 
     def is_current(self, states: dict[int, State]) -> bool:
-        """`states`: those of weights that have been looked at, by id of their layer; this one's is added."""
+        """Whether the weight is unchanged; `states`: fingerprints by id of the layer, to which this one is added."""
         layer = self.layer()
         weight = None if layer is None else layer._parameters.get("weight")
         if weight is None:
@@ -51,7 +51,7 @@ class _Source:
 
 @dataclass
 class _Packed:
-    """A packed copy of a weight or, one below the other, of those of siblings."""
+    """A packed copy of one weight, or of the weights of sibling layers, concatenated."""
 
     sources: list[_Source]
     copy: Copy
@@ -79,11 +79,11 @@ _ALL = (_copies, _joint, _halves, _screenings)
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why nothing can be packed here, or None. oneDNN's operators are private to torch: try them."""
+    """Why nothing can be packed here, or None. oneDNN's operators are private to torch, so they are tried."""
     if _native() is not None:
         return None
     try:
-        weight, rows = _waves(48, 32), _waves(3, 1, 32)  # nothing random: the user's seed is the user's
+        weight, rows = _waves(48, 32), _waves(3, 1, 32)  # not random numbers: the user's random stream stays as it is
         error = (multiply(rows, pack(weight), None) - nn.functional.linear(rows, weight)).abs().max()
         return None if float(error) < 1e-4 else f"torch's packed product is wrong by {float(error):.1e}"
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
@@ -96,7 +96,7 @@ def _waves(*shape: int) -> Tensor:
 
 @report.provides("packed_bytes")
 def nbytes() -> int:
-    """The memory that packed copies take now."""
+    """Bytes that packed copies take now."""
     with _lock:
         return sum(packed.nbytes for kind in _ALL for packed in kind.values())
 
@@ -110,7 +110,7 @@ def count() -> int:
 
 @keeper
 def release() -> None:
-    """Drop all packed copies; what was learnt about shapes stays."""
+    """Drop all packed copies; timings of shapes stay."""
     with _lock:
         for kind in _ALL:
             kind.clear()
@@ -132,11 +132,10 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
 
 
 def is_half(layer: nn.Module) -> bool:
-    """Whether nothing of the layer's weight is lost in half precision: many models are published in float32 whose
-    weights were halves.
+    """Whether half precision holds the layer's weight exactly: many models published in float32 had half-precision
+    weights.
 
-    Only whether halves are worth trying: an edit that leaves address and version alone goes unseen. `half_of` looks at
-    the weight itself.
+    A hint only: an edit that leaves address and version alone goes unseen. `half_of` looks at the weight itself.
     """
     weight: Tensor = layer.weight.detach()  # type: ignore[operator]
     seen = (weight.data_ptr(), weight._version)
@@ -148,7 +147,7 @@ def is_half(layer: nn.Module) -> bool:
 
 
 def _are_equal(halves: Tensor, weight: Tensor) -> bool:
-    """Whether `halves`, made halves, are `weight`, both `[out, in]`: in parts, as the first mostly decides."""
+    """Whether `halves`, rounded to half precision, equals `weight`, both `[out, in]`; the first part mostly decides."""
     with arena.outside():
         return all(
             torch.equal(half.half().float(), part) for half, part in zip(_parts(halves), _parts(weight), strict=True)
@@ -160,7 +159,7 @@ def _parts(weight: Tensor) -> Iterator[Tensor]:
 
 
 def half_of(layer: nn.Module) -> Tensor | None:
-    """A copy, in half precision, of the weight of a layer that `is_half`; None if memory is short."""
+    """A copy in half precision of the weight of a layer that `is_half`; None if memory is short or it was edited."""
     with _lock:
         packed = _halves.get(layer)
         if packed is None:
@@ -168,7 +167,7 @@ def half_of(layer: nn.Module) -> Tensor | None:
             packed = _packed([layer], weight.half, weight.nbytes // 2)
             if packed is None:
                 return None
-            if not _are_equal(packed.copy, weight):  # edited since is_half, and no version told
+            if not _are_equal(packed.copy, weight):  # edited since `is_half`, without a new version
                 _are_half[layer] = ((weight.data_ptr(), weight._version), False)
                 return None
             _halves[layer] = packed
@@ -192,7 +191,7 @@ def screening_of(layer: nn.Module) -> Copy | None:
 
 
 def joint(layer: nn.Module) -> _Packed | None:
-    """The copy that this layer, the first of its siblings, shares with them; None once they have parted."""
+    """The joint copy of this layer, the first of siblings, and the others; None once they are called apart."""
     with _lock:
         packed = _joint.get(layer)
         if packed is not None and not unfusable.isdisjoint(packed.layers):
@@ -215,7 +214,7 @@ def join(siblings: list[nn.Module]) -> bool:
 
 
 def _packed(layers: list[nn.Module], make: Callable[[], Copy], size: int) -> _Packed | None:
-    """What `make` returns, a copy of `size` bytes; None if memory is short."""
+    """The copy of `size` bytes that `make` returns, with the layers it is made from; None if memory is short."""
     if not limits.may_keep(size, taken=nbytes()):
         return None
     sources = [_Source(layer) for layer in layers]
@@ -227,13 +226,13 @@ def _packed(layers: list[nn.Module], make: Callable[[], Copy], size: int) -> _Pa
 
 
 def copies_of(layer: nn.Module) -> list[Copy]:
-    """The copies there are of the layer's weight: its own, one it is the first of, and others in fewer bits."""
+    """All copies of the layer's weight: packed, joint where this layer is the first, and in fewer bits."""
     with _lock:
         return [packed.copy for copies in _ALL if (packed := copies.get(layer)) is not None]
 
 
 def drop_outdated(layer: nn.Module) -> None:
-    """Drop the layer's copies if what their weights hold has changed since, by whatever means."""
+    """Drop the layer's copies if the numbers in the weights have changed since, by whatever means."""
     states: dict[int, State] = {}
     with _lock:
         for copies in _ALL:
@@ -256,7 +255,7 @@ def pack(weight: Tensor) -> Copy:
 
 
 def multiply(rows: Tensor, packed: Copy, bias: Tensor | None) -> Tensor:
-    """`linear(rows, weight, bias)` of a packed weight."""
+    """`linear(rows, weight, bias)` with a packed weight."""
     if isinstance(packed, tuple):
         return torch.ops.fastgen.packed_linear.default(rows, *packed, bias)
     return torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")

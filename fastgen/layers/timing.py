@@ -1,4 +1,4 @@
-"""Which of two products is faster, found by a clock."""
+"""Times two ways to compute a product, and says which is faster."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 Product = Callable[[Tensor, Any, "Tensor | None"], Tensor]  # of rows, weights, a bias
 
-# Timings of a shape on either side: as many as fit into these seconds, three at least; some calls before warm it up.
+# Timings of a shape for either way: as many as fit into these seconds, three at least, after some calls to warm up.
 _TRIALS, _TRIAL_SECONDS, _WARM_UP = 20, 0.02, 3
-_PASSING_BYTES = 2**26  # of weights that pass by while a shape is timed
+_PASSING_BYTES = 2**26  # bytes of weights that are read while a shape is timed
 
 
 def is_faster(
@@ -24,9 +24,9 @@ def is_faster(
     bias: Tensor | None,
     over: Product | None,
 ) -> bool:
-    """Time stock's product of `rows` and `weight` `[out, in]`, or `over`, and another, over many copies of the weight.
+    """Whether `product` is faster than torch's (or `over`) for `rows` and many copies of `weight`, `[out, in]`.
 
-    In a decode step one weight after the other comes from memory; a single one would wait in the nearest cache.
+    In a decode step one weight after the other comes from memory; a single one would stay in the nearest cache.
     """
     fitting = _PASSING_BYTES // (weight.numel() * weight.element_size())
     count = max(1, min(fitting, _TRIALS + _WARM_UP))

@@ -1,1 +1,1 @@
-"""Memory that outlives a call: how much may be kept, and who keeps it."""
+"""Memory that is kept between calls: how much may be kept, and what keeps it."""

@@ -1,8 +1,8 @@
-"""Memory that a model's steps use again and again, on the CPU: fresh memory costs a page fault every 4 KiB.
+"""Keeps memory of a model's steps for later steps, on the CPU: fresh memory costs a page fault every 4 KiB.
 
-What torch frees beyond some MB the C library returns to the system, at times: it depends on what else lies in its heap.
-A step with large results then waits for its memory longer than for its products. So while a model runs in an arena,
-our allocator (csrc/cpu/arena.cpp) keeps what this thread frees for what it asks for next.
+The C library returns freed memory of more than some MB to the system, at times, depending on what else is in the heap.
+A step with large results then waits longer for memory than for its products. So while a model runs in an arena, our
+allocator (csrc/cpu/arena.cpp) keeps memory that this thread frees, and gives it to the thread's next requests.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _outside: Arena | None = None
 class Arena(contextlib.AbstractContextManager[None]):
     """Inside the block, this thread's tensors of 128 KiB and more lie in memory that the arena keeps.
 
-    Entered any number of times, by any threads. A tensor may outlive it.
+    It can be entered any number of times, by any threads. A tensor may outlive the arena.
     """
 
     def __init__(self, keeps: bool = True) -> None:
-        """`keeps`: False for one inside which memory is torch's again."""
+        """`keeps`: False for an arena inside which memory comes from torch's allocator again."""
         self._native = torch.classes.fastgen.Arena(keeps)
 
     def __enter__(self) -> None:
@@ -46,12 +46,12 @@ class Arena(contextlib.AbstractContextManager[None]):
         return size
 
     def trim(self) -> None:
-        """Free what is in no use."""
+        """Free the memory that is not in use."""
         self._native.trim()
 
 
 def of(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The model's arena; nothing where the operators are not native, or the model is not on the CPU."""
+    """The model's arena; a null context if the operators are not native, or the model is not on the CPU."""
     global _outside
     first = next(model.parameters(), None)
     if (first is not None and first.device.type != "cpu") or not ops.is_native(torch.device("cpu")):
@@ -65,18 +65,18 @@ def of(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def outside() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, memory is torch's: for what is to stay, or what no step will need again."""
+    """Inside the block, memory comes from torch: for tensors that stay, or that no step will need again."""
     return _outside or contextlib.nullcontext()
 
 
 def nbytes() -> int:
-    """The memory that arenas keep now and that is in no use."""
+    """Bytes that arenas keep now and that are not in use."""
     with _lock:
         return sum(arena.nbytes() for arena in _kept.values())
 
 
 def settle() -> None:
-    """After work that needed much: keep what is free now for the next steps and calls, unless memory is short."""
+    """After work that needed much memory: keep what is free now for the next steps, unless memory is short."""
     if not limits.may_keep(0, taken=nbytes()):
         with _lock:
             for arena in _kept.values():
@@ -85,6 +85,6 @@ def settle() -> None:
 
 @keeper
 def release() -> None:
-    """Keep nothing any longer."""
+    """Drop all arenas."""
     with _lock:
         _kept.clear()

@@ -1,8 +1,8 @@
-"""Large buffers that outlive the call that made them: on a CPU, fresh memory costs a page fault every 4 KiB.
+"""Keeps large buffers between calls: on a CPU, fresh memory costs a page fault every 4 KiB.
 
-A model keeps the buffers of its calls, and a later call takes whichever fits and nobody uses. Whether somebody does is
-read off the memory itself, torch's count of references to a storage: a view that a result, a hook or a traceback still
-holds keeps a buffer from being taken, so nothing need be handed back, not even after an exception.
+Buffers of a model's calls are kept, and a later call takes one that fits and is not in use. Whether a buffer is in use
+is told by torch's count of references to a storage: a view that a result, a hook or a traceback still holds keeps a
+buffer from being taken, so no call needs to hand a buffer back, not even after an exception.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from fastgen import report
 from fastgen.memory import arena, limits
 from fastgen.memory.release import keeper
 
-_MIN_BYTES = 2**17  # what is smaller, the C library keeps by itself
+_MIN_BYTES = 2**17  # smaller blocks are kept by the C library
 
 _lock = threading.RLock()  # reentrant: a model may die, and its buffers with it, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()  # uint8 [size], by size
 
 
 def nbytes() -> int:
-    """The memory that kept buffers take now, those in use included."""
+    """Bytes of the buffers kept now, those in use included."""
     with _lock:
         return sum(buffer.numel() for buffers in _kept.values() for buffer in buffers)
 
 
 @report.provides("buffer_bytes")
 def _nbytes_of_all() -> int:
-    """What the arenas keep too."""
+    """Bytes kept in buffers and in arenas."""
     return nbytes() + arena.nbytes()
 
 
 @keeper
 def release() -> None:
-    """Keep no buffer any longer; one in use is freed when its call ends."""
+    """Drop all buffers; one that is in use is freed when its call ends."""
     with _lock:
         _kept.clear()
 
 
 class Buffers:
-    """Where the calls of one model take their large buffers from; for any thread."""
+    """Gives large buffers to the calls of one model, in any thread."""
 
     def __init__(self, model: nn.Module | None) -> None:
-        """`model`: whose buffers are kept; None keeps none."""
+        """`model`: the model for which buffers are kept; None keeps none."""
         self._model = None if model is None else weakref.ref(model)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor with anything in it, contiguous, which shares its memory with no other."""
+        """An uninitialised contiguous tensor, which shares memory with no other tensor in use."""
         size = math.prod(shape) * dtype.itemsize
         model = None if self._model is None else self._model()
         # On other devices torch's own allocator keeps memory.
@@ -74,7 +74,7 @@ def _take(model: nn.Module, size: int) -> Tensor | None:
     for buffer in mine[first:]:
         if _is_idle(buffer):
             return buffer
-    # A new one replaces one that was too small: so there are never more than were in use at once.
+    # A new buffer replaces an idle one that is too small: so there are never more than were in use at once.
     for place in reversed(range(first)):
         if _is_idle(mine[place]):
             del mine[place]
@@ -83,9 +83,9 @@ def _take(model: nn.Module, size: int) -> Tensor | None:
     size = -(-size // step) * step
     if not _COUNTS or not limits.may_keep(size, taken=nbytes()):
         return None
-    with torch.inference_mode(False):  # or nobody could write to it outside of that mode
+    with torch.inference_mode(False):  # a tensor made in inference mode cannot be written to outside of it
         buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-    if type(buffer) is not Tensor:  # a mode that fakes tensors is active, which no later call should see
+    if type(buffer) is not Tensor:  # a mode that fakes tensors is active: no later call should get this one
         return None
     bisect.insort(mine, buffer, key=Tensor.numel)
     return buffer
@@ -96,7 +96,7 @@ def _references(buffer: Tensor) -> int:
     return count
 
 
-_COUNTS = hasattr(torch._C, "_storage_Use_Count")  # private to torch, and younger than the oldest one we run on
+_COUNTS = hasattr(torch._C, "_storage_Use_Count")  # private to torch, and missing in the oldest version that we support
 _ALONE = _references(torch.empty(1, device="cpu")) if _COUNTS else 0  # references to memory that only one tensor has
 
 

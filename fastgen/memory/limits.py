@@ -1,4 +1,4 @@
-"""How much memory is free, how much of it may be kept between calls, and what to do when it runs out."""
+"""Says how much memory is free and how much may be kept between calls, and frees memory when it runs out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fastgen.memory.release import release
 
-_SHARE = 4  # what is kept of a kind takes at most this part of the memory that is free without it
+_SHARE = 4  # one kind of kept memory takes at most one part in so many of the memory that would be free without it
 
 
 def may_keep(size: int, taken: int) -> bool:
@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def relief() -> Iterator[None]:
-    """If memory runs out inside the block, what is kept between calls is freed: who tries again finds more room."""
+    """If memory runs out inside the block, free what is kept between calls, so that a second try finds more room."""
     try:
         yield
     except Exception as error:
@@ -46,7 +46,7 @@ def relief() -> Iterator[None]:
 
 
 def _control_groups() -> list[tuple[Path, str, str]]:
-    """Where this process's memory limits stand: its control group and those around it, of either version."""
+    """Folder and file names of this process's memory limits: its control group and the groups around it, v1 and v2."""
     root = Path("/sys/fs/cgroup")
     groups = [(root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")]
     with contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ _CONTAINER = _control_groups()
 
 
 def free() -> int | None:
-    """Bytes that can still be taken, by the machine and by the container; None where nobody says."""
+    """Bytes of memory that the machine and the container still have free; None if unknown."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""The most memory that a piece of work held above what was held before it."""
+"""Measures the peak memory of a piece of work, less the memory that was held before it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PeakMemory:
         self._before: int | None = None
 
     def __enter__(self) -> PeakMemory:
-        release()  # or what serves again would not count
+        release()  # kept memory would be used again, and not count
         gc.collect()
         if self.device.type == "cuda":
             import torch
@@ -63,7 +63,7 @@ class PeakMemory:
 
 
 def field(name: str) -> int | None:
-    """A line of /proc/self/status in bytes."""
+    """The value of one line of /proc/self/status, in bytes."""
     try:
         for line in _STATUS.read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -82,7 +82,7 @@ def reset_high_water_mark() -> bool:
 
 
 def _return_free_memory() -> None:
-    """glibc keeps what was freed; without this the second side would reuse it and seem to need less."""
+    """Return freed memory to the system: glibc keeps it, and work that reuses it would seem to need less."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
         if trim is not None:

@@ -1,4 +1,4 @@
-"""What is kept between calls, freed at once. Who keeps something says how that is freed."""
+"""Frees all that is kept between calls. Each module that keeps something registers a function that frees it."""
 
 from __future__ import annotations
 

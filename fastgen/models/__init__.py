@@ -1,1 +1,1 @@
-"""Models that no host has, in the host's own form. Nothing here is imported unless a script or a command does."""
+"""Models that no host has, written as the host's own are. Only scripts and commands import this package."""

@@ -1,10 +1,10 @@
-"""Operators of the decode loop, for anybody to call: n-gram bans in place, exact top-k of the log-softmax, samples,
+"""Public operators of the decode loop: n-gram bans in place, exact top-k of the log-softmax, sampling,
 attention of all beams of a sentence to its keys, and products with large weights.
 
-They work on every device in plain torch, and natively where a library could be found or built (`fastgen.ops.library`;
-`fastgen.status()` says which). They can be traced by `torch.compile(fullgraph=True)` and captured in CUDA graphs, and
-are also `torch.ops.fastgen.*`, in plain torch until one of these functions has been called, or compiled: the first call
-loads the library, and compiles it the first time on a machine.
+They run on every device in plain torch, and natively where a library could be found or built (`fastgen.ops.library`;
+`fastgen.status()` says which). They can be traced by `torch.compile(fullgraph=True)` and captured in CUDA graphs. They
+are also `torch.ops.fastgen.*`, in plain torch until one of these functions has been called or compiled: the first call
+loads the library, and the first on a machine compiles it.
 """
 
 from __future__ import annotations
@@ -48,5 +48,5 @@ def is_native(device: torch.device) -> bool:
 
 @functools.cache
 def native_operator(name: str) -> Callable[..., Any] | None:
-    """`torch.ops.fastgen.<name>` for tensors on the CPU, where it is native there."""
+    """`torch.ops.fastgen.<name>`, if it is native on the CPU; else None."""
     return getattr(torch.ops.fastgen, name).default if is_native(torch.device("cpu")) else None

@@ -27,13 +27,13 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
 
     Args:
         query: float32 `[B*M, H, 1, D]`, M beams of each of B sentences.
-        key: float32 `[B, Hkv, K, D]`, H a multiple of Hkv; value: float32 `[B, Hkv, K, Dv]`. The numbers of a key are
-            to lie side by side, or all are copied; so for queries and values.
+        key: float32 `[B, Hkv, K, D]`, H a multiple of Hkv; value: float32 `[B, Hkv, K, Dv]`. Queries, keys or values
+            are copied unless the last stride is 1.
         bias: float32, broadcastable to `[B, H, M, K]`, is added to the scores; or None.
         scale: factor of the scores.
 
-    Returns: float32 `[B*M, 1, H, Dv]`, contiguous. A row with a NaN among its scores is NaN, as in a softmax, and so is
-        one of -inf alone; only plain torch, from 800 keys on, has zeros there, as its own attention does.
+    Returns: float32 `[B*M, 1, H, Dv]`, contiguous. A row with a NaN among the scores is NaN, as in a softmax, and so is
+        a row of -inf alone; only plain torch, from 800 keys on, has zeros there, as torch's own attention does.
 
     Raises:
         ValueError: for shapes or devices other than these.
@@ -76,14 +76,14 @@ def fold_beams(query: Tensor, batch: int, key_heads: int) -> Tensor:
 
 
 def unfold_beams(output: Tensor) -> Tensor:
-    """`[B, Hkv, G, M, D]` -> `[B*M, 1, H, D]`, what the hosts expect of an attention function."""
+    """`[B, Hkv, G, M, D]` -> `[B*M, 1, H, D]`, the shape that hosts expect from an attention function."""
     batch, key_heads, group, beams, size = output.shape
     # Contiguous even where reshape would make a view: some models take a `view` of it.
     return output.permute(0, 3, 1, 2, 4).reshape(batch * beams, 1, key_heads * group, size).contiguous()
 
 
 def folded_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """`beam_attention` in plain torch, of `[B, Hkv, G, M, D]`; returns `[B, Hkv, G, M, Dv]`."""
+    """`beam_attention` in plain torch, for a query `[B, Hkv, G, M, D]`; returns `[B, Hkv, G, M, Dv]`."""
     batch, key_heads, group, beams, size = query.shape
     if query.device.type != "cpu" or query.dtype != torch.float32 or key.shape[2] >= _FUSED_FROM_KEYS:
         if bias is not None and group > 1:

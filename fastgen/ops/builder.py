@@ -1,8 +1,8 @@
 """Compiles csrc/ into libraries that torch loads: at the first use, or ahead of time by setup.py.
 
 It calls the compilers directly, so it needs no build system. `setup.py` loads this file by its path, because importing
-the package would load the operators: nothing else of fastgen may be imported here. Where the libraries of the first use
-are kept is `fastgen.ops.library_cache`'s business.
+the package would load the operators: nothing else of fastgen may be imported here. `fastgen.ops.library_cache` decides
+where the libraries of the first use are kept.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _ARCHITECTURES = {
 
 
 class Unavailable(Exception):
-    """Why nothing can be compiled here; not an error.
+    """Raised, with the reason, where nothing can be compiled; not an error for the user.
 
     Args:
         remedy: a sentence on what the user can do, where the reason does not say so.
@@ -68,7 +68,7 @@ class BuildFailed(Exception):
 
 
 def source_folder() -> Path:
-    """csrc/: copied into an installed package, beside it in a checkout."""
+    """The folder csrc/: inside an installed package, beside the package in a checkout."""
     for folder in (_PACKAGE / "_csrc", _PACKAGE.parent / "csrc"):
         if folder.is_dir():
             return folder
@@ -81,7 +81,7 @@ def _sources(library: str) -> list[Path]:
 
 
 def source_key(library: str) -> str:
-    """Changes with what a library must fit, whoever built it: sources, torch, architecture."""
+    """A hash of all that a library must fit, wherever it was built: sources, torch, architecture."""
     fits = (torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI, [path.name for path in _own_openmp()])
     digest = hashlib.sha256(repr((*fits, platform.system(), platform.machine())).encode())
     for source in _sources(library):
@@ -101,7 +101,7 @@ class Recipe:
     key: str  # changes with the compilers and their commands
 
     def log(self, target: Path) -> Path:
-        """Where a build of `target` says why it failed: another compiler may try again."""
+        """The log of a failed build of `target`; another compiler, and so another name, may try again."""
         return target.with_name(f"{target.stem}-{self.key}.log")
 
 
@@ -136,7 +136,7 @@ def recipe(library: str) -> Recipe:
 
 
 def cuda_command(home: Path, cxx: list[str], architectures: list[str]) -> list[str]:
-    """What compiles a CUDA source, up to its input and output; `cxx` is the C++ compiler, as CXX may name it."""
+    """The command for a CUDA source, without input and output; `cxx`: the C++ compiler, as CXX may name it."""
     compiler, *options = _compiler_of(cxx)
     options = [word.replace(",", "\\,") for word in options]  # nvcc splits at commas
     host = ["-ccbin", compiler, "-Xcompiler=-fPIC,-fvisibility=hidden", *(f"-Xcompiler={word}" for word in options)]
@@ -144,7 +144,7 @@ def cuda_command(home: Path, cxx: list[str], architectures: list[str]) -> list[s
 
 
 def _compiler_of(cxx: list[str]) -> list[str]:
-    """CXX from the compiler on: nvcc can't call it by a launcher."""
+    """CXX without launchers such as ccache: nvcc can't call the compiler through one."""
     first = 0
     while first < len(cxx) - 1 and (Path(cxx[first]).name in _LAUNCHERS or "=" in cxx[first]):  # env NAME=value g++
         first += 1
@@ -163,7 +163,7 @@ def build(how: Recipe, target: Path, mode: int | None = None) -> None:
     """Compile into the file `target`, which appears complete or not at all.
 
     Args:
-        mode: permissions of `target`; what the process's umask leaves by default.
+        mode: permissions of `target`; by default those that the process's umask leaves.
 
     Raises:
         BuildFailed: with the compilers' output in a log, `how.log(target)` if they would fail again.
@@ -197,7 +197,7 @@ def build(how: Recipe, target: Path, mode: int | None = None) -> None:
 
 
 def scratch_prefix(target: Path) -> str:
-    """How the names of the folders begin that builds of `target` work in; killed, they leave them."""
+    """How the names of folders begin in which builds of `target` work; a build that is killed leaves one."""
     return f"building-{target.stem}-"
 
 
@@ -207,10 +207,10 @@ def _has_passing_cause(code: int, text: str) -> bool:
 
 
 def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
-    """Run them side by side, as many as there are processors: exit code and output of each.
+    """Run commands side by side, as many as there are processors; returns exit code and output of each.
 
-    Whatever interrupts this thread ends them first: they would go on for minutes, in a folder that is removed. Each has
-    a session of its own, as it starts others. What they leave behind for a while is in `folder` too.
+    An exception in this thread ends the commands first: they would go on for minutes, in a folder that is removed. Each
+    has a session of its own, as it starts other processes. Temporary files are in `folder`, too.
     """
     running: set[subprocess.Popen[str]] = set()
     lock, is_over = threading.Lock(), False
@@ -248,7 +248,7 @@ def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
             raise
 
 
-# What is there to build with.
+# Looks for compilers and toolkits.
 
 
 def _words(variable: str) -> list[str]:
@@ -300,7 +300,7 @@ def _cuda_home() -> Path:
 
 
 def cuda_architectures() -> list[str]:
-    """TORCH_CUDA_ARCH_LIST, or what this machine's devices have: ["8.0", "9.0+PTX"].
+    """The architectures in TORCH_CUDA_ARCH_LIST, or of this machine's devices: ["8.0", "9.0+PTX"].
 
     Raises:
         Unavailable: if there is neither.
@@ -315,7 +315,7 @@ def cuda_architectures() -> list[str]:
 
 
 def device_architectures() -> list[str]:
-    """What this machine's CUDA devices have, each once.
+    """The architectures of this machine's CUDA devices, each once.
 
     Raises:
         Unavailable: if they can't be asked, as in a process that was forked after CUDA's start.

@@ -1,4 +1,4 @@
-"""What several operators ask of their arguments; csrc/arguments.h says the same in C++."""
+"""Checks of arguments that several operators share; csrc/arguments.h has the same checks in C++."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A number that tells whether a tensor was edited."""
+"""Computes a number that tells whether a tensor was edited."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from fastgen.ops.operator import define
 
 _OF_ROWS = 2**32  # where the multipliers of rows begin
-_SLAB = {"cpu": 2**16}  # words of a fingerprint at a time, which stay in a near cache; elsewhere:
+_SLAB = {"cpu": 2**16}  # words read at a time, which stay in a near cache; on other devices:
 _LARGE_SLAB = 2**22
 
 
@@ -61,7 +61,7 @@ def reference_fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _words(rows: Tensor) -> Tensor:
-    """The bytes of `rows`, `[count, size]`, as int32 `[count, words]`, each row's last word filled up with zeros."""
+    """The bytes of `rows`, `[count, size]`, as int32 `[count, words]`; zeros fill up the last word of each row."""
     rows = rows.detach()
     if rows.stride() != (rows.shape[1], 1):
         rows = rows.clone(memory_format=torch.contiguous_format)
@@ -80,13 +80,13 @@ def _multipliers(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _mixed(sums: Tensor) -> Tensor:
-    """One to one: what two rows' sums have in common in their low bits is gone."""
+    """Mix the bits of each sum, one to one, so that rows' sums with equal low bits no longer have them in common."""
     sums = (sums ^ _shifted(sums, 32)) * _signed(0xD6E8FEB86659FD93)
     return sums ^ _shifted(sums, 32)
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """int64, shifted right as if it had no sign."""
+    """Shift int64 numbers right as if they had no sign."""
     return (numbers >> bits) & (2 ** (64 - bits) - 1)
 
 

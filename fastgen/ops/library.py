@@ -21,7 +21,7 @@ import torch
 from fastgen import config, report
 from fastgen.ops import builder, library_cache
 
-_UNWRITTEN = {  # what has no kernel, and why
+_UNWRITTEN = {  # operators without a kernel, and what runs instead
     ("beam_attention", "cuda"): "torch's own attention, or Triton's where that is faster",
     ("fingerprint", "cuda"): "torch's own sums",
     ("multinomial", "cuda"): "torch's own",
@@ -39,7 +39,7 @@ class _Incomplete(Exception):
 
 
 def load(operators: tuple[str, ...]) -> None:
-    """Load the libraries that this machine can use, once, and report what each of `operators` is now.
+    """Load the libraries that this machine can use, once, and report how each of `operators` runs.
 
     Raises:
         RuntimeError: under FASTGEN_NATIVE=required, if one can't be had.
@@ -78,7 +78,7 @@ def is_loaded(library: str) -> bool:
 
 
 def _load_all(wanted: list[str], mode: str, operators: tuple[str, ...]) -> dict[str, str]:
-    """Why each library of `wanted` is not there, "" if it is loaded; one line says which can't be compiled here."""
+    """Load `wanted`: why each library is missing, "" if it is loaded; prints one line on those not compiled here."""
     loaded: dict[str, str] = {}
     unavailable: dict[str, builder.Unavailable] = {}
     for library in wanted:
@@ -103,7 +103,7 @@ def _load_all(wanted: list[str], mode: str, operators: tuple[str, ...]) -> dict[
 
 
 def _load(library: str, mode: str, operators: tuple[str, ...]) -> str:
-    """Why there is no native `library`; "" once it is loaded.
+    """Load one library; returns why that failed, "" if it did not.
 
     Raises:
         builder.Unavailable: it can't be compiled here.
@@ -128,7 +128,7 @@ def _load(library: str, mode: str, operators: tuple[str, ...]) -> str:
 
 
 def _find(library: str, mode: str) -> Path:
-    """The library ahead of time, or in the cache; a compiler is asked for only if it is in neither.
+    """Find the library built ahead of time or in the cache; if there is neither, compile it.
 
     Raises:
         builder.Unavailable: it can't be compiled here.
@@ -163,7 +163,7 @@ def _find(library: str, mode: str) -> Path:
 
 
 def _say(line: str) -> None:
-    """On standard error, if there is one."""
+    """Print a line on standard error, if there is one."""
     if sys.stderr is not None:  # None for a program without a console
         with contextlib.suppress(OSError, ValueError):  # it has been closed
             print(line, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""The folder where a user's compiled libraries are kept. A library runs as the user: nobody else may put one there.
+"""Manages the folder of a user's compiled libraries. A library runs as the user: nobody else may put one there.
 
-The names of its files can be foreseen, and `FASTGEN_CACHE_DIR` may lead where others write too. So the folder and every
-file that is read must be the user's own or root's, and nobody else may write to them. A library's name says what it was
-compiled from, and a file beside it what it holds: one that a crash has cut short is compiled again.
+File names can be foreseen, and `FASTGEN_CACHE_DIR` may be a folder where others write, too. So the folder and every
+file that is read must be the user's own or root's, and nobody else may write to them. A library's name tells what it
+was compiled from, and a file beside it holds a digest: a library that a crash has cut short is compiled again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Untrusted(Exception):
 
 
 def cache_folder() -> Path:
-    """$FASTGEN_CACHE_DIR, $XDG_CACHE_HOME/fastgen or ~/.cache/fastgen.
+    """The folder for libraries: $FASTGEN_CACHE_DIR, $XDG_CACHE_HOME/fastgen or ~/.cache/fastgen.
 
     Raises:
         builder.Unavailable: if that is in the home of a user who has none, or depends on the current directory.
@@ -47,14 +47,14 @@ def cache_folder() -> Path:
 def _in_home(folder: Path) -> Path:
     with contextlib.suppress(RuntimeError):  # there is no such user
         found = folder.expanduser()
-        # Of an empty HOME Python makes the root directory; a relative one would be another in each current directory.
+        # Python turns an empty HOME into the root directory; a relative HOME would depend on the current directory.
         if os.environ.get("HOME") != "" and found.is_absolute():
             return found
     raise builder.Unavailable("there is no home directory to keep libraries in (set FASTGEN_CACHE_DIR)")
 
 
 def cached_name(library: str) -> str:
-    """The library's file in the cache, by what it must fit and how it was asked for: it is found without a compiler.
+    """The name of the library's file in the cache, a hash of sources, versions and flags: no compiler is needed.
 
     Raises:
         builder.Unavailable: if the CUDA devices can't be asked what they are.
@@ -69,7 +69,7 @@ def cached_name(library: str) -> str:
 
 # ---------------------------------------------------------------------------------------------- whom it belongs to
 def trusted(folder: Path) -> Path:
-    """The path of `folder` without links among its parents; nobody else may have it or replace it. It need not exist.
+    """Check that no other user owns or can replace `folder`, which need not exist; return it with parents resolved.
 
     Raises:
         Untrusted: with what to do about it.
@@ -97,10 +97,10 @@ def trusted(folder: Path) -> Path:
 
 
 def _check_parent(parent: Path) -> None:
-    """Whoever may rename the folders in it could put another cache in the place of one that has been checked.
+    """Check that no other user may rename folders in `parent`, and so replace a cache that has been checked.
 
     Raises:
-        Untrusted: somebody else may.
+        Untrusted: if another user may.
     """
     found = parent.stat()
     # Whoever owns "/" is root, also where a container shows root as another user.
@@ -113,7 +113,7 @@ def _check_parent(parent: Path) -> None:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether the group is the user's alone. Many systems have one for each user but root, and a umask of 002."""
+    """Whether the user is alone in the group. Many systems give each user but root such a group, and a umask of 002."""
     import grp  # no Windows
     import pwd
 
@@ -126,7 +126,7 @@ def _is_own_group(number: int) -> bool:
 
 # ---------------------------------------------------------------------------------------------- what it holds
 def why_not_loadable(target: Path) -> str:
-    """Why the file `target` is not the library that was compiled there; "" if it is."""
+    """Why the file `target` cannot be loaded as the library that was compiled there; "" if it can."""
     try:
         is_whole = _read(_digest_of(target)) == _digest(target)
     except OSError as error:
@@ -149,7 +149,7 @@ def _read(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def locked(target: Path) -> Iterator[None]:
-    """Only one thread of one process at a time works on `target`, whose folder is made where it is not there.
+    """Let only one thread of one process at a time work on `target`; the folder is made if it does not exist.
 
     Raises:
         Untrusted: the folder is not the user's alone.
@@ -159,22 +159,22 @@ def locked(target: Path) -> Iterator[None]:
 
     for parent in reversed(target.parent.parents):
         if not parent.exists():
-            parent.mkdir(mode=0o700, exist_ok=True)  # as the specification of XDG_CACHE_HOME has it
+            parent.mkdir(mode=0o700, exist_ok=True)  # as the specification of XDG_CACHE_HOME says
     files.private_folder(target.parent)
     trusted(target.parent)  # others may have been there first
     descriptor = files.open_own(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # let go when the file is closed, whatever becomes of the process
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released when the file is closed, however the process ends
         yield
     finally:
         os.close(descriptor)
 
 
 def build(how: builder.Recipe, target: Path) -> None:
-    """Compile into `target`, for the user alone. The caller has locked it.
+    """Compile into `target`, a file for the user alone, which the caller has locked.
 
     Raises:
-        builder.BuildFailed: as `builder.build`.
+        builder.BuildFailed: as `builder.build` does.
         OSError: there is no place to write to.
     """
     for left in target.parent.glob(f"{builder.scratch_prefix(target)}*"):  # by builds that were killed
@@ -188,12 +188,12 @@ def build(how: builder.Recipe, target: Path) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM has come."""
+    """Raised in the main thread when SIGTERM arrives."""
 
 
 @contextlib.contextmanager
 def _unwound_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends a process at once and leaves its files, unless somebody handles it: here it ends the block first."""
+    """Let SIGTERM end the block before the process: unhandled, it ends the process at once and leaves files behind."""
     is_main = threading.current_thread() is threading.main_thread()  # no other may handle signals
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -207,6 +207,6 @@ def _unwound_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, unwind)
         yield
     except _Terminated:
-        os.kill(os.getpid(), signal.SIGTERM)  # the exit status is that of a process which it ended
+        os.kill(os.getpid(), signal.SIGTERM)  # so that the exit status says that SIGTERM ended the process
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

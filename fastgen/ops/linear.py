@@ -1,4 +1,4 @@
-"""Products of a few rows with large weights, as they are or packed."""
+"""Linear layers for a few rows and large weights, packed or as they are."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PANEL = 64  # outputs side by side in a packed weight
 
 
 def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None = None) -> Tensor:
-    """The products of a few rows with weights that share them, as the projections of an attention do.
+    """Multiply a few rows by several weights at once, such as the query, key and value projections.
 
-    A decode step of a few sentences is as fast as its weights come from memory (roofline: Williams et al. 2009,
-    https://doi.org/10.1145/1498765.1498785). Natively, on the CPU, weights are read once, from where they are, so
-    nothing is copied or packed. Up to 12 rows or so: with more, the arithmetic takes longer than reading, and
-    libraries that pack do it better.
+    A decode step of a few sentences is as fast as weights come from memory (roofline: Williams et al. 2009,
+    https://doi.org/10.1145/1498765.1498785). Natively, on the CPU, weights are read once, in place, and neither copied
+    nor packed. This pays up to 12 rows or so: with more, arithmetic takes longer than reading, and libraries that pack
+    are faster.
 
     Args:
         rows: float32 `[..., size]`.
-        weights: float32 or float16 `[width_i, size]` each; float16 ones are read as the float32 numbers that they are.
+        weights: float32 or float16 `[width_i, size]` each; float16 numbers are converted to float32, exactly.
         bias: float32 `[width]`, or None; `width` is the sum of the weights' widths.
 
     Returns: float32 `[..., width]`: `linear(rows, torch.cat(weights), bias)`; no gradient passes through it. Natively,
@@ -56,16 +56,16 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def packed_linear(rows: Tensor, packed: Tensor, width: int, bias: Tensor | None = None) -> Tensor:
-    """`linear(rows, weight, bias)` of a weight packed by `pack_weight`.
+    """`linear(rows, weight, bias)` with a weight packed by `pack_weight`.
 
-    Natively, on the CPU, what one step of the loops needs lies side by side and in its order, as in the inner kernel of
-    Goto and van de Geijn 2008 (https://doi.org/10.1145/1356052.1356053, section 5), so that some rows are as fast as
-    the memory or the processor; libraries reach that with many rows only. Plain torch unpacks the weight at each call.
+    Natively, on the CPU, the numbers of one loop step lie side by side, in the order of use, as in the inner kernel of
+    Goto and van de Geijn 2008 (https://doi.org/10.1145/1356052.1356053, section 5), so that a few rows run at the speed
+    of the memory or the processor; libraries reach that only with many rows. Plain torch unpacks the weight each time.
 
     Args:
         rows: float32 `[..., size]`.
         packed: float32 `[ceil(width / 64), size, 64]`.
-        width: of the weight, outputs.
+        width: number of outputs of the weight.
         bias: float32 `[width]`, or None.
 
     Returns: float32 `[..., width]`; no gradient passes through it. Natively, each row is the same to the last digit

@@ -1,4 +1,4 @@
-"""Samples of one token for each row."""
+"""Samples one token for each row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fastgen.ops.operator import define
 def multinomial(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """One token of each row, drawn by its probability: `torch.multinomial(probabilities, 1)[:, 0]`, faster.
 
-    On the CPU torch makes a number of the exponential distribution for every token, one after the other. Here tokens
-    of probability 0 get none, and the generator goes on as if they had: what is drawn, now and later, is torch's,
-    whose builds all draw so as far as is known: compare both once to be sure.
+    On the CPU torch draws a number of the exponential distribution for every token, one after the other. Here tokens
+    of probability 0 get no number, and the generator advances as if they had: samples, now and later, equal torch's. As
+    far as is known all builds of torch draw in this way: compare both once to be sure.
 
     Args:
         probabilities: float32 `[rows, V]`, 0 or more; they need not add up to 1.
@@ -24,7 +24,7 @@ def multinomial(probabilities: Tensor, generator: torch.Generator | None = None)
     Raises:
         ValueError: for shapes other than these.
         TypeError: for other dtypes.
-        RuntimeError: for what is no probability, and rows without any, as torch says it.
+        RuntimeError: with torch's message, for numbers that are no probabilities, and rows of zeros.
     """
     tokens: Tensor = _multinomial(probabilities, generator)
     return tokens

@@ -1,4 +1,4 @@
-"""Bans of n-grams that would be repeated, in place."""
+"""Bans tokens that would repeat an n-gram, in place."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def reference_ban_source_ngrams_(
 
 
 def _ban(text: Tensor, prefix: Tensor, scores: Tensor) -> None:
-    """Ban what follows `prefix` `[rows, n-1]` wherever it occurs in `text` `[rows, N]`."""
+    """Ban each token that follows `prefix`, `[rows, n-1]`, anywhere in `text`, `[rows, N]`."""
     vocabulary = scores.shape[1]
     if not vocabulary:
         return

@@ -1,4 +1,4 @@
-"""How an operator is made known to torch: schema, plain torch for every device, and shapes for tracing."""
+"""Registers operators with torch: schema, an implementation in plain torch, and shapes for tracing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _torch_library = torch.library.Library("fastgen", "DEF")
 
 @dataclass(frozen=True)
 class Operator:
-    """One of `torch.ops.fastgen`."""
+    """One operator of `torch.ops.fastgen`."""
 
     schema: str
     reference: Callable[..., Any]
@@ -31,13 +31,13 @@ def define(
 
     Args:
         schema: of arguments and results, in torch's notation.
-        reference: in plain torch. It is registered under CompositeExplicitAutograd; a native kernel registers under its
-            own device's key, which comes first. Vectorised and without host synchronisation, so that it can be captured
-            and compiled as well.
+        reference: the operator in plain torch. It is registered under CompositeExplicitAutograd; a native kernel
+            registers under the key of a device, which comes first. It is vectorised and does not wait for the device,
+            so that it can be captured and compiled, too.
         fake: checks the arguments, and returns tensors of the results' shapes and dtypes.
         is_seeded: whether it draws random numbers.
 
-    Returns: what calls the operator, and loads the native libraries before the first call of any.
+    Returns: a function that calls the operator, and loads the native libraries before the first call of any operator.
     """
     tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if is_seeded else ()))
     _torch_library.define(name + schema, tags=tags)
@@ -59,6 +59,6 @@ def load() -> None:
         library.load(tuple(OPERATORS))
 
 
-# `torch.compile` calls it while it compiles, and traces nothing of it: what torch.compiler.assume_constant_result says
-# of a function, which would import the compiler here.
+# `torch.compile` calls `load` while it compiles, and does not trace it. This attribute is what
+# torch.compiler.assume_constant_result sets, which would import the compiler here.
 load._dynamo_marked_constant = True  # type: ignore[attr-defined]

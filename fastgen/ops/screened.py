@@ -1,4 +1,4 @@
-"""Products of which only each row's largest output is wanted, for greedy search."""
+"""Linear layers of which only each row's largest output is wanted, for greedy search."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _SCREENED_ROWS = 1024
 
 
 def screen_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `screened_linear` reads of a weight in its place: a quarter of the bytes.
+    """Quantise a weight to a quarter of the bytes, which `screened_linear` reads in place of the weight.
 
     Args: weight: float32 `[width, size]`, finite.
 
     Returns:
         codes: int8 `[width, size]`; `scales`: float32 `[width]`: `weight` is about `codes * scales[:, None]`.
-        errors: float32 `[width]`: what is left of each row has this length at most, what rounding adds to a product
-            included. A product with a row of length n is no further than n times this from that of the codes (Cauchy
-            and Schwarz).
+        errors: float32 `[width]`: an upper bound of the length of each row's remainder, which includes what rounding
+            adds to a product. The products of an input of length n with a row of the weight and with the row's codes
+            differ by at most n times this (Cauchy and Schwarz).
     """
     weight = weight.detach()
     width, size = weight.shape
@@ -51,8 +51,8 @@ def screened_linear(
 ) -> Tensor:
     """`linear(rows, weight, bias)` of which only the largest output of each row is wanted: for greedy search.
 
-    Products with the codes, within their errors, tell which outputs may be the largest; these few are computed with
-    the weight itself. Natively, on the CPU, that is a quarter of the reading, and with few rows reading is the time.
+    Products with the codes and their error bounds tell which outputs may be the largest; only these are computed with
+    the weight itself. Natively, on the CPU, a quarter of the bytes is read, and with few rows reading takes the time.
     An exact form of screening for maximum inner products (bounds by lengths as in LEMP, Teflioudi et al. 2015,
     https://doi.org/10.1145/2723372.2747647).
 
@@ -63,8 +63,8 @@ def screened_linear(
         bias: float32 `[width]`, or None.
 
     Returns: float32 `[..., width]`: the outputs that may be the largest of their row, the largest always among them,
-        and -inf for all others. Natively, they are those of `skinny_linear` to the last digit. All are computed of a
-        row with a NaN or an infinity.
+        and -inf for all others. Natively, they equal those of `skinny_linear` to the last digit. For a row with a NaN
+        or an infinity, all outputs are computed.
 
     Raises:
         ValueError: for shapes or devices other than these.

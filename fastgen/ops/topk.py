@@ -1,4 +1,4 @@
-"""The k best tokens of each row, with their log-probabilities: exact."""
+"""Finds the k best tokens of each row and their log-probabilities, exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOW_WORD = 2**32 - 1
 def topk_log_softmax(logits: Tensor, k: int, banned: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The k best tokens of each row, their log-probabilities, and the row's log-sum-exp.
 
-    Natively one pass over the logits and no temporary of their size, after the hierarchical search of LightSeq (Wang
+    Natively this is one pass over the logits without a temporary of that size, after the search of LightSeq (Wang
     et al. 2021, https://arxiv.org/abs/2010.13887, section 2.2): a lower bound of the k-th best logit from the maxima
     of disjoint groups, and a selection among the logits that reach it. The result is exact. On CUDA, k beyond 128 and
     more than 65,535 rows take `torch.topk` of whole rows instead, with temporaries several times the logits' size.

@@ -23,16 +23,16 @@ from fastgen import phases
 
 __phase__ = phases.ATTENTION
 
-MOST_ROWS = 64  # query rows that share a key: beams times query heads of a key head
+MOST_ROWS = 64  # query rows that share a key: beams times query heads per key head
 _MOST_SIZE = 256
-_KEYS = 64  # of a block's step
+_KEYS = 64  # keys that a block reads in one step
 _MOST_SPLITS = 64
 
 
 @triton.jit
 def next_weights(scores, highest):
-    """Of scores `[rows, keys]` and the rows' highest before: the highest now, the weights by it, and what rescales the
-    sums before."""
+    """From scores `[rows, keys]` and each row's maximum so far: the new maximum, the weights relative to it, and the
+    factor that rescales earlier sums."""
     higher = tl.maximum(highest, tl.max(scores, 1))
     shift = tl.where(higher == float("-inf"), 0.0, higher)  # -inf less -inf would be NaN
     return higher, tl.exp(scores - shift[:, None]), tl.exp(highest - shift)
@@ -74,7 +74,7 @@ def _attend(
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """One part of the keys of one key head: output `[B*M, 1, H, Dv]`, or of each part `[B*Hkv, parts, ROWS, Dv]`."""
+    """Attend to one part of a key head's keys: output `[B*M, 1, H, Dv]`, or by part `[B*Hkv, parts, ROWS, Dv]`."""
     place, part = tl.program_id(0), tl.program_id(1)
     sentence, head = (place // key_heads).to(tl.int64), (place % key_heads).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -140,7 +140,7 @@ def _join(
     ROWS: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
 ):
-    """The parts of one query row, `[B*Hkv, parts, ROWS, Dv]`, into the output `[B*M, 1, H, Dv]`."""
+    """Join the parts of one query row, `[B*Hkv, parts, ROWS, Dv]`, in the output `[B*M, 1, H, Dv]`."""
     place, row = tl.program_id(0), tl.program_id(1)
     value_size = tl.arange(0, VALUE_PADDED)
     is_value = value_size < VALUE_SIZE
@@ -163,7 +163,7 @@ def _join(
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether these shapes, as of `beam_attention`, are none for this kernel."""
+    """Whether this kernel cannot compute `beam_attention` of these tensors."""
     rows = query.shape[0] // key.shape[0] * (query.shape[1] // key.shape[1])
     return (
         rows > MOST_ROWS
@@ -246,7 +246,7 @@ def _launched(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sc
 
 
 def join(parts: Tensor, maxima: Tensor, sums: Tensor, output: Tensor, key_heads: int) -> None:
-    """The output `[B*M, 1, H, Dv]` of `parts` `[B*Hkv, splits, rows, Dv]`; maxima and sums: `[B*Hkv, splits, rows]`.
+    """Join `parts`, `[B*Hkv, splits, rows, Dv]`, in `output`, `[B*M, 1, H, Dv]`; maxima, sums: `[B*Hkv, splits, rows]`.
 
     There are M * H / Hkv rows or more.
     """
@@ -268,7 +268,7 @@ def join(parts: Tensor, maxima: Tensor, sums: Tensor, output: Tensor, key_heads:
 
 
 def splits_for(device: torch.device, blocks: int, keys: int) -> int:
-    """So many that two blocks fall to each of the device's processors, and each has two steps' keys at least."""
+    """The number of parts that gives each of the device's processors two blocks, of two steps' keys at least."""
     if device.type != "cuda":
         return 1
     processors = torch.cuda.get_device_properties(device).multi_processor_count

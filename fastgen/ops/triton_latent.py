@@ -1,10 +1,10 @@
 """Attention to a latent on CUDA devices, in Triton: keys and values are one tensor, and each part of it is read once.
 
-After the decoding kernels of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1), whose queries
-are absorbed by the keys' projection as those of `fastgen.cache.slim.latent` are: all heads and beams of a sentence are
-rows over one latent. A tile of the latent is loaded once and serves both products, with an online softmax between;
-tiles of rows that share it are launched side by side, so that all but the first find it in the L2 cache. Keys are
-split among blocks and joined as in `fastgen.ops.triton_attention`.
+After the decoding kernels of multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1): the key
+projection is applied to the queries, as in `fastgen.cache.slim.latent`, and all heads and beams of a sentence are rows
+over one latent. A tile of the latent is loaded once and serves both products, with an online softmax between them.
+Tiles of rows over the same latent are launched side by side, so that all but the first find it in the L2 cache. Keys
+are split among blocks and joined as in `fastgen.ops.triton_attention`.
 
 Importing this needs Triton, which torch's wheels for CUDA bring along.
 """
@@ -26,34 +26,34 @@ from fastgen.ops.triton_attention import join, next_weights, splits_for
 
 __phase__ = phases.ATTENTION
 
-TERMS = (1, 2)  # half-precision numbers that a query may be the sum of, the cheaper first
+TERMS = (1, 2)  # a query is the sum of so many half-precision numbers, the cheaper first
 _WIDTH = 64  # columns of a chunk: divides the models' sizes, and wider ones take more registers
 _WARPS = 8
-_REGISTERS = 255  # of a thread: shared memory holds one block, but the assembler would spill some to have room for two
-_MOST_SUMS = 24 * 1024  # of a block, float32: with more the registers of so many warps spill
-_ANY_DEVICES_ROOM = 227 * 1024  # bytes of shared memory: where there is no device to ask, the H100's
+_REGISTERS = 255  # per thread: shared memory holds one block, but the assembler would spill some to make room for two
+_MOST_SUMS = 24 * 1024  # float32 sums of a block: with more, the registers of so many warps spill
+_ANY_DEVICES_ROOM = 227 * 1024  # bytes of shared memory, those of the H100, where there is no device to ask
 
 
 class Tile(NamedTuple):
-    """What a block holds."""
+    """The sizes of the tile that a block holds."""
 
     rows: int
-    keys: int  # of a step
+    keys: int  # keys of a step
     stages: int  # with 3, the next step's keys are on their way while this one's are in use
 
     def bytes(self, columns: int, terms: int) -> int:
-        """Of shared memory: query and latent in half precision, and what scores and weights need on their way."""
+        """Bytes of shared memory: query and latent in half precision, and room for scores and weights in transit."""
         held = (terms * self.rows + (self.stages - 1) * self.keys) * columns
         return 2 * held + 4 * self.rows * self.keys + 1024
 
 
-# The first that fits is taken: more rows read the latent less often from L2; a step that waits for its keys costs more.
+# The first tile that fits is taken: more rows read the latent less often from L2; steps that wait for keys cost more.
 _TILES = (Tile(32, 64, 3), Tile(32, 32, 3), Tile(16, 64, 3), Tile(16, 32, 3), Tile(32, 32, 2), Tile(16, 32, 2))
 
 
 @triton.jit
 def _chunk(rows, first, SIZE: tl.constexpr, WIDTH: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Columns from the `first` on of what these pointers `[N]` point to: `[N, WIDTH]`."""
+    """Load `WIDTH` columns from column `first` on of the rows that the pointers `rows` `[N]` point to: `[N, WIDTH]`."""
     column = first + tl.arange(0, WIDTH)
     if IS_WHOLE:
         return tl.load(rows[:, None] + column[None, :])
@@ -61,7 +61,7 @@ def _chunk(rows, first, SIZE: tl.constexpr, WIDTH: tl.constexpr, IS_WHOLE: tl.co
         return tl.load(rows[:, None] + column[None, :], mask=(column < SIZE)[None, :], other=0.0)
 
 
-# Numbers that change from step to step, and say nothing of alignment, must not make for another compilation.
+# Numbers that change from step to step, and say nothing of alignment, must not cause another compilation.
 @triton.jit(do_not_specialize=["keys", "per_split", "beams", "bias_batch", "bias_head", "bias_beam"])
 def _attend(
     query,
@@ -92,7 +92,7 @@ def _attend(
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """A part of the keys for one tile of rows: output `[B*M, 1, H, C]`, or of each part `[B, parts, tiles*ROWS, C]`."""
+    """Attend to a part of the keys from one tile of rows: output `[B*M, 1, H, C]`, or `[B, parts, tiles*ROWS, C]`."""
     place, part = tl.program_id(0), tl.program_id(1)
     tiles = tl.cdiv(beams * heads, ROWS)
     sentence = (place // tiles).to(tl.int64)
@@ -157,7 +157,7 @@ def _attend(
         at = (sentence * tl.num_programs(1) + part) * (tiles * ROWS) + row
         tl.store(maxima + at, highest)
         tl.store(sums + at, total)
-        total = tl.full([ROWS], 1.0, tl.float32)  # the parts are divided by theirs once they are joined
+        total = tl.full([ROWS], 1.0, tl.float32)  # parts are divided by the sums once they are joined
     else:
         at = (sentence * beams + beam) * heads + head
     for i in tl.static_range(CHUNKS):
@@ -167,9 +167,9 @@ def _attend(
 
 
 def unsupported(query: Tensor, latent: Tensor) -> bool:
-    """Whether arguments of `latent_attention` are none for this kernel.
+    """Whether this kernel cannot compute `latent_attention` of these tensors.
 
-    Latents of float32 are not: tensor cores multiply no float32 at full precision, and torch's own do as well without.
+    It takes no float32 latents: tensor cores multiply no float32 at full precision, and without them torch is as fast.
     """
     return (
         query.dtype != torch.float32
@@ -185,10 +185,10 @@ def latent_attention(
 ) -> Tensor:
     """Softmax attention of all heads and beams of a sentence to one latent, which is their keys and their values.
 
-    Products are of half precision on tensor cores and summed in float32, as scores, maxima and sums are. Weights are
-    rounded once, as in attention of half precision. Of a query absorbed by the keys' projection, 1 term is as exact as
-    keys rounded to half precision, except where the latent varies much in directions that the projection ignores: there
-    the query's rounding errors meet them, and 2 terms (about float32) are needed.
+    Tensor cores multiply in half precision and sum in float32, as scores, maxima and sums are. Weights are rounded
+    once, as in half-precision attention. For a query multiplied by the key projection, 1 term is as exact as keys
+    rounded to half precision, except where the latent varies much in directions that the projection ignores: there the
+    query's rounding errors count, and 2 terms (about float32) are needed.
 
     Args:
         query: float32 `[B*M, H, 1, C]`.
@@ -196,7 +196,7 @@ def latent_attention(
         bias: of a float dtype, broadcastable to `[B, H, M, K]`, is added to the scores; or None.
         scale: factor of the scores.
         splits: parts that the keys are read in, side by side; by default as many as fill the device.
-        terms: half-precision numbers that each of the query's is the sum of, 1 or 2.
+        terms: how many half-precision numbers each number of the query is the sum of, 1 or 2.
 
     Returns: float32 `[B*M, 1, H, C]`, contiguous; NaN for a row whose scores are all -inf.
     """
@@ -267,7 +267,7 @@ def _tile(query: Tensor, latent: Tensor, terms: int) -> Tile | None:
 
 
 def tile_for(rows: int, size: int, terms: int, room: int) -> Tile | None:
-    """The best for a sentence's `rows` and a latent of this `size` that fits `room` bytes of shared memory, if any."""
+    """The best tile for a sentence's `rows` and a latent of this `size` that fits `room` bytes, or None."""
     columns = triton.cdiv(size, _WIDTH) * _WIDTH
     for tile in _TILES:
         needless = tile.rows > max(16, triton.next_power_of_2(rows))

@@ -1,1 +1,1 @@
-"""Adapters to the hosts: the only code that imports one."""
+"""Adapters, one for each host: the only code that imports a host."""

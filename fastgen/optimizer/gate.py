@@ -1,4 +1,4 @@
-"""What every call of a host goes through: the choice of its tier, what strict mode says to that, and its record."""
+"""Chooses the tier of a call, raises in strict mode, and records the call; used for every host."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CONFIGURED = "tier='stock' is configured"
 
 
 class Decision(NamedTuple):
-    """Which tier a call runs in."""
+    """The tier that a call runs in, with the reason."""
 
     tier: str
-    reason: str | None  # why in no better one
+    reason: str | None  # why in no better tier
 
 
 def decide(
@@ -24,10 +24,10 @@ def decide(
     not_fast: Callable[[], str | None] | None = None,
     wants_fast: bool = True,
 ) -> Decision:
-    """The tier of a call, by its settings.
+    """Choose the tier of a call, by the user's settings.
 
     Args:
-        unsupported: why the call is left to the host, or None; asked only if the settings allow anything else.
+        unsupported: why the call is left to the host, or None; called only if the settings allow another tier.
         not_fast: why our own loop cannot run it, or None; if absent, the host has no such loop.
         wants_fast: whether our own loop is preferred to the host's where no tier is configured.
 
@@ -51,7 +51,7 @@ def decide(
 
 
 class Record:
-    """The record of one call; the call's time begins when this is made."""
+    """The record of one call; the call's time begins when the record is made."""
 
     def __init__(self, host: str, model: str, batch: int, beams: int) -> None:
         self._call = (host, model)
@@ -66,6 +66,6 @@ class Record:
         cache: str | None = None,
         plan: str | None = None,
     ) -> None:
-        """The call has ended as it was decided; see `fastgen.Call` for what else is recorded."""
+        """Record that the call has ended in the tier decided; see `fastgen.Call` for the other fields."""
         seconds = time.perf_counter() - self._start
         report.record(report.Call(*self._call, *decision, *self._size, steps, seconds, cache_bytes, cache, plan))

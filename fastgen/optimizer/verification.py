@@ -1,7 +1,7 @@
-"""`verify=N`: of every N accelerated calls of a model, the last is decoded by the host too, and compared.
+"""`verify=N`: of every N accelerated calls of a model, the last one is also decoded by the host, and compared.
 
-A difference that is no near-tie of the host's is said in a warning, with what is needed to see it again but for the
-texts; the host's answer is returned, and the model is left to the host from then on.
+For a difference that is no near-tie of the host's, a warning says all that is needed to reproduce it, except the texts;
+the host's output is returned, and the model is left to the host from then on.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from fastgen import config, report
 from fastgen.memory import limits
 from fastgen.version import __version__
 
-GAP = 1e-5  # of two candidates that are as good as equal
-TOLERANCE = 1e-4  # of scores
+GAP = 1e-5  # two candidates closer than this count as equal
+TOLERANCE = 1e-4  # for scores
 SAME, NEAR_TIE, DIFFERENT, UNVERIFIED = "same", "near-ties", "different", "not verified"
 
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 _unverified: Counter[str] = Counter()  # by reason
-_waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since the last that was compared
+_waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since the last comparison
 _stopped: weakref.WeakKeyDictionary[Any, tuple[str, str]] = weakref.WeakKeyDictionary()  # host, and what differs
 _is_comparing: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_is_comparing", default=False)
 _seen: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("fastgen_seen", default=None)
 
 
 def is_on() -> bool:
-    """Whether this call, if it is accelerated, counts: not one that compares another."""
+    """Whether accelerated calls are counted and compared here; not inside a comparison."""
     return config.current().verify > 0 and not _is_comparing.get()
 
 
 def reason_against(model: Any) -> str | None:
-    """Why this model is left to its host; None if no difference has been found."""
+    """Why this model is left to the host; None if no difference has been found."""
     if not _stopped or model is None or (found := _stopped.get(model)) is None:
         return None
     host, why = found
@@ -51,7 +51,7 @@ def reason_against(model: Any) -> str | None:
 
 @contextlib.contextmanager
 def watching() -> Iterator[list[Any]]:
-    """What adapters say in `note_accelerated` of the searches of this thread, or task, inside the block."""
+    """Collect the searches of this thread, or task, that adapters note by `note_accelerated` inside the block."""
     seen: list[Any] = []
     token = _seen.set(seen)
     try:
@@ -61,14 +61,14 @@ def watching() -> Iterator[list[Any]]:
 
 
 def note_accelerated(search: Any) -> None:
-    """A search has run over the tree."""
+    """Note that a search has run over the tree."""
     if (seen := _seen.get()) is not None:
         seen.append(search)
 
 
 @contextlib.contextmanager
 def comparing(**options: Any) -> Iterator[None]:
-    """Inside the block calls are not recorded, nor verified themselves; `options` are settings."""
+    """Inside the block, calls are neither recorded nor verified; `options` are settings for them."""
     token = _is_comparing.set(True)
     try:
         with config.configured(strict=False, **options), report.silenced():
@@ -78,7 +78,7 @@ def comparing(**options: Any) -> Iterator[None]:
 
 
 def is_due(model: Any) -> bool:
-    """Count an accelerated call of `model`; whether it is the one to compare."""
+    """Count an accelerated call of `model`; returns whether to compare it."""
     with _lock:
         _waiting[model] = count = _waiting.get(model, 0) + 1
         if count < config.current().verify:
@@ -88,7 +88,7 @@ def is_due(model: Any) -> bool:
 
 
 def note(kind: str, reason: str = "") -> None:
-    """One of SAME, NEAR_TIE, DIFFERENT, or UNVERIFIED with the reason."""
+    """Count the outcome of a call: SAME, NEAR_TIE, DIFFERENT, or UNVERIFIED with the reason."""
     with _lock:
         _counts[kind] += 1
         if reason:
@@ -107,7 +107,7 @@ def _versions(host: str) -> dict[str, str]:
 
 
 def plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Options as they may be shown: numbers and choices as they are, of tensors and lists the size alone."""
+    """Options in a form that shows no texts: numbers as they are, of tensors and lists only the size."""
     return {name: _shown(value) for name, value in options.items() if value is not None}
 
 
@@ -120,15 +120,15 @@ def _shown(value: Any) -> Any:
 
 
 def least_gap(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The smallest difference between neighbours of each row of `[rows, candidates]`, among the best `count` and the
-    next one: float `[rows]`, inf where the others are banned."""
+    """The smallest gap between neighbours among the best `count` + 1 of each row of `scores`, `[rows, candidates]`:
+    float `[rows]`, inf where the others are banned."""
     best = scores.topk(min(count + 1, scores.shape[-1])).values
     gaps = best[:, :-1] - best[:, 1:]
     return gaps.masked_fill(~(best[:, 1:] > -1e8), torch.inf).min(1).values
 
 
 class RandomState:
-    """The state of torch's random numbers, on the CPU and on one GPU, as it is now."""
+    """The state of torch's random generators, on the CPU and on one GPU, when this was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -146,18 +146,18 @@ class RandomState:
 
 @dataclass
 class Question:
-    """Whether the host gives the same in one call."""
+    """The comparison of one call with the host."""
 
     host: str
-    model: Any  # the user's, which is left to the host from a difference on: see `reason_against`
-    before: RandomState  # of the call
+    model: Any  # the user's model, left to the host after a difference: see `reason_against`
+    before: RandomState  # from before the call
     facts: dict[str, Any]  # options and shapes, without texts
 
     def answer(self, output: Any, stock: Callable[[], Any], judged: Callable[[Any], tuple[str, str]]) -> Any:
-        """What the user is given: `output`, ours, or, if it differs, what `stock` returns or raises.
+        """The result for the user: our `output` or, if the host's differs, what `stock` returns or raises.
 
-        `judged`: of the host's output, one of SAME, NEAR_TIE, DIFFERENT, and in which way. Afterwards the random
-        numbers go on where they do behind what is returned.
+        `judged`: judges the host's output: SAME, NEAR_TIE or DIFFERENT, and how it differs. Afterwards the random
+        generators are in the state that follows the returned result.
         """
         after = self.before.now()
         try:
@@ -174,7 +174,7 @@ class Question:
         behind = self.before.now()
         try:
             kind, why = judged(theirs)
-        except Exception as error:  # of further runs, which look for near-ties
+        except Exception as error:  # in further runs, which look for near-ties
             kind, why = DIFFERENT, f"they differ, and a closer look failed ({type(error).__name__})"
         if kind == DIFFERENT:
             behind.restore()
@@ -197,7 +197,7 @@ class Question:
 
 
 def counts() -> dict[str, int]:
-    """Calls that were compared, by what was found, and those that could not be."""
+    """How many calls had each outcome, those that could not be compared included."""
     with _lock:
         return dict(_counts)
 
@@ -216,7 +216,7 @@ def summary() -> str:
 
 
 def reset() -> None:
-    """Forget all counts, and what was stopped."""
+    """Forget all counts, and the models that were left to the host."""
     with _lock:
         for each in (_counts, _unverified, _waiting, _stopped):
             each.clear()

@@ -1,1 +1,1 @@
-"""How hosts are changed, and changed back; and what on a model is neither the host's code nor ours."""
+"""Changes hosts and changes them back, and finds code on a model that is neither the host's nor ours."""

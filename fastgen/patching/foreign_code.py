@@ -1,8 +1,8 @@
-"""Code on a model that is neither the host's nor ours: hooks, subclasses, replaced functions, wrapped layers.
+"""Finds code on a model that is neither the host's nor ours: hooks, subclasses, replaced functions, wrapped layers.
 
 Such code may see that a beam search reads a prompt once for all beams, that steps are replayed without their Python,
-or that a linear layer multiplies by a packed copy. So before a call begins, each module that its steps will run is
-compared with what the host has shipped; what differs is named, with its path in the model.
+or that a linear layer multiplies by a packed copy. So before a call begins, each module that the steps will run is
+compared with what the host has shipped; differences are named, with the module's path in the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fastgen.patching import replaced_code
 
-# Of torch, what compiles or traces: a part of a model that is called so sees other shapes than it was made for.
+# Modules of torch that compile or trace: a compiled part of a model would see other shapes than it was made for.
 _COMPILING = ("torch._dynamo", "torch._inductor", "torch.jit", "torch.fx", "torch._functorch")
 _DISTRIBUTED = ("torch.nn.parallel", "torch.distributed")
 _LAYERS = ("torch.nn.", "torch.ao.nn.quantized.")
@@ -32,7 +32,7 @@ _NEVER_IN_STEPS = frozenset(
     _tie_weights extra_repr generate""".split()
 )
 _PARAMETERS = (Tensor, nn.Parameter)
-_ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))  # hooks among them, which are looked at by themselves
+_ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))  # hooks among them, which are checked apart
 
 
 class Finding(NamedTuple):
@@ -50,11 +50,11 @@ class Finding(NamedTuple):
 class HostCode:
     """What counts as the host's own code."""
 
-    packages: tuple[str, ...]  # of the host's classes
+    packages: tuple[str, ...]  # packages of the host's classes
     utilities: tuple[str, ...] = ()  # modules of base classes of which steps use only the methods `in_steps`
     in_steps: frozenset[str] = frozenset()
-    row_local: frozenset[str] = frozenset()  # classes of others, by full name, known to treat every row by itself
-    class_attributes: Callable[[type], Mapping[str, Any]] = vars  # as they are while nobody decodes
+    row_local: frozenset[str] = frozenset()  # other libraries' classes, by full name, known to treat rows one by one
+    class_attributes: Callable[[type], Mapping[str, Any]] = vars  # a class's attributes while nobody decodes
     _checked: dict[type, Any] = field(default_factory=dict, compare=False)
 
     def find(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Finding]:
@@ -105,7 +105,7 @@ class HostCode:
         return None
 
     def _overrides(self, attributes: Mapping[str, Any], owner: type, name: str) -> bool:
-        """Whether a class that is neither the host's nor torch's puts code in the place of theirs."""
+        """Whether a class that is neither the host's nor torch's overrides code of the host's or torch's."""
         is_code = any(map(_is_code, (attributes[name], vars(owner)[name])))
         return is_code and self._matters(owner, name)
 
@@ -128,7 +128,7 @@ class HostCode:
     def _is_host_code(self, function: Any, *packages: str) -> bool:
         home = home_of(function)
         if home.startswith(_COMPILING):
-            # Marked as not to be compiled, a function is wrapped by the compiler's module, and is itself.
+            # A function marked as not to be compiled is wrapped by the compiler's module, and otherwise unchanged.
             inner = getattr(function, "__wrapped__", None)
             return getattr(function, "_torchdynamo_disable", False) and inner is not None and self._is_host_code(inner)
         root = _root(home)
@@ -152,7 +152,7 @@ class HostCode:
                 yield Finding(path, f"has a {name} of its own", name)
 
     def _of_namespace(self, name: str) -> Iterator[Finding]:
-        """Functions that somebody has put into one of the host's modules in place of its own."""
+        """Find functions in one of the host's modules that somebody has put in place of the host's."""
         module = sys.modules.get(name)
         if module is None or name.startswith(self.utilities):
             return
@@ -165,12 +165,12 @@ class HostCode:
                 yield Finding("", f"calls {name}.{attribute}, which is not the host's own", attribute)
 
 
-# That of `with torch.device(...)` says where tensors are made, and ours count.
+# The mode of `with torch.device(...)` says where tensors are made, and our own modes count.
 _HARMLESS_MODES = ("torch.utils._device", "fastgen.bench.counts")
 
 
 def active_mode() -> str | None:
-    """The torch mode of the user's that sees each operation of this thread, if there is one."""
+    """The name of a torch mode of the user's that sees each operation of this thread, or None."""
     functions = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     dispatched = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
     for mode in (*functions, *dispatched):
@@ -182,7 +182,7 @@ def active_mode() -> str | None:
 
 
 def home_of(function: Any) -> str:
-    """The module that the code of a function is in; of another object, the module of its class."""
+    """The module that the code of a function is in; for another object, the module of its class."""
     while isinstance(function, functools.partial):
         function = function.func
     function = getattr(function, "__func__", function)
@@ -204,8 +204,8 @@ def _is_code(value: Any) -> bool:
 
 
 def _functions(value: Any) -> list[Any]:
-    """The functions that an attribute consists of, wrapped ones included: a wrapper may be the host's, and its content
-    somebody's."""
+    """The functions that an attribute consists of, wrapped ones included: a wrapper of the host's may call foreign
+    code."""
     if isinstance(value, property):
         found = [value.fget, value.fset, value.fdel]
     elif isinstance(value, functools.partial):
@@ -220,7 +220,7 @@ def _functions(value: Any) -> list[Any]:
 
 @functools.cache
 def _names_in_code(kind: Any) -> frozenset[str]:
-    """The names that the methods of a class and its bases use, `nn.Module` apart."""
+    """The names that the methods of a class and of all bases but `nn.Module` use."""
     names = {"forward"}
     for base in kind.__mro__:
         if base in (nn.Module, object):

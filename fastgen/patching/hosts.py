@@ -1,4 +1,4 @@
-"""The hosts that fastgen accelerates: which adapter changes which of their modules, and the switch for all of them."""
+"""The hosts that fastgen accelerates: which adapter changes which module, and the switch for all hosts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Host:
     def __init__(self, name: str, adapter: str, leaf: str, repairs: tuple[str, ...] = ()) -> None:
         self.name, self.adapter = name, adapter
         self.leaf = Leaf(self, leaf)  # carries the acceleration
-        self.leaves = (self.leaf, *(Leaf(self, name) for name in repairs))  # the rest: bugs mended on the way
+        self.leaves = (self.leaf, *(Leaf(self, name) for name in repairs))  # the others only repair bugs
 
     def follow(self) -> None:
         for leaf in self.leaves:
@@ -108,7 +108,7 @@ class Host:
 
 
 class Switch:
-    """On when the user wants fastgen and no `disabled()` block is open, in whatever thread."""
+    """The switch for all hosts: on when the user wants fastgen and no thread has a `disabled()` block open."""
 
     wanted = False
     paused = 0
@@ -132,7 +132,7 @@ def _follow() -> None:
 
 
 def enable() -> None:
-    """Accelerate the hosts that are imported, and those that will be."""
+    """Accelerate all hosts, those already imported and those imported later."""
     with _lock:
         _switch.wanted = True
     _follow()
@@ -147,7 +147,7 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """The stock hosts inside the block, for all threads; blocks nest and may overlap across threads."""
+    """Restore the stock hosts inside the block, for all threads; blocks nest and may overlap across threads."""
     with _lock:
         _switch.paused += 1
     try:
@@ -165,6 +165,6 @@ def is_on() -> bool:
 
 
 def statuses() -> tuple[bool, tuple[HostStatus, ...]]:
-    """Whether fastgen is on, and how each host is."""
+    """Whether fastgen is on, and the status of each host."""
     with _lock:
         return _switch.on, tuple(host.status() for host in _hosts)

@@ -1,4 +1,4 @@
-"""Call back when a module has been imported, now or later, without importing it."""
+"""Calls a function when a module has been imported, now or later, without importing the module."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _looking = threading.local()  # per thread: names whose real spec is being looke
 def when_imported(name: str, callback: Callback) -> None:
     """Call `callback(module)` at once if `name` is imported, and after every later import of it.
 
-    A module whose import is still running (a circular import, another thread) is waited for, not
-    handed out half made.
+    If the import is still running (a circular import, another thread), the callback waits for the end of it.
     """
     with _lock:
         known = _callbacks.setdefault(name, [])

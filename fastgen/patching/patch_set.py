@@ -1,4 +1,4 @@
-"""Replace attributes of a host, all or nothing, and put back exactly what was there."""
+"""Replaces attributes of a host, all or none, and puts back exactly what was there."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class SeamMismatch(Exception):
 
 
 class PatchSet:
-    """Replaced attributes and what they replaced.
+    """Replaced attributes, with the originals to put back.
 
-    Used as a context manager it is a transaction: an exception inside the block undoes all of it.
+    Used as a context manager it is a transaction: an exception inside the block undoes all replacements.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, raw original, ours
-        self.fault = ""  # why they were given up, if they were
+        self.fault = ""  # why the replacements were undone, if `give_up` was called
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -48,7 +48,7 @@ class PatchSet:
             return next(original for place, replaced, original, _ in self._saved if (place, replaced) == (owner, name))
 
     def revert(self) -> tuple[str, ...]:
-        """Undo every replacement, the latest first; return the names left as others have set them since.
+        """Undo every replacement, the latest first; return the names that other code has set since, which stay.
 
         An attribute that no longer holds our value belongs to whoever changed it: overwriting it would
         silently remove their patch.
@@ -67,7 +67,7 @@ class PatchSet:
         return tuple(foreign)
 
     def give_up(self, fault: str) -> None:
-        """Undo every replacement for what was found later on, once the host was used."""
+        """Undo every replacement because of a fault that was found only when the host was used."""
         with self._lock:
             self.revert()
             self.fault = fault

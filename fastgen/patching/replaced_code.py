@@ -1,4 +1,4 @@
-"""Whether anybody but the model itself sees, or has changed, what its modules do when they are called."""
+"""Tells whether code other than the model's own sees the calls of its modules, or has replaced their functions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 
 _LEFT_BEHIND = "transformers.utils.output_capturing"  # hooks that stay once hidden states were asked for
-# What models call of torch, as it was when this was imported. A class has further attributes than its own.
+# The functions of torch that models call, as they were when this was imported.
 _PREFIXES = ("torch.", "torch.nn.functional.", "torch.Tensor.")
 _NAMESPACES = [vars(torch), vars(nn.functional), vars(Tensor)]
 _CALLED = [{name: value for name, value in space.items() if callable(value)} for space in _NAMESPACES]
 
 
 def is_watched(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody sees the calls of a module, or has replaced or compiled it for the shapes it has."""
+    """Whether foreign code sees the calls of a module, or a module or a function of torch was replaced or compiled."""
     return replaced_function() is not None or are_interrupted(modules)
 
 
 def are_interrupted(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody else's code may run when one of these modules is called, before it, after it or in its place."""
+    """Whether foreign code may run when one of these modules is called: before it, after it or in place of it."""
     if nn.modules.module._has_any_global_hook():
         return True
     modules = list(modules)
@@ -39,8 +39,8 @@ def are_interrupted(modules: Iterable[nn.Module]) -> bool:
 
 
 def _is_its_own(module: nn.Module, forward: Any) -> bool:
-    """Whether this attribute, if there is any, is the method of the module's class: once hidden states were asked for,
-    transformers 4.57 leaves that behind."""
+    """Whether a module's attribute `forward`, if there is one, is the method of the module's class: transformers 4.57
+    leaves that behind once hidden states were asked for."""
     if forward is None:
         return True
     is_bound = getattr(forward, "__self__", None) is module
@@ -48,9 +48,9 @@ def _is_its_own(module: nn.Module, forward: Any) -> bool:
 
 
 def replaced_function() -> str | None:
-    """One of torch's functions that somebody has replaced, now or before this was imported.
+    """The name of a function of torch that somebody has replaced, now or before this was imported; None if none was.
 
-    They hand themselves, by name, to a mode that is active: a replacement that calls the original is called twice then.
+    Such functions hand themselves, by name, to an active mode: a replacement that calls the original is called twice.
     """
     if _WAS_PATCHED is not None:
         return _WAS_PATCHED
@@ -58,7 +58,7 @@ def replaced_function() -> str | None:
         if all(map(operator.is_, map(space.get, called), called.values())):
             continue
         for name, value in called.items():
-            if space.get(name) is not value and not _is_torchs(space.get(name)):  # its own compiler replaces some, too
+            if space.get(name) is not value and not _is_torchs(space.get(name)):  # torch's compiler replaces some
                 return prefix + name
     return None
 
@@ -78,7 +78,7 @@ _WAS_PATCHED = next((_PREFIXES[1] + name for name, value in _CALLED[1].items() i
 def is_replaced(kind: type, name: str) -> bool:
     """Whether the function `name` of this class is not from the package of the class that defines it.
 
-    By where its code is: a wrapper may bear the names of what it wraps. torch's own wrappers, and ours, are none.
+    The module of the code decides: a wrapper may bear the wrapped function's name. Wrappers of torch and ours are fine.
     """
     owner = next(base for base in kind.__mro__ if name in vars(base))
     return not is_of(vars(owner)[name], owner.__module__.partition(".")[0], "torch", "fastgen")
@@ -95,5 +95,5 @@ def _foreign(hooks: Iterable[Any]) -> bool:
 
 
 def are_of(packages: set[str], modules: Iterable[nn.Module]) -> bool:
-    """Whether all of these modules' classes are torch's or of these packages."""
+    """Whether the classes of all these modules belong to torch or to these packages."""
     return {type(module).__module__.partition(".")[0] for module in modules} <= {"torch", *packages}

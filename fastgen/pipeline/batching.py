@@ -1,4 +1,4 @@
-"""Batch sizes: the largest that pays, found by doubling, and back-off when memory runs out."""
+"""Finds the largest batch size that pays, by doubling, and backs off when memory runs out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fastgen.memory.limits import is_out_of_memory
 Unit = TypeVar("Unit")
 Result = TypeVar("Result")
 
-# A doubling that loses more than this much speed is taken back. Only on the CPU, where memory hardly ever ends but
-# caches do; a GPU's speed grows until its memory is full.
+# A doubling that leaves less than this part of the speed is taken back. Only on the CPU, where memory hardly ever runs
+# out, but caches do; a GPU gets faster until its memory is full.
 _WORTH_KEEPING = 0.95
 
 
 def release_memory() -> None:
-    """Give cached blocks back, so that a smaller batch finds room."""
+    """Free cached blocks of memory, so that a smaller batch finds room."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -30,16 +30,16 @@ def run_with_backoff(
     run: Callable[[Sequence[Unit]], list[Result]],
     out_of_memory: Callable[[Sequence[Unit]], None] | None = None,
 ) -> list[Result]:
-    """`run(units)`, one result each; when memory runs out, each half by itself, down to single units.
+    """Return `run(units)`, one result for each unit; if memory runs out, run each half, down to single units.
 
-    `out_of_memory` is told every batch that failed. A single unit that doesn't fit raises its error.
+    `out_of_memory` is called with every batch that failed. If a single unit doesn't fit, the error is raised.
     """
     try:
         return run(units)
     except (MemoryError, RuntimeError) as error:
         if len(units) < 2 or not is_out_of_memory(error):
             raise
-    # Outside of the handler: its traceback holds the tensors of the failed batch.
+    # After the `except` block, as the traceback holds the tensors of the failed batch.
     release_memory()
     if out_of_memory is not None:
         out_of_memory(units)
@@ -50,8 +50,8 @@ def run_with_backoff(
 class AutoBatch:
     """The size of the next batch, in whatever unit the caller counts (sentences or padded tokens).
 
-    Doubles after each full batch until one runs out of memory, is predicted to (see `fits`), or, with `by_speed`,
-    is slower than the batches before; after that it only shrinks.
+    It doubles after each full batch until one runs out of memory, is predicted to (see `fits`), or, with `by_speed`,
+    is slower than earlier batches; after that it only shrinks.
     """
 
     def __init__(self, start: int, *, by_speed: bool = False, fits: Callable[[], bool] = lambda: True) -> None:
@@ -70,12 +70,12 @@ class AutoBatch:
 
     @classmethod
     def on_device(cls, kind: str, start: int) -> AutoBatch:
-        """As suits a device of torch's type `kind`."""
+        """An `AutoBatch` with the settings for a device of torch's type `kind`."""
         return cls(start, by_speed=kind == "cpu", fits=lambda: _double_fits(kind))
 
     def succeeded(self, used: int, speed: float) -> None:
-        """A batch of `used` units ran, at `speed` (anything per second)."""
-        if not self._growing or 2 * used <= self.size:  # the last batch of many says nothing
+        """Note that a batch of `used` units ran, at `speed` (anything per second)."""
+        if not self._growing or 2 * used <= self.size:  # a batch that was not full says nothing
             return
         if self._by_speed and speed < _WORTH_KEEPING * self._best_speed:
             self.size = max(1, self.size // 2)
@@ -88,13 +88,13 @@ class AutoBatch:
             self._growing = False
 
     def failed(self, used: int) -> None:
-        """A batch of `used` units ran out of memory."""
+        """Note that a batch of `used` units ran out of memory."""
         self.size = max(1, min(self.size, used) // 2)
         self._growing = False
 
 
 def _double_fits(device_type: str) -> bool:
-    """Whether a batch twice as large should fit, judged by the peak so far; True where that isn't known."""
+    """Whether a batch twice as large should fit, judged by the peak so far; True if the peak isn't known."""
     torch = sys.modules.get("torch")
     if torch is None or device_type != "cuda":
         return True

@@ -1,4 +1,4 @@
-"""Errors of a run that the user can act on, and the exit codes of the commands."""
+"""Errors for the user to act on, and the exit codes of the commands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 DONE = 0
 INPUT_ERROR = 1
-# Of the commands that compare, fastgen-bench, fastgen-check and fastgen-demo: an output differs; the input is unusable.
+# For commands that compare, fastgen-bench, fastgen-check and fastgen-demo: an output differs; the input is unusable.
 DIFFERENT, UNUSABLE = 1, 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 EXIT_CODES = (
     f"exit codes: {DONE} done; {INPUT_ERROR} input error (a file, a line, a flag, a full disk: one sentence on "
@@ -21,28 +21,28 @@ _GLOBAL = re.compile(r"GLOBAL (\S+)")  # what torch's errors call a function or 
 
 
 class InputError(Exception):
-    """The run can't go on, for a reason outside the program; the message is one sentence for the user."""
+    """Raised if the run can't go on for a reason outside the program; the message is one sentence for the user."""
 
 
 class WorkerError(RuntimeError):
-    """A task failed in a worker, or its worker died every time; the message ends in the worker's traceback."""
+    """Raised if a task failed in a worker, or always killed it; the message ends in the worker's traceback."""
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """The number and its noun, "1 record" or "2 records"."""
+    """A number with its noun, "1 record" or "2 records"."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what `error` says, without its full stop."""
+    """The first line of the message of `error`, without the full stop."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(". ") if lines else type(error).__name__
 
 
 def why_unloadable(error: BaseException) -> str:
-    """Why a checkpoint can't be loaded: the first line of `error`, but for what torch refuses as no mere weights.
+    """Why a checkpoint can't be loaded: the first line of `error`, or our own words if torch refuses to unpickle it.
 
-    torch says there at length how to switch its check off, after which the checkpoint could run any code.
+    torch's message tells how to switch the check off, after which the checkpoint could run any code.
     """
     cause: BaseException | None = error
     while cause is not None and "Weights only load failed" not in str(cause):  # hosts wrap it

@@ -1,4 +1,4 @@
-"""A file that one process at a time writes."""
+"""Locks a file, so that only one process at a time writes it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if sys.platform != "win32":
 
 @contextlib.contextmanager
 def locked(path: Path, what: Path) -> Iterator[BinaryIO]:
-    """`path`, for reading and appending, created if need be.
+    """Open and lock `path`, for reading and appending; it is created if need be.
 
     Raises:
-        InputError: another process writes `what` with it, or `path` is a link or another user's (see `open_own`).
+        InputError: another process that writes `what` holds it, or `path` is a link or another user's (see `open_own`).
 
     A file that is still empty at the end is removed. Until then, nothing else in this process may open and close
     `path`: that would unlock it.
@@ -47,13 +47,13 @@ def _open(path: Path, what: Path) -> BinaryIO:
         if sys.platform == "win32":
             return file
         try:
-            # Not flock, which forked children share: those of a data loader outlive a killed run by seconds.
+            # Not flock, which forked children share: children of a data loader outlive a killed run by seconds.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.close()
                 raise InputError(f"Another run is writing {what}: wait for its end, or choose another file.") from None
-            # Some network file systems have no locks: better a run without one than none.
+            # Some network file systems have no locks: then the run goes on without one.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file

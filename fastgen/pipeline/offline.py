@@ -1,4 +1,4 @@
-"""Generation for a list of sources that is longer than a batch."""
+"""Generates for a list of sources that is longer than a batch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-REFILL = {"auto": None, "on": True, "off": False}  # what the commands call `generate`'s `refill`
-# Batches that the commands keep full together: there the last sentences have nobody to follow them. A run that is
-# resumed begins with such a stretch anew, so that the same sentences meet and the scores are the same to the last
-# digit.
+REFILL = {"auto": None, "on": True, "off": False}  # the commands' names for `refill` of `generate`
+# The commands keep a batch full within a stretch of so many batches; no others follow the last sentences of a stretch.
+# A resumed run begins a stretch anew, so that the same sentences share a batch and scores are equal to the last digit.
 STRETCH = 16
-_PARTS = 4  # a batch is refilled by so much of it at a time
+_PARTS = 4  # a batch is refilled in so many parts
 _NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs cache
     past_key_values return_dict_in_generate streamer""".split()
 
@@ -29,20 +28,20 @@ def generate(
 ) -> list[Tensor]:
     """Generate for all `sources` with a model of Hugging Face transformers, sources of like length together.
 
-    Each gets what `model.generate` returns for it alone, whatever shares its batch. Sentences leave the batch as they
-    finish; with `refill`, waiting ones take their places, each at its own position.
+    Each source gets what `model.generate` returns for it alone, whatever shares the batch. Sentences leave the batch
+    when they finish; with `refill`, waiting sentences take their places, each at another position.
 
     Args:
         model: on its device, in evaluation mode.
-        sources: token ids of each, a sequence of ints or a 1-D tensor, without padding; decoder-only models continue
-            them.
-        batch_size: sentences that decode together, at most.
-        refill: keep the batch full. By default where a step takes equally long however few sentences are left, that
-            is on a GPU; on a CPU a smaller batch is a faster one. Models that cannot do it decode batch by batch.
+        sources: the token ids of each, a sequence of ints or a 1-D tensor, without padding; decoder-only models
+            continue them.
+        batch_size: the most sentences that decode together.
+        refill: keep the batch full. By default on a GPU, where a step takes equally long however few sentences are
+            left; on a CPU a smaller batch is faster. Models that cannot do it decode batch by batch.
         progress: show a progress line on standard error.
-        options: `model.generate`'s own: `num_beams`, `max_new_tokens`, ...
+        options: options of `model.generate`: `num_beams`, `max_new_tokens`, ...
 
-    Returns: for each source, in the order given, int64 `[num_return_sequences, length]`, padded among themselves only.
+    Returns: for each source, in order, int64 `[num_return_sequences, length]`, padded only to the source's longest.
 
     Raises:
         ValueError: a source is empty, or an option cannot be used here.
@@ -80,13 +79,13 @@ def generate(
 def generate_samples(
     generator: Any, samples: Sequence[dict[str, Any]], *, refill: bool | None = None, progress: bool = False
 ) -> list[Any]:
-    """Generate for all of fairseq's `samples`: what `generator.generate` returns for each, in their order.
+    """Generate for all of fairseq's `samples`; returns what `generator.generate` returns for each, in order.
 
     Args:
         generator: a SequenceGenerator whose models are in evaluation mode.
         samples: as fairseq's iterators collate them, on the models' device.
-        refill: let sentences of the next samples take the rows of finished ones; as many decode together as the
-            largest sample has. By default on a GPU. Generators that cannot do it decode sample by sample.
+        refill: let sentences of the next samples take the rows of finished ones; as many sentences decode together as
+            the largest sample has. By default on a GPU. Generators that cannot do it decode sample by sample.
         progress: show a progress line on standard error.
     """
     from fastgen.optimizer.fairseq.generate.continuous_batch import in_order, why_not_refilled
@@ -108,7 +107,7 @@ def generate_samples(
             for hypotheses in in_order(infer, samples):
                 note(hypotheses)
         else:
-            for sample in samples:  # a StopIteration would end a `map` unseen
+            for sample in samples:  # a StopIteration would silently end a `map`
                 note(infer(sample))
     except Stopped as stopped:
         raise stopped.error from None
@@ -118,10 +117,10 @@ def generate_samples(
 
 
 def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict[str, Any]) -> str | None:
-    """Why batches are not to be kept full, or None; `source` is any, to ask `model.generate` what it would do.
+    """Why batches are not kept full, or None; `source`: any source, to ask `model.generate` what it would do.
 
     Args:
-        wished: by default where it pays, see `generate`.
+        wished: what the user asks for; None: where it pays, see `generate`.
     """
     if wished is None:
         wished = model.device.type != "cpu"
@@ -138,13 +137,13 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
 def generated(
     model: Any, sources: Sequence[Any], options: dict[str, Any], *, batch_size: int, refill: bool
 ) -> Iterator[tuple[list[int], Any, int]]:
-    """What `model.generate` returns for sources that were padded together, as it is ready.
+    """Yield what `model.generate` returns for sources that were padded together, as soon as it is ready.
 
-    With it come their indices, in the order of the rows, and the length that they were padded to. `refill` needs calls
-    that `why_not_refilled` has nothing against.
+    Yields the sources' indices, in the order of the rows, the result, and the length that they were padded to. `refill`
+    needs calls for which `why_not_refilled` is None.
     """
     size = max(1, batch_size // _PARTS) if refill else batch_size
-    # The longest first: what doesn't fit into memory shows at once.
+    # The longest first: so a batch that doesn't fit into memory shows at once.
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
     parts = [order[first : first + size] for first in range(0, len(order), size)]
     calls = (padded(model, [sources[index] for index in part], _options_of(part, options)) for part in parts)
@@ -159,13 +158,13 @@ def generated(
 
 
 def _options_of(part: list[int], options: dict[str, Any]) -> dict[str, Any]:
-    """The options of these sources: latents have a row for each."""
+    """The options of these sources: of the latents, which have a row for each source, only their rows."""
     latents = options.get("latents")
     return options if latents is None else {**options, "latents": latents[part]}
 
 
 def _padding(model: Any, options: dict[str, Any]) -> int:
-    """The token that pads, as `generate` will find it."""
+    """The padding token that `generate` will use."""
     configs = (options, vars(options.get("generation_config") or model.generation_config), vars(model.config))
 
     def first(name: str) -> Any:
@@ -176,7 +175,7 @@ def _padding(model: Any, options: dict[str, Any]) -> int:
 
 
 def _ends(model: Any, options: dict[str, Any]) -> list[int]:
-    """The tokens that end a hypothesis; none where it cannot be told which."""
+    """The tokens that end a hypothesis; none if they are unknown."""
     given = options.get("generation_config") or model.generation_config
     return _listed(options["eos_token_id"] if "eos_token_id" in options else getattr(given, "eos_token_id", None))
 
@@ -186,7 +185,7 @@ def _listed(tokens: Any) -> list[int]:
 
 
 def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `model.generate` for sources, tokens of each, padded together."""
+    """The arguments of `model.generate` for these sources, padded together."""
     import torch
 
     pad = _padding(model, options)
@@ -194,7 +193,7 @@ def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[
     ids = torch.full((len(sources), longest), pad)  # [B, N]
     mask = torch.zeros_like(ids)
     for row, source in enumerate(sources):
-        # A decoder-only model goes on from the last position: its padding is on the left.
+        # A decoder-only model continues at the last position, so padding is on the left.
         place = slice(len(source)) if model.config.is_encoder_decoder else slice(longest - len(source), None)
         ids[row, place] = torch.as_tensor(source)
         mask[row, place] = 1
@@ -202,12 +201,12 @@ def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[
 
 
 def _without_padding(hypotheses: Tensor, prompt: int, pad: int, ends: list[int]) -> Tensor:
-    """Cut off the columns behind the end of every hypothesis, `[n, length]`; one that has none ends before padding."""
+    """Cut off columns after the end of every hypothesis, `[n, length]`; without an end token it ends before padding."""
     import torch
 
     generated = hypotheses[:, prompt:]
     is_end = torch.isin(generated, torch.tensor(ends, dtype=generated.dtype, device=generated.device))
-    # What fills up is padding or, to the host's beam search if padding is token 0, an end.
+    # The host fills up with padding or, in beam search if padding is token 0, with an end token.
     if len(generated) and bool(is_end.any(1).all()):
         return hypotheses[:, : prompt + int(is_end.int().argmax(1).max()) + 1]
     length = hypotheses.shape[1]

@@ -1,4 +1,4 @@
-"""A progress line on standard error: sentences, sentences/s, tokens/s, time left."""
+"""Shows a progress line on standard error: sentences, sentences/s, tokens/s, time left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOG_SECONDS = 30.0  # between lines where the output is a file
 
 
 class Progress:
-    """Counts finished sentences from any thread. On a terminal one line is redrawn; in a log, a line now and then."""
+    """Counts finished sentences from any thread. On a terminal one line is redrawn; a log gets a line now and then."""
 
     def __init__(self, total: int | None, *, done: int = 0, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total = total
@@ -26,7 +26,7 @@ class Progress:
         self._lock = threading.Lock()
 
     def update(self, sentences: int, tokens: int) -> None:
-        """`sentences` more are done, with `tokens` generated tokens."""
+        """Count `sentences` more as done, with `tokens` generated tokens."""
         with self._lock:
             self.done += sentences
             self.tokens += tokens
@@ -36,7 +36,7 @@ class Progress:
                 self._show(self.line(now - self._started))
 
     def line(self, seconds: float) -> str:
-        """The line after `seconds` of work."""
+        """The text of the line after `seconds` of work."""
         rate = (self.done - self._before) / max(seconds, 1e-9)
         parts = [f"{self.done:,}" if self.total is None else f"{self.done:,} / {self.total:,}"]
         if self.total:
@@ -55,7 +55,7 @@ class Progress:
         self._stream.flush()
 
     def close(self) -> None:
-        """The last state, and a new line."""
+        """Show the last state, and end the line."""
         with self._lock:
             if self._enabled:
                 self._show(self.line(time.monotonic() - self._started))

@@ -1,8 +1,8 @@
-"""A results file and the journal beside it, which says how much of it is complete and what the rest needs to know.
+"""Writes a results file and a journal beside it, which says how much is complete and what a resumed run must know.
 
 A batch's lines go to the results file first, then one line goes to the journal. So after a kill at any point the file
-is cut back to the journal's last whole line, and the run goes on from there. Of a finished run the journal keeps the
-settings and a line that says so.
+is cut back to the state of the journal's last whole line, and the run goes on from there. When a run has finished, the
+journal keeps the settings and a line that says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OTHER_DIGITS = "scores may differ in their last digits from those of a run that 
 
 
 class _Kept(NamedTuple):
-    """What an earlier run left that stands."""
+    """How much of an earlier run's files is valid."""
 
     journal_bytes: int = 0
     bytes: int = 0  # of the results
@@ -32,14 +32,14 @@ class _Kept(NamedTuple):
 
 
 class Journal:
-    """Writes the results, and ``<results>.journal``: a header with the run's settings, then a line for every batch."""
+    """Writes the results, and ``<results>.journal``: a header with the settings, then a line for every batch."""
 
     def __init__(self, results: Path, settings: Mapping[str, Any]) -> None:
         self.results = results
         self.path = journal_path(results)
-        self.complete = False  # the run that --resume names was finished
-        self.facts: dict[str, Any] = {}  # kept of a finished run
-        self._replaces = False  # what is there
+        self.complete = False  # the run to resume has finished
+        self.facts: dict[str, Any] = {}  # kept when a run has finished
+        self._replaces = False  # whether existing results may be replaced
         self._settings = json.loads(json.dumps(settings, default=str))
         self._kept = _Kept()
         self._notes: BinaryIO
@@ -48,19 +48,19 @@ class Journal:
 
     @property
     def resuming(self) -> bool:
-        """Whether an earlier run left something to go on from."""
+        """Whether an earlier run left something to resume."""
         return self._kept.journal_bytes > 0
 
     @contextlib.contextmanager
     def locked(self, *, resume: bool = False, overwrite: bool = False) -> Iterator[Journal]:
-        """Keep other runs out; nothing is changed yet.
+        """Lock the files against other runs; nothing is changed yet.
 
         Args:
-            resume: see what an earlier run left, to go on with it.
-            overwrite: results that are there may be replaced.
+            resume: read what an earlier run left, to go on with it.
+            overwrite: existing results may be replaced.
 
         Raises:
-            InputError: there are results, and neither is said; or they can't be gone on with.
+            InputError: there are results and neither option is given, or the results can't be resumed.
         """
         if resume and overwrite:
             raise InputError("--resume goes on with an earlier run, --overwrite replaces it: give one of them.")
@@ -69,13 +69,13 @@ class Journal:
             if self.results.exists():
                 if resume:
                     self._inspect()
-                    self._replaces = True  # what stands behind the last note
+                    self._replaces = True  # the part after the last note
                 elif not overwrite and (self.results.stat().st_size or self._has_results()):
                     raise self._in_the_way()
             yield self
 
     def _has_results(self) -> bool:
-        """Whether a run has noted some; of a file that is empty, others can wait here for their turn."""
+        """Whether a run has noted results; the file is locked even while it is empty."""
         return any("bytes" in record or "done" in record for _, record in self._lines())
 
     def _in_the_way(self) -> InputError:
@@ -89,7 +89,7 @@ class Journal:
 
     @contextlib.contextmanager
     def earlier(self) -> Iterator[Iterator[dict[str, Any]]]:
-        """What the earlier run noted, batch after batch; before `opened`. InputError if it can't be used."""
+        """The notes of an earlier run, batch by batch; call it before `opened`. InputError if they can't be used."""
         try:
             yield (record for end, record in self._lines() if "bytes" in record and end <= self._kept.journal_bytes)
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -97,11 +97,11 @@ class Journal:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[TextIO]:
-        """The results, cut back to what stands. The run counts as finished at the end, if no exception ends it."""
+        """Open the results, cut back to the valid part. If the block ends without exception, the run has finished."""
         with writing(self.results):
             self._raw = _Counted(self.results, self._kept.bytes, self._kept.crc)
         size = os.fstat(self._raw.fileno()).st_size
-        if size and not self._replaces:  # somebody has written it since the run began
+        if size and not self._replaces:  # another process has written it since the run began
             self._raw.close()
             raise self._in_the_way()
         with writing(self.path):
@@ -116,7 +116,7 @@ class Journal:
         try:
             yield self._file
         except BaseException:
-            with contextlib.suppress(OSError):  # a full disk again: what is on it stands
+            with contextlib.suppress(OSError):  # the disk may be full again: what was written stays
                 self._file.close()
             raise
         with writing(self.results):
@@ -124,13 +124,13 @@ class Journal:
         self._finish()
 
     def write(self, text: str) -> None:
-        """All of `text` to the results, or InputError."""
+        """Write all of `text` to the results, or raise InputError."""
         with writing(self.results):
             self._file.write(text)
             self._file.flush()
 
     def batch(self, **facts: Any) -> None:
-        """The results are complete up to here, and the `facts` hold."""
+        """Note that the results are complete up to here, with `facts`."""
         size, crc = self._raw.written
         with writing(self.path):
             self._notes.write(_line({"bytes": size, "crc": crc, **facts}))
@@ -141,10 +141,10 @@ class Journal:
         done = {"done": size, "crc": crc, "facts": self.facts}
         new = self.path.with_name(self.path.name + ".new")
         with writing(self.path):
-            new.unlink(missing_ok=True)  # of a run that was killed here
+            new.unlink(missing_ok=True)  # left by a run that was killed here
             with os.fdopen(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
                 file.write(_line({"settings": self._settings}) + _line(done))
-            new.replace(self.path)  # at once: a kill leaves the one or the other
+            new.replace(self.path)  # atomic: a kill leaves the old or the new file
 
     def _inspect(self) -> None:
         lines = self._lines()
@@ -164,7 +164,7 @@ class Journal:
             facts = record.get("facts", {})
             if not isinstance(place, int) or not isinstance(crc, int) or not isinstance(facts, dict):
                 raise self._damaged()
-            if place > size and not self.complete:  # a crash of the whole machine lost some
+            if place > size and not self.complete:  # a crash of the whole machine lost some results
                 break
             kept, self.facts = _Kept(end, place, crc), facts
             if self.complete:
@@ -176,7 +176,7 @@ class Journal:
         self._kept = kept
 
     def _lines(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Where each whole line ends, and what it says."""
+        """Each whole line of the journal: the place where it ends, and its record."""
         self._notes.seek(0)
         end = 0
         while (line := self._notes.readline()).endswith(b"\n"):  # the last one is cut off, or empty
@@ -194,10 +194,10 @@ class Journal:
 
 
 class _Counted(io.FileIO):
-    """A file opened for appending, and the number and CRC of its bytes, `written`."""
+    """A file opened for appending that counts its bytes and their CRC, in `written`."""
 
     def __init__(self, path: Path, size: int, crc: int) -> None:
-        """`size` and `crc` are those of what stands in the file."""
+        """`size` and `crc`: of the valid part of the file."""
         super().__init__(path, "a", opener=lambda name, flags: os.open(name, flags, 0o666))
         self.written = size, crc
 
@@ -213,7 +213,7 @@ def journal_path(results: Path) -> Path:
 
 
 def contents(*files: Path) -> dict[str, Any]:
-    """Settings that tell whether one of these files is another than it was."""
+    """Settings that change when one of these files changes: sizes and times."""
     stats = {file: file.stat() for file in files}
     return {f"content of {file}": [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
@@ -223,7 +223,7 @@ def _line(record: dict[str, Any]) -> bytes:
 
 
 def _crc(path: Path, size: int) -> int:
-    """The CRC of the first `size` bytes."""
+    """The CRC of the first `size` bytes of a file."""
     crc = 0
     with open(path, "rb") as file:
         while size > 0 and (block := file.read(min(size, 1 << 20))):
@@ -232,6 +232,6 @@ def _crc(path: Path, size: int) -> int:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The names of the settings that differ, to be shown; "" if none does."""
+    """The names of the settings that differ, as text for the user; "" if none does."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return ", ".join(sorted(names))

@@ -1,7 +1,7 @@
-"""The stages of a run, overlapped: reading | generating | post-processing | writing.
+"""Runs the stages of a run at the same time: reading | generating | post-processing | writing.
 
 Reading and writing have a thread each, generation stays in the calling thread (signals and CUDA contexts belong
-there), post-processing is a WorkerPool's. Channels between them are bounded, so memory is too.
+there), a WorkerPool does the post-processing. Channels between them are bounded, so memory is bounded, too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DEPTH = 8
 
 
 class Cancelled(Exception):
-    """The other end of a channel gave up."""
+    """Raised if the other end of a channel has given up."""
 
 
 class Channel(Generic[T]):
-    """A bounded queue with an end: `finish` lets the reader see all items first, `cancel` doesn't."""
+    """A bounded queue that can be ended: `finish` lets the reader see all items first, `cancel` doesn't."""
 
     def __init__(self, depth: int = DEPTH) -> None:
         self._items: deque[T] = deque()
@@ -36,7 +36,7 @@ class Channel(Generic[T]):
         self._error: BaseException | None = None
 
     def put(self, item: T) -> None:
-        """Wait for room; Cancelled if nobody will read."""
+        """Add an item, when there is room; raises Cancelled if nobody will read it."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._items) < self._depth or self._cancelled)
             if self._cancelled:
@@ -45,7 +45,7 @@ class Channel(Generic[T]):
             self._changed.notify_all()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """No more items; `error` is raised in the reader after the last one."""
+        """End the channel: there are no more items; `error` is raised in the reader after the last one."""
         with self._changed:
             self._finished, self._error = True, error
             self._changed.notify_all()
@@ -82,12 +82,12 @@ def run_stages(
 ) -> None:
     """Pull `source` in one thread, call `generate` here, and `write` each result in order in another thread.
 
-    With `cut`, what `source` yields is cut into batches here and as late as can be: after the batch before was
-    generated, since that one decides about the size of the next.
+    With `cut`, items of `source` are cut into batches here, each as late as possible: after the previous batch was
+    generated, which decides the size of the next.
 
-    `generate` returns the future of a WorkerPool and a note that goes straight to `write` with the future's result, or
-    None for an item without output. Whatever stage fails, and on Ctrl-C, all results that were generated before are
-    written first (except if writing itself failed); then the error is raised. A second Ctrl-C ends the run at once.
+    `generate` returns the future of a WorkerPool and a note, which `write` gets with the future's result, or None for
+    an item without output. If any stage fails, and on Ctrl-C, all results that were generated before are written first
+    (except if writing itself failed); then the error is raised. A second Ctrl-C ends the run at once.
     """
     inputs: Channel[Item] = Channel(depth)
     outputs: Channel[tuple[Future[Any], Note]] = Channel(depth)

@@ -1,8 +1,8 @@
 """A pool of spawned worker processes that survives the death of any of them.
 
-Each worker has a pipe and a thread of its own in the parent, and at most one task. So there is no shared queue whose
-lock a killed worker could hold for ever, and a task is known to be lost, and is done again, exactly when its pipe
-breaks. Task and result alternate on a pipe: neither side ever waits for the other to read.
+In the parent each worker has a pipe and a thread, and it has at most one task. So there is no shared queue whose lock a
+killed worker could hold for ever, and a task is lost, and done again, exactly when the worker's pipe breaks. Task and
+result alternate on a pipe: neither side ever waits for the other to read.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 
 from fastgen.pipeline.errors import WorkerError
 
-ATTEMPTS = 3  # a task that kills its worker this often is at fault itself
+ATTEMPTS = 3  # a task that kills a worker this often is given up
 _WATCH_SECONDS = 1.0
 
 Handler = Callable[[Any], Any]
 
 
 def _serve(connection: Connection, parent: int) -> None:
-    """The worker: build the handler once, then answer tasks until the pipe closes or `parent` is gone."""
+    """Run a worker: build the handler once, then do tasks until the pipe closes or `parent` is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _no_interrupt
@@ -51,7 +51,7 @@ def _serve(connection: Connection, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Also in mid-task, and where a process that was forked off the parent holds the other end of our pipe open."""
+    """End this process when `parent` is gone, even in mid-task, or if a fork of the parent holds the pipe open."""
     while os.getppid() == parent:
         time.sleep(_WATCH_SECONDS)
     os._exit(1)
@@ -59,7 +59,7 @@ def _end_with(parent: int) -> None:
 
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
-    """A process started inside has SIGINT blocked: Ctrl-C can't break off its imports, before it ignores it."""
+    """Block SIGINT in processes started inside the block, so that Ctrl-C can't interrupt their imports."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -76,16 +76,16 @@ class _Worker:
     def __init__(self, setup: bytes) -> None:
         context = multiprocessing.get_context("spawn")  # never fork: torch and CUDA have threads in the parent
         self.connection, theirs = context.Pipe()
-        # `setup` is not an argument of the process: those travel in a pipe whose other end stays open here, so a
-        # worker that died while it started would leave us writing for ever.
+        # `setup` is not an argument of the process: arguments go through a pipe whose other end stays open here, so if
+        # a worker died while it started we would write for ever.
         self._setup: bytes | None = setup
         self.process = context.Process(target=_serve, args=(theirs, os.getpid()), daemon=True)
         with _no_interrupt():
             self.process.start()
-        theirs.close()  # else the pipe stays open when the worker dies
+        theirs.close()  # otherwise the pipe stays open when the worker dies
 
     def call(self, task: Any) -> tuple[bool, Any]:
-        """What the handler says; EOFError or OSError if the worker died."""
+        """Whether the task succeeded, and the result or traceback; EOFError or OSError if the worker died."""
         if self._setup is not None:
             self.connection.send_bytes(self._setup)
             self._setup = None
@@ -105,8 +105,8 @@ class _Worker:
 class WorkerPool:
     """Calls ``build(*arguments)`` once in each of `count` processes and the handler it returns for every task.
 
-    With `count` 0 the handler runs in the thread that submits. `build` and `arguments` are pickled: a function of a
-    module, and plain data. Tasks and results should be lists, strings and numbers, not tensors.
+    With `count` 0 the handler runs in the thread that submits. `build` and `arguments` are pickled: they must be a
+    module's function and plain data. Tasks and results should be lists, strings and numbers, not tensors.
     """
 
     def __init__(self, count: int, build: Callable[..., Handler], *arguments: Any) -> None:
@@ -114,7 +114,7 @@ class WorkerPool:
         self._tasks: queue.SimpleQueue[tuple[Any, Future[Any]] | None] = queue.SimpleQueue()
         self._closed = False
         self._handler: Handler | None = None
-        self._inline = threading.Lock()  # a handler need not bear two threads; a tokenizer doesn't
+        self._inline = threading.Lock()  # a handler, such as a tokenizer, need not be thread-safe
         self.restarts = 0
         self._setup = pickle.dumps((build, arguments)) if count else b""
         self._workers = [_Worker(self._setup) for _ in range(count)]
@@ -127,11 +127,11 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run now."""
+        """The process ids of the running workers."""
         return [pid for worker in self._workers if (pid := worker.process.pid) is not None]
 
     def submit(self, task: Any) -> Future[Any]:
-        """The result to come; its exception is a WorkerError."""
+        """Submit a task; returns the future of the result, whose exception is a WorkerError."""
         future: Future[Any] = Future()
         if self._threads:
             self._tasks.put((task, future))
@@ -171,7 +171,7 @@ class WorkerPool:
         raise WorkerError(f"a worker process died {ATTEMPTS} times at the same task")
 
     def close(self, *, kill: bool = False) -> None:
-        """End the workers: after their last task, or at once."""
+        """End the workers, after the last task or, with `kill`, at once."""
         self._closed = True
         for _ in self._threads:
             self._tasks.put(None)

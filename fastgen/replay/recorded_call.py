@@ -1,4 +1,4 @@
-"""One call whose steps are captured: what it reuses of earlier calls, and stores for later ones."""
+"""One call whose steps are captured: it reuses captured steps of earlier calls, and stores them for later ones."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ AnyState = TypeVar("AnyState", bound=store.State)
 
 
 class RecordedCall:
-    """Takes captured steps out of the store for as long as a call runs, and puts its own there in the end."""
+    """Takes captured steps out of the store while a call runs, and puts the call's own steps there at the end."""
 
     def __init__(self, owner: nn.Module, replayer: Replayer, device: torch.device) -> None:
         """`owner`: the model that keeps captured steps, on this device."""
         self._owner, self._replayer, self._device = owner, replayer, device
-        self._key: Hashable = None  # of its captured steps, if it may share them with other calls
-        self.is_stored = False  # what its steps read and write belongs to the store
+        self._key: Hashable = None  # of the captured steps, if they may be shared with other calls
+        self.is_stored = False  # the store now owns the state that the steps read and write
 
     def reuse(self, state: AnyState, how: Hashable, prepare: Callable[[], None] = lambda: None) -> AnyState | None:
-        """Go on with the captured steps of an earlier call that fits, in place of `state`, which is then closed.
+        """Take over the captured steps and the state of an earlier call that fits; `state` is then closed.
 
         Args:
             state: as it is before the first step.
             how: what a call must have in common besides shapes and surroundings.
-            prepare: called if there are none: what the call has will be written to by later ones.
+            prepare: called if there are none, as later calls will write to this call's state.
 
         Returns: the state of those steps, filled with what `state` held; None if there are none.
         """
@@ -45,19 +45,19 @@ class RecordedCall:
 
     @property
     def may_share(self) -> bool:
-        """Whether its captured steps may be those of other calls."""
+        """Whether captured steps may be shared with other calls."""
         return self._key is not None
 
     def retain_buffers(self, tree: BeamTree) -> None:
-        """From now on, keep what the tree outgrows: later calls can replay the steps captured there."""
+        """Keep the buffers that the tree outgrows from now on: later calls can replay the steps captured on them."""
         store.retain_buffers(tree, self._replayer, self._device)
 
     def store(self, tree: BeamTree, state: Any, how: Hashable, guards: Callable[[], ModelGuards]) -> None:
-        """The call has succeeded: keep its captured steps for later ones.
+        """Keep the captured steps of a call that has succeeded, for later calls.
 
         Args:
-            tree: that of the state.
-            guards: of what the model's steps read, made if the model has none yet.
+            tree: the tree of `state`.
+            guards: makes guards of all that the model's steps read, called if the model has none yet.
         """
         if not tree.retained.is_on or not self._replayer.captured:
             return
@@ -67,7 +67,7 @@ class RecordedCall:
             store.put(self._owner, self._key, store.recorded(state, tree, self._replayer), guards, self._device)
 
     def has_room_for_two(self, tree: BeamTree, state: Any, search: Any) -> bool:
-        """Sentences leave: whether their steps may be kept beside those of the ones that stay; else none are."""
+        """Whether steps captured before sentences leave fit in memory beside later ones; if not, none are kept."""
         if store.may_keep(state.nbytes(), self._device):
             return True
         store.drop_retained(tree, self._replayer, search)

@@ -1,12 +1,12 @@
 """A decode step that is captured once and replayed: on a GPU as one CUDA graph, on a CPU without the model's Python.
 
-What is captured are operations on memory, not the Python around them. So a step may be replayed for as
-long as all that it reads stays where it was: state in place (the static tree), inputs copied to where the captured
-step finds them.
+Operations on memory are captured, not the Python around them. So a step may be replayed for as long as all that it
+reads keeps its address: state is changed in place (the static tree), and inputs are copied to the addresses that the
+captured step reads.
 
-That is an argument, and no proof: a number that the step computes in Python would be baked in. So the first replay
-runs beside the model's own step, at another position than the step was captured at, and only a replay that leaves the
-same output and the same memory is trusted.
+That is no proof: a number that the step computes in Python would be baked in. So the first replay runs beside the
+model's own step, at another position than the captured one, and only a replay with the same output that leaves the
+same memory is trusted.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from fastgen import report
 from fastgen.replay.tape import Noting, Tape
 
 _capturing = threading.Lock()  # torch's dispatch modes have flags for the whole process
-_PATIENCE = 4  # times as many steps run by themselves before each further capture of a call
+_PATIENCE = 4  # so many times more steps run uncaptured before each further capture of a call
 
 
 class GraphBackend(Protocol):
-    """What a function of no arguments has done to a device's memory, to be done again."""
+    """Records what a function without arguments does to a device's memory, and does it again."""
 
-    has_run: bool  # whether capturing computes anything
-    written: list[Tensor]  # what the function writes to of what it has not made; empty if that is not known
+    has_run: bool  # whether capturing computes the result
+    written: list[Tensor]  # tensors that the function writes to and has not made; empty if unknown
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
-        """Record `function`; returns its result, of no value if nothing `has_run`."""
+        """Record `function` and return what it returns, with no valid numbers unless it `has_run`."""
 
     def replay(self) -> Any:
-        """Do it again and return the result, which may lie where the last one did."""
+        """Do the recorded work again and return the result, which may overwrite the last one."""
 
 
 class CudaGraph:
-    """A CUDA graph, with memory of its own."""
+    """A backend that records a function as a CUDA graph with a memory pool of its own."""
 
     has_run = False
 
@@ -56,7 +56,7 @@ class CudaGraph:
         current, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
-            # What other threads do meanwhile is theirs.
+            # What other threads do meanwhile is not checked, and does not end the capture.
             self._graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self._result = function()
@@ -70,13 +70,13 @@ class CudaGraph:
         return self._result
 
 
-# What records a step on a device of this type.
+# The backend that records a step, by type of device.
 BACKENDS: dict[str, type[GraphBackend]] = {"cuda": CudaGraph, "cpu": Tape}
 
 
 @dataclass
 class Counts:
-    """What replaying has come to."""
+    """How many steps were captured and replayed, and how long capturing took."""
 
     captures: int = 0
     replays: int = 0
@@ -92,10 +92,10 @@ class Counts:
 
 
 class Replayer:
-    """Runs the steps of one call: of equal inputs, the first by itself, the second captured, all others replayed.
+    """Runs the steps of one call: of like steps the first runs uncaptured, the second is captured, all others replayed.
 
-    Each time something moves, such as when sentences leave, more steps must be equal before one is captured again.
-    If it `retains_buffers`, steps captured before that are kept, by their epoch.
+    Each time a buffer moves, as when sentences are evicted, more like steps must run before one is captured again. If
+    it `retains_buffers`, steps captured before are kept, by epoch.
     """
 
     retains_buffers = False
@@ -103,18 +103,18 @@ class Replayer:
     def __init__(self, device: torch.device, counts: Counts | None = None) -> None:
         self._recording, self._device = BACKENDS[device.type], device
         self.counts = Counts() if counts is None else counts
-        self._steps, self._patience = 0, 1  # equal ones that have run by themselves, and how many must have
-        self.failure: str | None = None  # why steps run by themselves after all
-        self._last: tuple[Hashable, list[Any]] | None = None  # of a step that ran by itself: its key and its inputs
+        self._steps, self._patience = 0, 1  # like steps that have run uncaptured, and how many must
+        self.failure: str | None = None  # why steps are not captured after all
+        self._last: tuple[Hashable, list[Any]] | None = None  # key and inputs of the last uncaptured step
         self._captured: dict[Hashable, Captured] = {}  # by epoch
-        self._whole: dict[Hashable, Captured] | None = None  # those from before sentences left, if it remembers
+        self._whole: dict[Hashable, Captured] | None = None  # steps captured before sentences left, if kept
 
     def __call__(self, step: Callable[[Any], Any], inputs: Any, epoch: Hashable) -> Any:
-        """`step(inputs)`; on CUDA what a replayed step returns is overwritten by the next.
+        """Return `step(inputs)`, replayed if it can be; on CUDA the next replay overwrites what this one returns.
 
         Args:
-            step: whatever it reads besides its inputs stays where it is until `epoch` changes. If capturing runs it
-                but fails, it is run again from the beginning.
+            step: whatever it reads besides the inputs keeps its address until `epoch` changes. If a capture fails
+                half-way, the step is run again from the beginning.
             inputs: containers of tensors and anything else.
         """
         leaves, spec = pytree.tree_flatten(inputs)
@@ -152,12 +152,12 @@ class Replayer:
             return result
         assert noting is not None
         captured.written = noting.written
-        # Nothing has been computed yet, what the step keeps for later ones neither: so it is replayed here already, and
-        # at the next step, which is at another position, once more beside the model's own.
+        # Capturing has computed nothing, not even what the step stores for later steps. So the step is replayed here
+        # already, and at the next step, which is at another position, once more beside the model's own.
         return self._verified(captured, step, inputs, leaves)
 
     def _verified(self, captured: Captured, step: Callable[[Any], Any], inputs: Any, leaves: list[Any]) -> Any:
-        """`step(inputs)`, beside which the captured step is replayed: if it differs, nothing is replayed any more."""
+        """Return `step(inputs)` and compare a replay with it: if they differ, no step is replayed any more."""
         result, difference = captured.verify(lambda: step(inputs), leaves, self._device)
         if difference is not None:
             self.close()
@@ -178,62 +178,62 @@ class Replayer:
 
     @property
     def waits_for_nothing(self) -> bool:
-        """Whether what is around the steps had better wait for no value either."""
+        """Whether code between steps should not wait for values of the device either."""
         return not self._recording.has_run
 
     def another(self) -> Replayer:
-        """One for another part of the call's steps, counted with this one's."""
+        """A replayer for another part of the call's steps, which shares this one's counts."""
         other = Replayer(self._device, self.counts)
         other.retains_buffers = self.retains_buffers
         return other
 
     @property
     def captured(self) -> dict[Hashable, Captured]:
-        """Steps by epoch, for another call's replayer to `resume`."""
+        """Captured steps by epoch, for the replayer of a later call to `resume`."""
         return self._captured if self._whole is None else self._whole
 
     def has_captured(self, epoch: Hashable) -> bool:
         return epoch in self.captured
 
     def resume(self, captured: dict[Hashable, Captured]) -> None:
-        """Replay these steps, which another call has captured, where they are the ones asked for."""
+        """Take over steps that another call has captured, to replay those that fit this call's steps."""
         self._captured = dict(captured)
 
     def shrink(self) -> None:
-        """Sentences leave, so that no step captured here is of this call any more; if it remembers, those from before
-        the first left are another's."""
+        """Forget the captured steps, as sentences leave; if buffers are retained, steps captured before the first
+        eviction are kept for other calls."""
         if self.retains_buffers and self._whole is None:
             self._whole = self._captured
         self._last, self._captured = None, {}
 
     def restore_first_buffers(self) -> None:
-        """Have the steps again, and no others, that were captured before sentences left."""
+        """Return to the steps that were captured before sentences left, and forget all others."""
         self._last, self._whole, self._captured = None, None, self.captured
 
     def drop_retained(self) -> None:
-        """Remember no longer."""
+        """Keep no steps of earlier epochs any longer."""
         self.retains_buffers, self._whole = False, None
 
     def close(self) -> None:
-        """Let go of everything captured."""
+        """Forget everything captured."""
         self._last, self._whole, self._captured = None, None, {}
 
 
 class Captured:
-    """A step as it was captured, with inputs of its own for those that move from step to step."""
+    """A captured step, with copies of those inputs whose address changes from step to step."""
 
     is_verified = False
 
     def __init__(self, key: Hashable, before: list[Any], leaves: list[Any]) -> None:
-        """`before`: the inputs of the step before, still alive, so that none of `leaves` lies where they have lain
-        unless it is the same memory."""
+        """`before`: the previous step's inputs, still alive, so that an input at the same address in `leaves` is the
+        same memory."""
         self._key = key
         self._inputs = [
             leaf.clone() if isinstance(leaf, Tensor) and leaf.data_ptr() != last.data_ptr() else leaf
             for last, leaf in zip(before, leaves, strict=True)
         ]
         self._moves = [mine is not leaf for mine, leaf in zip(self._inputs, leaves, strict=True)]
-        self.written: list[Tensor] = []  # what the step writes to, besides its results
+        self.written: list[Tensor] = []  # tensors that the step writes to, besides its results
 
     def capture(self, recording: GraphBackend, step: Callable[[list[Any]], Any], device: torch.device) -> Any:
         self._recording = recording
@@ -242,16 +242,16 @@ class Captured:
         return result
 
     def verify(self, step: Callable[[], Any], leaves: list[Any], device: torch.device) -> tuple[Any, str | None]:
-        """What `step`, the step of these inputs, returns, and in which way a replay of it differs; None if in none.
+        """Return what `step` returns for these inputs, and how a replay differs from it; None if it does not.
 
-        The memory is left as `step` has left it, and torch's random stream too.
+        Memory and torch's random stream are left as `step` has left them.
         """
         written = [_whole(tensor) for tensor in self.written]
         before = [tensor.clone() for tensor in written]
         random = _random_state(device)
-        # First, for what a captured step keeps for later ones may be there only once it has been replayed.
+        # The replay comes first: what a captured step stores for later ones may be there only once it was replayed.
         replayed = pytree.tree_leaves(self.replay(leaves))
-        replayed = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in replayed]  # may lie where it writes
+        replayed = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in replayed]  # `step` may overwrite it
         after = [tensor.clone() for tensor in written]
         for tensor, its in zip(written, before, strict=True):
             tensor.copy_(its)
@@ -261,7 +261,7 @@ class Captured:
         return result, _difference("its output", expected, replayed) or _difference("what it writes", written, after)
 
     def takes(self, key: Hashable, leaves: list[Any]) -> bool:
-        """Whether a replay would be the step of these inputs."""
+        """Whether a replay does the step for these inputs."""
         return key == self._key and all(
             moves or not isinstance(leaf, Tensor) or leaf.data_ptr() == mine.data_ptr()
             for moves, mine, leaf in zip(self._moves, self._inputs, leaves, strict=True)
@@ -274,13 +274,13 @@ class Captured:
         return self._recording.replay()
 
 
-# Largest difference, in units of rounding of the largest number: the same operators on the same numbers, but memory may
-# be aligned otherwise.
+# The largest difference allowed, in units of rounding of the largest number: operators and numbers are the same, but
+# memory may be aligned otherwise.
 _ULPS = 8
 
 
 def _difference(what: str, expected: list[Any], found: list[Any]) -> str | None:
-    """In which way these differ; None if they are the same but for rounding."""
+    """How the lists `expected` and `found` differ; None if they are the same but for rounding."""
     if len(expected) != len(found):
         return f"{what} has other parts"
     for mine, theirs in zip(expected, found, strict=True):
@@ -304,7 +304,7 @@ def _difference(what: str, expected: list[Any], found: list[Any]) -> str | None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of the memory that a tensor is a part of, flat."""
+    """The whole storage of a tensor, as a flat tensor."""
     return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
@@ -319,7 +319,7 @@ def _set_random_state(device: torch.device, states: list[Tensor]) -> None:
 
 
 def _kind(leaf: Any) -> Hashable:
-    """What must be equal for a replay to be right, whatever values a tensor holds."""
+    """What must be equal of an input for a replay to be right, whatever numbers a tensor holds."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if isinstance(leaf, (bool, int, float, str, type(None))):

@@ -1,4 +1,4 @@
-"""Which models' steps are replayed, and what became of it: the record of both hosts."""
+"""Decides which models' steps are replayed, and records the outcome for all hosts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fastgen import config, report
 from fastgen.replay import store
 from fastgen.replay.replayer import Counts, Replayer
 
-# On a CPU: with more rows a step's Python is nothing beside its products, and with more sentences some leave, each time
-# of which the step must be recorded anew. That costs as much as some ten replays save.
+# On a CPU: with more rows a step's Python is little beside its products. With more sentences some leave, and each time
+# the step must be recorded anew, which costs as much as some ten replays save.
 _FEW_ROWS, _MIN_STEPS = 32, 12
 
 _lock = threading.Lock()
@@ -37,7 +37,7 @@ def are_wanted(model: nn.Module, device: str, sentences: int, rows: int, steps: 
 def note(model: nn.Module, replayer: Replayer, owner: nn.Module | None = None) -> None:
     """Count what a call has captured and replayed; a model whose steps cannot be captured is not asked again.
 
-    `owner`: what keeps the recordings, if not the model itself.
+    `owner`: the module that keeps the recordings, if not the model itself.
     """
     with _lock:
         _counts.setdefault(model, Counts()).add(replayer.counts)
@@ -50,7 +50,7 @@ def note(model: nn.Module, replayer: Replayer, owner: nn.Module | None = None) -
 
 
 def note_failed_equivalence(model: nn.Module, reason: str) -> None:
-    """Remember why a call's steps are not even tried; the next call asks again."""
+    """Remember why no step of a call is captured; the next call tries again."""
     with _lock:
         _failed_equivalences[model] = reason
 
@@ -63,7 +63,7 @@ def counts(model: nn.Module) -> Counts:
 
 @report.provides("replayed")
 def replayed() -> dict[str, str]:
-    """What became of replaying steps, by class of the model."""
+    """How many steps were replayed, or why none was, by class of the model."""
     with _lock:
         how = {type(model).__name__: f"{counts}{_kept(model)}" for model, counts in _counts.items()}
         reasons = [*_failed_equivalences.items(), *_failures.items()]
@@ -77,7 +77,7 @@ def _kept(model: nn.Module) -> str:
 
 
 def release() -> None:
-    """Forget what became of it: a model may be tried again."""
+    """Forget all outcomes: a model may be tried again."""
     with _lock:
         for record in (_counts, _owners, _failed_equivalences, _failures):
             record.clear()

@@ -1,8 +1,8 @@
-"""Captured steps that outlive their call: the next call of the same shapes puts its prompt where they look for it.
+"""Keeps captured steps between calls: the next call of the same shapes writes a prompt into their state.
 
-A captured step reads and writes a state of its own. It is kept with it, by the model; a call takes it out, so that
-nobody else has it, and brings it back. Where a call outgrows its buffers, the larger ones and the step captured there
-are kept too, and the next call moves to them; what is captured after sentences have left is of that call alone.
+A captured step reads and writes one state. Step and state are kept together, for the model; a call takes them out, so
+that no other call uses them, and brings them back. If a call outgrows the buffers, the larger ones and the steps
+captured on them are kept, too, and the next call moves to them. Steps captured after an eviction are not kept.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from fastgen.memory import limits
 from fastgen.memory.release import keeper
 from fastgen.replay.replayer import Captured, Replayer
 
-SOURCE_STEP = 16  # a source is padded to a multiple of so many positions, for like lengths to share a recording
+SOURCE_STEP = 16  # sources are padded to multiples of so many positions, so that like lengths share a recording
 
-_MOST = 4  # of a model
-_SHARE = 16  # of a GPU's memory, what is kept takes one part in so many
+_MOST = 4  # recordings of a model
+_SHARE = 16  # recordings take at most one part in so many of a GPU's memory
 
 
 class State(Protocol):
-    """What a step of the host reads and writes besides the model and its inputs."""
+    """The state that a step of the host reads and writes, besides the model and the inputs."""
 
     @property
     def products(self) -> LinearDispatcher: ...
 
     def fill(self, other: Any) -> None:
-        """Begin anew, in place, with the prompt and the source of another state of the same shapes."""
+        """Begin anew, in place, with the prompt and the encoder output of another state of the same shapes."""
 
     def restore_first_buffers(self) -> None:
-        """Have the buffers again that it had before it grew or sentences left."""
+        """Return to the buffers that the state had before it grew or sentences left."""
 
     def nbytes(self) -> int: ...
 
     def close(self) -> None:
-        """Free them."""
+        """Free the buffers."""
 
 
 AnyState = TypeVar("AnyState", bound=State)
 
 
 class Guards(Protocol):
-    """What the model was when its step was captured."""
+    """Tells whether a model is still as it was when a step was captured."""
 
-    is_complete: bool  # whether anything could have been overlooked
+    is_complete: bool  # whether all that a step reads can be checked
 
     def is_current(self) -> bool: ...
 
@@ -68,11 +68,11 @@ class StoredGraph:
 
 
 class _Kept:
-    """A model's recordings, by what a call must have in common with them; the one used last comes last."""
+    """A model's recordings, by the key that a call must share with them; the one used last comes last."""
 
     def __init__(self) -> None:
         self.recordings: OrderedDict[Hashable, StoredGraph] = OrderedDict()
-        self.guards: Guards | None = None  # of the model as it was when they were made
+        self.guards: Guards | None = None  # of the model as it was when the recordings were made
 
     def nbytes(self) -> int:
         return sum(recording.state.nbytes() for recording in self.recordings.values())
@@ -91,12 +91,12 @@ _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
 def surroundings(device: torch.device) -> Hashable:
-    """What a step depends on beside the model and its state; None where that cannot be told."""
+    """The settings of torch and fastgen that a step depends on; None where they cannot be told."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return None  # somebody's mode sees each operation
     return (
         config.current().packing,
-        # Who continues another stream's memory would have to wait for it.
+        # A call that takes over memory of another stream would have to wait for that stream.
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else torch.get_num_threads(),
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
@@ -110,7 +110,7 @@ def surroundings(device: torch.device) -> Hashable:
 def take(model: nn.Module, key: Hashable) -> StoredGraph | None:
     """Take out the captured steps that fit a call like this; None if there are none.
 
-    If the model has changed, all of its recordings are dropped: they may hold weights that it has no longer.
+    If the model has changed, all recordings of it are dropped: they may hold weights that it no longer has.
     """
     with _lock:
         kept = _kept.get(model)
@@ -123,10 +123,10 @@ def take(model: nn.Module, key: Hashable) -> StoredGraph | None:
 
 
 def reuse_graph(model: nn.Module, key: Hashable, state: AnyState, replayer: Replayer) -> AnyState | None:
-    """Go on with one in place of `state`, which is as it is before the first step and is closed then.
+    """Take over a recording in place of `state`, a state before the first step, which is closed then.
 
-    Returns the state kept with it, filled with what `state` held; `replayer` goes on with its steps. None, and nothing
-    done, if there is none or a weight has changed that its products have a copy of.
+    Returns the state of the recording, filled with what `state` held; `replayer` takes over the captured steps. Returns
+    None, and does nothing, if there is no recording or a weight has changed of which the recording has a copy.
     """
     recording = take(model, key)
     if recording is None:
@@ -142,7 +142,7 @@ def reuse_graph(model: nn.Module, key: Hashable, state: AnyState, replayer: Repl
 
 
 def retain_buffers(tree: BeamTree, replayer: Replayer, device: torch.device) -> None:
-    """Let a call keep what it outgrows, as long as there is room for it: see `BeamTree.retain_buffers`."""
+    """Let a call keep the buffers that it outgrows, as long as memory allows: see `BeamTree.retain_buffers`."""
 
     def fits(nbytes: int) -> bool:
         if not may_keep(nbytes, device):
@@ -154,7 +154,7 @@ def retain_buffers(tree: BeamTree, replayer: Replayer, device: torch.device) -> 
 
 
 def drop_retained(tree: BeamTree, replayer: Replayer, search: Any) -> None:
-    """The call keeps nothing any longer, its `search` neither, if it has one whose steps are captured."""
+    """Drop what the call keeps for later calls, also in `search`, if the search's steps are captured."""
     tree.retained.drop()
     replayer.drop_retained()
     if search is not None:
@@ -162,14 +162,14 @@ def drop_retained(tree: BeamTree, replayer: Replayer, search: Any) -> None:
 
 
 def recorded(state: Any, tree: BeamTree, replayer: Replayer) -> StoredGraph:
-    """What the call has captured in memory to which the tree of its `state` comes back."""
+    """The steps captured by the call in epochs to which the tree of `state` will come back."""
     return StoredGraph(state, {epoch: its for epoch, its in replayer.captured.items() if tree.retained.has(epoch)})
 
 
 def put(
     model: nn.Module, key: Hashable, recording: StoredGraph, look: Callable[[], Guards], device: torch.device
 ) -> None:
-    """Keep captured steps for later calls, if all of the model can be looked at again; the call asked `take` first."""
+    """Keep captured steps for later calls, if the model can be checked completely; the call asked `take` first."""
     with _lock:
         kept = _kept.get(model)
         if kept is None:
@@ -181,7 +181,7 @@ def put(
             kept.close()
             recording.state.close()
             return
-        if (other := kept.recordings.pop(key, None)) is not None:  # another thread's
+        if (other := kept.recordings.pop(key, None)) is not None:  # put there by another thread
             other.state.close()
         while len(kept.recordings) >= _MOST:
             kept.drop_oldest()
@@ -191,14 +191,14 @@ def put(
 
 
 def drop(model: nn.Module) -> None:
-    """Keep none of this model's any longer."""
+    """Drop all recordings of this model."""
     with _lock:
         if model in _kept:
             _kept[model].close()
 
 
 def may_keep(more: int, device: torch.device) -> bool:
-    """Whether so many bytes may be kept on this device besides what is."""
+    """Whether `more` bytes may be kept on this device besides those kept already."""
     taken = nbytes() + more
     if device.type != "cuda":
         return limits.may_keep(0, taken)
@@ -206,20 +206,20 @@ def may_keep(more: int, device: torch.device) -> bool:
 
 
 def count(model: nn.Module) -> int:
-    """How many are kept for the model."""
+    """How many recordings are kept for the model."""
     with _lock:
         return len(_kept[model].recordings) if model in _kept else 0
 
 
 def nbytes(model: nn.Module | None = None) -> int:
-    """The memory that the states of kept ones take, of all models by default."""
+    """Bytes that the states of kept recordings take, by default of all models."""
     with _lock:
         return sum(kept.nbytes() for key, kept in _kept.items() if model in (None, key))
 
 
 @keeper
 def release() -> None:
-    """Keep none any longer."""
+    """Drop all recordings."""
     with _lock:
         for kept in _kept.values():
             kept.close()

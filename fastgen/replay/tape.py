@@ -1,4 +1,4 @@
-"""The operators of a step as a Python function that calls them again, without the model's own Python around them.
+"""Records the operators of a step as a Python function that calls them again, without the model's own Python.
 
 At few rows on a CPU, a fifth of a step is Python: modules, shapes, attention's arguments. They are the same each time.
 """
@@ -20,10 +20,10 @@ from fastgen import phases
 
 
 class DecomposingMode(TorchDispatchMode):
-    """Sees each operator of a function as what it consists of, whatever the mode of the thread.
+    """A dispatch mode that sees each composite operator as its parts, in inference mode, too.
 
     Under `torch.inference_mode` torch hands over operators such as `to`, `reshape`, `matmul` or `is_nonzero` whole,
-    which elsewhere arrive as their parts. Of these alone it is known what reads values, and what is a view.
+    which elsewhere arrive as their parts. Only of the parts is it known which read values, and which make views.
     """
 
     @classmethod
@@ -49,22 +49,22 @@ def _is_composite(function: Any) -> bool:
 
 
 class Tape(DecomposingMode):
-    """Records the operators of a function. Tensors made by it are made anew in a replay, all others stay what they are;
-    numbers are baked in."""
+    """Records the operators of a function. A replay makes anew the tensors that the function made, and reads all others
+    where they are; numbers are baked in."""
 
     has_run = True  # capturing computes the result
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
-        self.written: list[Tensor] = []  # of what stays where it is, what the function writes to
+        self.written: list[Tensor] = []  # tensors that the function writes to and has not made
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         if depends_on_values(function, args):
             raise RuntimeError(f"{function} waits for a value")
         outputs = function(*args, **kwargs)
         if function is torch.ops.aten.lift_fresh.default:
-            # A tensor that the step has made of a number, and may write to: in a replay a copy of what it is now.
+            # A tensor that the step has made from a number, and may write to: a replay copies the present values.
             function, args = torch.ops.aten.clone.default, (args[0].clone(),)
         self._calls.append((function, args, kwargs, outputs))
         return outputs
@@ -75,7 +75,7 @@ class Tape(DecomposingMode):
             with _Refusing(), self:
                 result = function()
         except BaseException:
-            torch.set_rng_state(random)  # what was drawn will be drawn again
+            torch.set_rng_state(random)  # the step will run again, and draw the same numbers
             raise
         leaves, self._spec = pytree.tree_flatten(result)
         script = _Script(self._calls)
@@ -84,7 +84,7 @@ class Tape(DecomposingMode):
         self._calls.clear()
         namespace["__phase__"] = phases.PASS
         exec(_compiled(source), namespace)
-        # Out of the namespace that are its globals: memory is to go with the tape, not when garbage is collected.
+        # Taken out of the namespace, its globals: memory is to be freed with the tape, not by the garbage collector.
         self._function: Callable[[], list[Any]] = namespace.pop("replay")
         return result
 
@@ -93,17 +93,17 @@ class Tape(DecomposingMode):
 
 
 def depends_on_values(function: Any, args: Any) -> bool:
-    """Whether an operator's result, beyond what its tensors hold, depends on values: a number, or a shape."""
+    """Whether an operator returns a number, or a tensor of a shape, that depends on the values of tensors."""
     if not _may_depend_on_values(function):
         return False
-    # Indexing does only by a mask.
+    # Indexing depends on values only if an index is a mask.
     return not function.overloadpacket.__name__.startswith("index") or any(
         index.dtype in (torch.bool, torch.uint8) for index in _tensors(args[1])
     )
 
 
 class _Refusing(TorchFunctionMode):
-    """Raises where Python reads values past the operators."""
+    """Raises where Python reads values without calling an operator."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _READERS or (function in _READERS_OF_PARTS and _holds_tensors(args)):
@@ -116,18 +116,18 @@ _READERS_OF_PARTS = {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_
 
 
 def _holds_tensors(args: Any) -> bool:
-    """Beyond the first argument, or within it if it is a list."""
+    """Whether there are tensors beyond the first argument, or within it if it is a list."""
     inner = args[0] if args and isinstance(args[0], (list, tuple)) else ()
     return next(_tensors([*inner, *args[1:]]), None) is not None
 
 
 class Noting(DecomposingMode):
-    """Notes an operator that depends on values, and what is written to, while all run as ever."""
+    """Notes operators that depend on values, and the tensors written to; all operators run as usual."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: str | None = None
-        self._made: set[int] = set()  # storages; one that has died leaves its number only to others that are made
+        self._made: set[int] = set()  # storages; the number of a freed one can only go to another that is made
         self._written: dict[int, Tensor] = {}  # by storage
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -143,7 +143,7 @@ class Noting(DecomposingMode):
 
     @property
     def written(self) -> list[Tensor]:
-        """What has been written to and was there before."""
+        """The tensors that were written to and had been there before."""
         return [*self._written.values()]
 
 
@@ -154,7 +154,7 @@ def _may_depend_on_values(function: Any) -> bool:
 
 @functools.cache
 def may_be_view(function: Any) -> bool:
-    """Whether it changes nothing, and may return its arguments' memory; some, such as `_reshape_alias`, only mostly."""
+    """Whether an operator changes nothing and may return a view of an argument (`_reshape_alias` mostly does)."""
     return not function._schema.is_mutable and any(output.alias_info for output in function._schema.returns)
 
 
@@ -167,12 +167,12 @@ def mutated(function: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """What tells a tensor's memory from others', as long as it is alive; what oneDNN has packed shows none."""
+    """A number of the tensor's storage, unique while it is alive; tensors packed by oneDNN show no storage."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or outputs, which are in lists at most."""
+    """The tensors among an operator's arguments or outputs, those in lists included."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -181,21 +181,21 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class _Script:
-    """Python source for recorded calls: `v1` is a tensor they make, `c1` a constant, `f1` an operator."""
+    """Python source for recorded calls: `v1_0` is a tensor that a call makes, `c1` a constant, `f1` an operator."""
 
     def __init__(self, calls: list[tuple[Any, Any, Any, Any]]) -> None:
-        self._names: dict[_Place, str] = {}  # of tensors made; all are alive in `calls`
+        self._names: dict[_Place, str] = {}  # of tensors that calls make; all are alive in `calls`
         self._made: set[int] = set()  # their storages
         self._functions: dict[Any, str] = {}
         self._namespace: dict[str, Any] = {}
         self._lines: list[list[str]] = []
         self._last_use: dict[str, int] = {}
-        self.written: list[Tensor] = []  # of what the calls have not made, what they write to
+        self.written: list[Tensor] = []  # tensors that the calls write to and have not made
         for function, args, kwargs, outputs in calls:
             tensors = list(_tensors((args, *kwargs.values())))
             used = [name for name in map(self._name, tensors) if name]
             self.written += (one for one in mutated(function, args, kwargs) if self._name(one) is None)
-            # A view of what stays where it is stays too.
+            # A view of memory that stays where it is needs no new call.
             if used or not may_be_view(function) or not _share_memory(tensors, outputs):
                 self._write(function, args, kwargs, outputs, used)
 
@@ -205,7 +205,7 @@ class _Script:
         kept = {self._name(result) for result in results if isinstance(result, Tensor)}
         for name, line in self._last_use.items():
             if name not in kept:
-                self._lines[line].append(f"del {name}")  # its memory serves what comes next
+                self._lines[line].append(f"del {name}")  # later tensors can use the memory
         body = "\n    ".join(statement for statements in self._lines for statement in statements)
         return f"def replay():\n    {body}\n    return [{returned}]\n", self._namespace
 
@@ -224,7 +224,7 @@ class _Script:
         for place, output in enumerate(listed):
             target = "_"
             alias = returns[min(place, len(returns) - 1)].alias_info  # a list is one return
-            if isinstance(output, Tensor) and not (alias and alias.is_write):  # what was written to has its name
+            if isinstance(output, Tensor) and not (alias and alias.is_write):  # a tensor that was written to has a name
                 target, where = f"v{line}_{place}", _place(output)
                 self._names[where] = target
                 self._made.add(where[0])
@@ -256,11 +256,11 @@ class _Script:
 
 
 def _share_memory(tensors: list[Tensor], outputs: Any) -> bool:
-    """Whether all of the outputs lie where some of these tensors do."""
+    """Whether each output shares a storage with one of these tensors."""
     return {_storage(output) for output in _tensors(outputs)} <= set(map(_storage, tensors))
 
 
-# What a tensor is known by: its memory and which part of it. Not the object, for autograd copies views' objects.
+# Identifies a tensor: the storage and the part of it. Not the object, for autograd copies the objects of views.
 _Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
@@ -271,5 +271,5 @@ def _place(tensor: Tensor) -> _Place:
 
 @functools.lru_cache(maxsize=64)
 def _compiled(source: str) -> CodeType:
-    """Calls of the same shapes have the same source."""
+    """Compile `source`, once for all calls of the same shapes: they have the same source."""
     return compile(source, "<a recorded step>", "exec")

@@ -1,1 +1,1 @@
-"""A service for requests over HTTP, on Ray Serve: `fastgen-serve`, from the extra `ray`."""
+"""A service for requests over HTTP, on Ray Serve: `fastgen-serve`; needs the extra `ray`."""

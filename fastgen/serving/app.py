@@ -1,6 +1,6 @@
-"""The service over HTTP: FastAPI, with limits before anything is parsed."""
+"""The HTTP application of the service, in FastAPI, with limits that apply before anything is parsed."""
 
-# No postponed annotations here: FastAPI could not look up a body's class that is made within a function.
+# No postponed annotations here: FastAPI could not look up the class of a body, which is made within a function.
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -31,8 +31,8 @@ _PROBLEMS = {
 
 
 def build(service: Service, token: str | None) -> FastAPI:
-    """The application; with `token`, all but /health needs it as a bearer token."""
-    app = FastAPIOffline(  # whose page loads nothing from elsewhere
+    """Make the application; with `token`, all pages but /health need it as a bearer token."""
+    app = FastAPIOffline(  # a page of documentation that loads nothing from elsewhere
         title="fastgen",
         version=fastgen.__version__,
         description="Text generation in a batch that always runs: each request gets what `generate` gives it alone.",
@@ -41,7 +41,7 @@ def build(service: Service, token: str | None) -> FastAPI:
     problems: dict[int | str, dict[str, Any]] = {
         code: {"model": Problem, "description": what} for code, what in _PROBLEMS.items()
     }
-    # The page's own field for the token: `Guarded` asks for it, before a body is read.
+    # Only gives the page a field for the token: `Guarded` checks it, before a body is read.
     bearer = [Depends(HTTPBearer(auto_error=False))]
 
     @app.post("/v1/generate", response_model=Answer, responses=problems, dependencies=bearer)
@@ -78,7 +78,7 @@ def build(service: Service, token: str | None) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> Response:
         detail = str(error.detail)
-        if error.status_code == 400:  # FastAPI's, about what json raised
+        if error.status_code == 400:  # from FastAPI, about an error of json
             detail = errors.of_unreadable(error.__cause__)
         elif error.status_code == 404:
             detail = "The service has no such page: /docs lists those that it has."
@@ -92,7 +92,7 @@ def build(service: Service, token: str | None) -> FastAPI:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return refusal(*errors.of_validation(error, request.headers.get("content-type", "")))
 
-    # The last is the outermost.
+    # The last middleware is the outermost.
     app.add_middleware(Limited, limits=service.limits)
     app.add_middleware(Guarded, token=token)
     app.add_middleware(Observed, statuses=service.statuses)

@@ -1,4 +1,4 @@
-"""Replicas of the service on Ray Serve."""
+"""Deploys replicas of the service on Ray Serve."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from fastgen.serving.settings import ServiceSettings
 
 _APP = "fastgen"
 _HEALTH_SECONDS = 5.0
-_LOOK_SECONDS = 0.2  # between looks at what still runs
-_GRACE_SECONDS = 1.0  # for what was answered to reach its clients
+_LOOK_SECONDS = 0.2  # between looks at how many requests still run
+_GRACE_SECONDS = 1.0  # for answers to reach the clients
 
 
-_service: tuple[Service, str | None] | None = None  # of this process, which is one replica's
+_service: tuple[Service, str | None] | None = None  # of this process, which has one replica
 
 
 def _app() -> FastAPI:
@@ -49,7 +49,7 @@ def _app() -> FastAPI:
 
 @serve.ingress(_app)
 class Replica:
-    """One copy of the model."""
+    """One copy of the model, which answers requests."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         global _service
@@ -57,7 +57,7 @@ class Replica:
         _listen_on_loopback()
         self._service = Service(settings.model, settings.limits, settings.most_queued)
         _service = self._service, settings.token
-        # Into the replica's own file, beside what Ray Serve writes there.
+        # Log to the replica's own file, to which Ray Serve logs, too.
         LOG.handlers, LOG.propagate = logging.getLogger("ray.serve").handlers, False
         LOG.setLevel(logging.INFO)
 
@@ -67,13 +67,13 @@ class Replica:
         return self._service.running
 
     def check_health(self) -> None:
-        """Ray Serve replaces a replica that raises."""
+        """Raise an error if the engine has stopped: Ray Serve then replaces the replica."""
         if not self._service.engine.is_alive:
             raise RuntimeError("the engine has stopped")
 
 
 def _listen_on_loopback() -> None:
-    """Ray Serve opens a port for calls from other replicas, at all addresses even where its Ray is on the loopback."""
+    """Bind the port between replicas to the loopback if Ray is on it: Ray Serve would bind it to all addresses."""
     node, bind = ray.util.get_node_ip_address(), getattr(replica, "add_port_to_grpc_server", None)
     if bind is None:
         LOG.warning("the port between replicas is open at all addresses: this version of Ray binds it in another way")
@@ -82,17 +82,17 @@ def _listen_on_loopback() -> None:
 
 
 def run(settings: ServiceSettings) -> int:
-    """Serve until SIGINT or SIGTERM; requests that run then are still answered, and others refused.
+    """Serve until SIGINT or SIGTERM; running requests are then still answered, and new ones refused.
 
     Raises:
         InputError: the service cannot start.
         WorkerError: Ray's node on this machine has died.
     """
     limits, host, port = settings.limits, settings.host, settings.port
-    prepare.prepared(settings.model, _say)  # what can't be used is a sentence, before anything is started
+    prepare.prepared(settings.model, _say)  # refuses bad settings in a sentence, before anything is started
     if host not in ("127.0.0.1", "localhost", "::1") and settings.token is None:
         _say(f"Whoever reaches {host} may use this service: set FASTGEN_SERVE_TOKEN to ask for a bearer token.")
-    if not settings.ray and "RAY_ADDRESS" not in os.environ:  # else who listens is another machine
+    if not settings.ray and "RAY_ADDRESS" not in os.environ:  # otherwise another machine may listen
         _check_port(host, port)
     stopped = threading.Event()
 
@@ -113,7 +113,7 @@ def run(settings: ServiceSettings) -> int:
                 serve.start(http_options=HTTPOptions(host=host, port=port))
                 handle = serve.run(_application(settings, how), name=_APP)
             except (RuntimeError, ValueError, OSError) as error:
-                # What an actor raised is told with its traceback; the sentence is in what it was.
+                # Ray's message of an actor's error is a traceback; the cause has the sentence.
                 what = first_line(getattr(error, "cause", error))
                 raise InputError(f"Cannot start the service: {what}.") from error
             before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -126,12 +126,12 @@ def run(settings: ServiceSettings) -> int:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            serve.shutdown()  # where it did not start, too: a cluster would keep the half that did
+            serve.shutdown()  # even if it did not start: a cluster would keep the half that did
     return DONE
 
 
 def _is_serving() -> bool:
-    """Whether somebody else's applications are there, which this command would end with its own."""
+    """Whether Ray Serve already runs applications of others, which this command would end with its own."""
     try:
         return bool(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"))
     except ValueError:
@@ -139,16 +139,16 @@ def _is_serving() -> bool:
 
 
 def _drain(handle: DeploymentHandle, seconds: float) -> None:
-    """Have all replicas refuse requests, and wait for those that run, as long as they may take.
+    """Let all replicas refuse requests, and wait for running ones, at most as long as they may take.
 
-    Only then does the application go: from that moment Ray's proxies answer 404.
+    Only then is the application removed: from that moment Ray's proxies answer 404.
     """
     end, running = time.monotonic() + seconds + _HEALTH_SECONDS, 1
     while running and time.monotonic() < end and is_node_alive():
         time.sleep(_LOOK_SECONDS)
         try:
-            running = sum(handle.broadcast("stop").results(timeout_s=_HEALTH_SECONDS))  # a replica that is new, too
-        except (ray.exceptions.RayError, RayServeException, TimeoutError):  # of one that has just died
+            running = sum(handle.broadcast("stop").results(timeout_s=_HEALTH_SECONDS))  # also to new replicas
+        except (ray.exceptions.RayError, RayServeException, TimeoutError):  # from a replica that has just died
             running = 1
     time.sleep(_GRACE_SECONDS)
 
@@ -171,14 +171,14 @@ def _application(settings: ServiceSettings, how: Placement) -> Any:
     deployment = serve.deployment(
         name="generate",
         num_replicas=how.least,
-        # The engine's own queue refuses first: Ray's only keeps the bound if replicas are busy with other things.
+        # The engine's own queue refuses first: Ray's queue only holds if replicas are busy with other things.
         max_ongoing_requests=settings.most_queued + limits.rows + limits.receiving + 64,
         max_queued_requests=settings.most_queued,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER),
         graceful_shutdown_timeout_s=limits.seconds + 5.0,
         graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         health_check_period_s=_HEALTH_SECONDS,
-        logging_config=LoggingConfig(enable_access_log=False),  # the application has its own
+        logging_config=LoggingConfig(enable_access_log=False),  # the application logs requests itself
         ray_actor_options={"num_cpus": how.cpus, "num_gpus": how.gpus},
     )
     return deployment(Replica).bind(settings)

@@ -1,8 +1,8 @@
-"""The thread that generates: requests enter and leave batches that run all the time.
+"""Generates in one thread: requests enter and leave batches that run all the time.
 
-Requests with the same number of beams decode together, whatever else they ask for; those that arrive together with the
-same options are one call of `generate`. What cannot share a batch (beams that are sampled, models whose sentences
-cannot be at different positions) is decoded by the host's own `generate`, requests with the same options together.
+Requests with the same number of beams decode together, whatever their other options; requests that arrive together with
+the same options are one call of `generate`. Requests that cannot share a batch (beam sampling, models whose sentences
+cannot be at different positions) are decoded by the host's own `generate`, those with the same options together.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from fastgen.serving.generation_request import Failed, Finished, Full, Generatio
 STOPPED = "The engine has stopped: send the request again later."
 EXPIRED = "The request took longer than it may: ask for fewer tokens, or give it a longer `timeout`."
 _IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
-_MOST_OPTIONS = 1000  # whose verdicts are remembered
-_JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer wait for each other, since each call costs its own search,
-_PATIENCE_SECONDS = 0.25  # but not longer
+_MOST_OPTIONS = 1000  # of which it is remembered whether they can share a batch
+_JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer new ones wait for others, as each call costs a search,
+_PATIENCE_SECONDS = 0.25  # but at most so long
 
 
 @dataclass
 class Counts:
-    """What the engine has done since it began; `running` and `queued` are of now."""
+    """What the engine has done since it started; `running` and `queued` are current numbers."""
 
     requests: int = 0
     finished: int = 0
     failed: int = 0
-    refused: int = 0  # the queue was full
-    expired: int = 0  # beyond their deadlines
-    cancelled: int = 0  # their clients are gone
-    freed_rows: int = 0  # which left a batch before their end, expired or cancelled
+    refused: int = 0  # because the queue was full
+    expired: int = 0  # past the deadline
+    cancelled: int = 0  # because the client is gone
+    freed_rows: int = 0  # rows that left a batch early, as the request was expired or cancelled
     inputs: int = 0
-    tokens: int = 0  # generated
+    tokens: int = 0  # generated tokens
     steps: int = 0
     rows: int = 0  # summed over the steps: rows / steps decode together
     running: int = 0  # rows in the batches
@@ -58,7 +58,7 @@ _Unit = tuple[GenerationRequest, int]
 
 
 class _Unwanted(StoppingCriteria):
-    """Ends the host's own generate when nobody waits for it any more."""
+    """A stopping criterion that ends the host's `generate` when nobody waits for the result any more."""
 
     def __init__(self, requests: list[GenerationRequest]) -> None:
         self._requests = requests
@@ -70,22 +70,22 @@ class _Unwanted(StoppingCriteria):
 
 
 class Engine:
-    """Generates for requests from any thread, in one of its own."""
+    """Generates for requests from any thread, in a thread of its own."""
 
     def __init__(self, model: Any, tokenizer: Any = None, *, most_rows: int = 256, most_queued: int = 1024) -> None:
-        """`close` it in the end.
+        """Start the engine, which `close` ends.
 
         Args:
-            model: of Hugging Face transformers, on its device, in evaluation mode.
-            most_rows: that decode together: inputs times beams.
-            most_queued: inputs that may wait.
+            model: a model of Hugging Face transformers, on its device, in evaluation mode.
+            most_rows: the most rows, inputs times beams, that decode together.
+            most_queued: the most inputs that may wait.
         """
         self.counts = Counts()
         self._model, self._tokenizer = model, tokenizer
         self._most_rows, self._most_queued = most_rows, most_queued
-        self._requests: list[GenerationRequest] = []  # that have inputs waiting, the oldest first
-        self._batches: dict[int, ContinuousBatch] = {}  # by rows of each input
-        self._units: dict[int, list[_Unit]] = {}  # of each call, by its number
+        self._requests: list[GenerationRequest] = []  # requests that have inputs waiting, the oldest first
+        self._batches: dict[int, ContinuousBatch] = {}  # by number of rows of each input
+        self._units: dict[int, list[_Unit]] = {}  # inputs by number of the call
         self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
         self._calls = 0
         self._changed = threading.Condition()
@@ -98,7 +98,7 @@ class Engine:
         return self._thread.is_alive()
 
     def submit(self, request: GenerationRequest) -> None:
-        """Its listener will hear of each input, or that it failed. Full: no room in the queue. Stopped: for good."""
+        """Queue a request, whose listener gets each result. Raises Full or, if the engine has ended, Stopped."""
         with self._changed:
             if self._is_closed or not self._thread.is_alive():
                 raise Stopped
@@ -112,7 +112,7 @@ class Engine:
             self._changed.notify()
 
     def cancel(self, request: GenerationRequest) -> None:
-        """Nobody listens any more. From any thread; its rows leave at the next step."""
+        """Cancel a request to which nobody listens, from any thread; the rows leave at the next step."""
         with self._changed:
             if not request.is_over:
                 request.is_over = True
@@ -120,7 +120,7 @@ class Engine:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the thread; what is not finished fails."""
+        """End the thread; unfinished requests fail."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -138,7 +138,7 @@ class Engine:
                         break
                 try:
                     self._turn()
-                except Exception as error:  # of a model, or of ours: the service goes on
+                except Exception as error:  # raised by a model or by us: the service goes on
                     self._fail_all(error)
                 if self._is_lost:
                     break
@@ -161,13 +161,13 @@ class Engine:
             for call in calls:
                 self._deliver(call)
         for rows in [rows for rows, batch in self._batches.items() if not batch.calls]:
-            self._batches.pop(rows).close()  # or its memory would stay as long as others are busy
+            self._batches.pop(rows).close()  # otherwise the memory would be kept while other batches are busy
         with self._changed:
             self.counts.running = sum(call.rows for batch in self._batches.values() for call in batch.calls)
             self.counts.queued = sum(len(request.waiting) for request in self._requests)
 
     def _expire(self) -> None:
-        """Requests whose time is up, and those that are over already, wait no longer."""
+        """Fail requests past the deadline, and forget waiting requests that are over."""
         now = time.monotonic()
         with self._changed:
             known = {id(request): request for units in self._units.values() for request, _ in units}
@@ -178,7 +178,7 @@ class Engine:
             self._requests = [request for request in self._requests if request.waiting and not request.is_over]
 
     def _admit(self) -> None:
-        """Take in what there is room for, the oldest first; later ones with the same options come along."""
+        """Begin waiting inputs as far as there is room, the oldest first, with later ones of the same options."""
         with self._changed:
             requests = list(self._requests)
         for request in requests:
@@ -187,12 +187,12 @@ class Engine:
             request, _ = units[0]
             if self._apart[request.key]:
                 self._generate_apart(units)
-                break  # the batches go on in between
+                break  # let the batches go on in between
             for group in self._groups(units):
                 self._begin(group)
 
     def _groups(self, units: list[_Unit]) -> list[list[_Unit]]:
-        """Inputs for one call each: a ban of n-grams sees the padding before a shorter prompt."""
+        """Split inputs into calls, by length if n-grams are banned: a ban would see the padding of a shorter prompt."""
         request, _ = units[0]
         units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
         if self._model.config.is_encoder_decoder or not request.config.no_repeat_ngram_size:
@@ -208,16 +208,16 @@ class Engine:
             taken = sum(call.rows for one in self._batches.values() for call in one.calls)
             for request in self._requests:
                 is_apart, batch = self._apart.get(request.key), self._batches.get(request.rows)
-                if is_apart is None:  # it has come since
+                if is_apart is None:  # it has arrived since
                     continue
                 room = (self._most_rows - taken) // request.rows if taken else max(1, self._most_rows // request.rows)
                 if room < 1:
-                    break  # the oldest first: else one of many rows would wait for ever
+                    break  # the oldest first, or a request of many rows would wait for ever
                 if batch is not None and batch.calls and not batch.has_room(1):
                     continue
                 alike = [one for one in self._requests if one.key == request.key]
                 if is_apart and request.config.do_sample:
-                    alike, room = [request], 1  # the host has one random stream for all of a batch
+                    alike, room = [request], 1  # the host has one random stream for a whole batch
                 wished = sum(len(one.waiting) for one in alike)
                 if batch is not None and len(batch.calls) > 1 and now - request.since < _PATIENCE_SECONDS:
                     here = sum(call.sentences for call in batch.calls)
@@ -232,7 +232,7 @@ class Engine:
         return None
 
     def _find_out(self, request: GenerationRequest) -> None:
-        """Whether such requests can share a batch. Any input will do: what counts are the model and the options."""
+        """Find out whether requests with these options can share a batch; one input is enough for that."""
         if request.key in self._apart:
             return
         if len(self._apart) > _MOST_OPTIONS:
@@ -247,7 +247,7 @@ class Engine:
         return offline.padded(self._model, inputs, {"generation_config": request.config})
 
     def _begin(self, units: list[_Unit]) -> None:
-        """One call for these inputs, the longest first, in the batch of their number of rows."""
+        """Begin one call for these inputs, the longest first, in the batch for their number of rows."""
         request, _ = units[0]
         inputs = [one.inputs[index] for one, index in units]
         batch = self._batches.get(request.rows)
@@ -268,13 +268,13 @@ class Engine:
             if call.ended:
                 self._deliver(call)
             return
-        release_memory()  # not while the error holds the frames that took it
+        release_memory()  # only now: the error held frames with tensors
         half = len(units) // 2
         self._begin(units[:half])
         self._begin(units[half:])
 
     def _deliver(self, call: Call) -> None:
-        """What is new of a call, to those who asked."""
+        """Pass new results of a call on to the requests' listeners."""
         units = self._units[call.number]
         found, call.found[:] = list(call.found), []
         for one in found:
@@ -294,7 +294,7 @@ class Engine:
                     request.listener(Grown(index, hypotheses[0, self._prompt(call) :].tolist()))
 
     def _take_result(self, call: Call, units: list[_Unit]) -> None:
-        """What the host returned: of an input that could not share a batch after all, nothing has been found yet."""
+        """Take the host's results for inputs without one yet, as they could not share a batch after all."""
         missing = [row for row, (request, index) in enumerate(units) if index in request.left and not request.is_over]
         if missing:
             request, _ = units[0]
@@ -304,7 +304,7 @@ class Engine:
                 self._finish(*units[row], found[row])
 
     def _prompt(self, call: Call) -> int:
-        """Tokens before the first one that is generated."""
+        """The number of tokens before the first generated one."""
         return 0 if self._model.config.is_encoder_decoder else call.request.input_ids.shape[1]
 
     def _hypotheses(self, request: GenerationRequest, index: int, found: Found, call: Call) -> Hypotheses:
@@ -313,7 +313,7 @@ class Engine:
         return Hypotheses([without_tail(row, pad) for row in tokens], found.scores.tolist())
 
     def _generate_apart(self, units: list[_Unit]) -> None:
-        """By the host's own generate, to the end."""
+        """Decode these inputs by the host's own `generate`, to the end."""
         request, _ = units[0]
         inputs = [one.inputs[index] for one, index in units]
         if request.config.do_sample:
@@ -335,7 +335,7 @@ class Engine:
             return
         request.left.discard(index)
         if not request.left:
-            self.counts.finished += 1  # before it is told: whoever has the answer may look
+            self.counts.finished += 1  # before the listener is called, which may look at the counts
         request.listener(Finished(index, found))
         if not request.left:
             request.is_over = True
@@ -355,18 +355,18 @@ class Engine:
         return Failed(500, f"The model failed with {type(error).__name__}: {first_line(error)}.")
 
     def _device_answers(self) -> bool:
-        """A GPU on which something went badly wrong answers this process with errors alone, whatever is asked."""
+        """Whether the device still works: after some failures a GPU only returns errors to this process."""
         try:
             return bool(torch.zeros(1, device=self._model.device).item() == 0)
         except Exception:
             return False
 
     def _fail_all(self, error: Exception, status: int = 500) -> None:
-        """A step of all failed: nobody knows what the batches hold."""
+        """Fail the requests of all batches, whose state is unknown after an error; when stopping, waiting ones, too."""
         units = [unit for call in self._units.values() for unit in call]
         try:
             self._clear()
-        except Exception:  # of a batch that is broken: a new one takes its place
+        except Exception:  # raised by a broken batch, which is replaced by a new one
             self._batches.clear()
             self._units.clear()
         if status == 500:
@@ -378,14 +378,14 @@ class Engine:
             self._end(request, Failed(status, STOPPED))
 
     def _end(self, request: GenerationRequest, failed: Failed) -> None:
-        with self._changed:  # or who hears of it might cancel it, too
+        with self._changed:  # locked, or the listener might cancel it, too
             if not request.is_over:
                 self.counts.failed += 1
                 request.listener(failed)
                 request.is_over = True
 
     def _clear(self) -> None:
-        """Let go of the batches and their memory."""
+        """Close all batches and free their memory."""
         for batch in self._batches.values():
             batch.close()
         self._batches.clear()

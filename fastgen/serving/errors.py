@@ -1,4 +1,4 @@
-"""What is wrong with a body: one sentence that names the place."""
+"""Says what is wrong with a body, in one sentence that names the place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 
 from fastgen.pipeline.transformers.generation_fields import field_types
 
-# Of a value that may be of several.
+# Errors of type, for a value that may have several types.
 _KINDS = ("string_type", "list_type", "bool_type", "int_type", "float_type", "literal_error")
 _WHAT = re.compile(r"\w+ should")
 _INSTEAD = {
@@ -22,11 +22,11 @@ _INSTEAD = {
 
 
 def of_validation(error: RequestValidationError, content_type: str) -> tuple[int, str]:
-    """HTTP's status, and the sentence; never the input itself, which may be what JSON can't say."""
+    """The HTTP status and the sentence; the input is not quoted, as it may be impossible in JSON."""
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
         return 400, _no_json(error.body, errors[0]["loc"][-1], errors[0]["ctx"]["error"])
-    # Of a value that may be of several types, each says what is wrong: the one that came furthest knows best.
+    # If a value may have several types there is an error for each: the one that came furthest is the most useful.
     first = max(errors, key=lambda one: (len(_indices(one)), one["type"] not in _KINDS))
     field = next((str(part) for part in first["loc"] if part != "body"), "")
     if not field:
@@ -48,7 +48,7 @@ def of_validation(error: RequestValidationError, content_type: str) -> tuple[int
 
 
 def of_unreadable(cause: BaseException | None) -> str:
-    """The sentence for a body that json refuses in another way than as a mistake of grammar."""
+    """The sentence for a body that json refuses for another reason than a syntax error."""
     if isinstance(cause, UnicodeDecodeError):
         return f"The body is no JSON: byte {cause.start} is no {cause.encoding.upper()}."
     if isinstance(cause, RecursionError):
@@ -84,5 +84,5 @@ def _not_offered(field: str) -> str:
 
 
 def _plain(field: str) -> str:
-    """A name that a client chose: short, and in characters that every log can hold."""
+    """A name chosen by a client, cut short, and in characters that every log can hold."""
     return json.dumps(field[:80])[1:-1]

@@ -1,4 +1,4 @@
-"""A request as the engine has it, and what its client is told."""
+"""A request to the engine, and the events that the request's listener gets."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from fastgen.pipeline.transformers.hypotheses import Hypotheses
 
 
 class Finished(NamedTuple):
-    """An input has been generated."""
+    """Event: an input has been generated."""
 
     which: int
     found: Hypotheses
 
 
 class Grown(NamedTuple):
-    """All tokens of an input so far, for a request that streams."""
+    """Event: all tokens of an input so far, for a request that streams."""
 
     which: int
     tokens: list[int]
 
 
 class Failed(NamedTuple):
-    """The request has ended without an answer."""
+    """Event: the request has ended without an answer."""
 
-    status: int  # of HTTP
+    status: int  # HTTP status
     message: str
 
 
@@ -36,11 +36,11 @@ Event = Finished | Grown | Failed
 
 
 class Full(Exception):
-    """The queue is full."""
+    """Raised if the queue is full."""
 
 
 class Stopped(Exception):
-    """The engine has ended, or its device is lost."""
+    """Raised if the engine has ended, or the device is lost."""
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class GenerationRequest:
 
     inputs: list[list[int]]  # tokens
     config: Any  # GenerationConfig
-    key: Hashable  # equal for requests whose options are
+    key: Hashable  # equal for requests with equal options
     listener: Callable[[Event], None]  # called in the engine's thread; must not wait
     seed: int = 0
     streams: bool = False
@@ -65,5 +65,5 @@ class GenerationRequest:
 
     @property
     def rows(self) -> int:
-        """Of each input: beams or samples."""
+        """The number of rows of each input: beams or samples."""
         return max(int(self.config.num_beams or 1), int(self.config.num_return_sequences or 1))

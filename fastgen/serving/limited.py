@@ -1,4 +1,4 @@
-"""Before a request reaches the application: who may send it, how long it may be, and how long its body may take."""
+"""Middlewares that refuse requests: by bearer token, size of the body, and time that the body takes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fastgen.pipeline.errors import counted
 from fastgen.serving.limits import Limits
 
 RETRY_AFTER = 1  # seconds
-HEALTH = ("/health", "/health/live", "/health/ready")  # paths that need no token: who asks them has none
+HEALTH = ("/health", "/health/live", "/health/ready")  # paths that need no token, as those who ask have none
 
 
 def refusal(status: int, detail: str) -> JSONResponse:
-    """An answer that says why there is no other; where it may help, when to try again."""
+    """An error response with a reason and, where it helps, the time after which to try again."""
     headers = {}
     if status in (429, 503):
         headers["Retry-After"] = str(RETRY_AFTER)
@@ -29,7 +29,7 @@ def refusal(status: int, detail: str) -> JSONResponse:
 
 
 class Guarded:
-    """Answers 401 to requests without the bearer token, before any of a body is read; `/health` needs none."""
+    """Answers 401 to requests without the bearer token, before a body is read; `/health` needs no token."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app, self._token = app, token
@@ -51,7 +51,7 @@ class Guarded:
 
 
 class Limited:
-    """Refuses bodies that are too long (by what they say, or by what comes), too slow, or too many at a time."""
+    """Refuses bodies that are too long (by header or by bytes received), too slow, or too many at a time."""
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
         self._app, self._limits = app, limits
@@ -90,13 +90,13 @@ class Limited:
 
 
 class _Body:
-    """What comes of a body; HTTPException, which FastAPI lets through, if that is too much or too late."""
+    """Receives a body; raises HTTPException, which FastAPI passes on, if it is too long or too late."""
 
     def __init__(self, receive: Receive, seconds: float, most_bytes: int, too_long: str) -> None:
         self._receive, self._seconds, self._most, self._too_long = receive, seconds, most_bytes, too_long
         self._end = asyncio.get_running_loop().time() + seconds
         self._read = 0
-        self.is_whole = False  # or the client has gone
+        self.is_whole = False  # also if the client has gone
 
     async def receive(self) -> Message:
         if self.is_whole:

@@ -1,4 +1,4 @@
-"""The bounds of a service; without what serves, so that a command can name its defaults."""
+"""The limits of a service, in a module that imports nothing heavy, so that a command can show the defaults."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may not exceed."""
+    """Limits that a request must not exceed."""
 
     body_bytes: int = 1 << 20
     inputs: int = 64
-    input_tokens: int = 4096  # beside the model's own limit
+    input_tokens: int = 4096  # besides the model's own limit
     new_tokens: int = 1024
     beams: int = 16  # and samples
-    rows: int = 256  # beams of all inputs that decode together
+    rows: int = 256  # rows, beams of all inputs, that decode together
     seconds: float = 120.0
     receive_seconds: float = 30.0  # for a request's head, and for its body
     receiving: int = 256  # bodies that a replica receives at the same time

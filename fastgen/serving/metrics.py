@@ -1,4 +1,4 @@
-"""Counters and gauges in the text format of Prometheus."""
+"""Writes counters and gauges in the text format of Prometheus."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HELP = {
 
 
 def written(model: str, counts: Counts, statuses: Mapping[int, int]) -> str:
-    """All of them, labelled with the model's name and fastgen's version; requests with HTTP's status, too."""
+    """All counters and gauges, labelled with the model's name and fastgen's version; requests also by HTTP status."""
     labels = f'model="{escaped(shown(model))}",version="{escaped(fastgen.__version__)}"'
     lines = [
         "# HELP fastgen_requests_total Requests to /v1, by the status of the answer",
@@ -45,10 +45,10 @@ def written(model: str, counts: Counts, statuses: Mapping[int, int]) -> str:
 
 
 def shown(model: str) -> str:
-    """A model's name as it was given; of a folder the last part alone, since paths tell of the machine."""
+    """A model's name as given; for a folder only the last part, as paths reveal details of the machine."""
     return Path(model).resolve().name if Path(model).exists() else model
 
 
 def escaped(value: str) -> str:
-    """A label's value by the rules of Prometheus."""
+    """Escape a label's value by the rules of Prometheus."""
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

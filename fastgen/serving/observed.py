@@ -1,4 +1,4 @@
-"""Requests as they end: a line in the log for each, and a count by status."""
+"""Logs a line for each request when it ends, and counts requests by status."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fastgen.serving.limited import HEALTH
 
 LOG = logging.getLogger("fastgen.serving")
-GONE = 499  # the status of a request whose client has gone, as nginx has it
-_WORK = "fastgen.work"  # in the scope of a request
-_QUIET = (*HEALTH, "/metrics")  # asked all the time
+GONE = 499  # the status of a request whose client has gone, as in nginx
+_WORK = "fastgen.work"  # the key in a request's scope
+_QUIET = (*HEALTH, "/metrics")  # requested all the time
 _LONGEST_PATH = 200
 
 
 @dataclass
 class Work:
-    """What a request has been: inputs, and tokens that were generated for it."""
+    """The size of a request: inputs, and generated tokens."""
 
     inputs: int = 0
     tokens: int = 0
 
 
 def work_of(scope: Scope) -> Work:
-    """The place where whoever answers a request notes its size."""
+    """The object in a request's scope in which the size is noted."""
     found: Work = scope.setdefault(_WORK, Work())
     return found
 
 
 class Observed:
-    """Logs each request without its texts, its query and its headers; counts those to /v1 by their status."""
+    """Logs each request, without texts, query and headers; counts requests to /v1 by status."""
 
     def __init__(self, app: ASGIApp, statuses: Counter[int]) -> None:
         self._app, self._statuses = app, statuses
@@ -60,7 +60,7 @@ class Observed:
             raise
         finally:
             path = scope["path"]
-            if status < 400 and not is_whole:  # a stream that its client has left
+            if status < 400 and not is_whole:  # a stream whose client has gone
                 status = GONE
             if path.startswith("/v1/"):
                 self._statuses[status] += 1
@@ -68,7 +68,7 @@ class Observed:
                 LOG.info(
                     "%s %s %d %.0f ms, inputs %d, tokens %d",
                     scope["method"],
-                    json.dumps(path[:_LONGEST_PATH])[1:-1],  # on one line, whatever a client calls it
+                    json.dumps(path[:_LONGEST_PATH])[1:-1],  # on one line, whatever the client sends
                     status,
                     1000 * (time.monotonic() - began),
                     work.inputs,

@@ -1,4 +1,4 @@
-"""What a request may ask for: fields of transformers' GenerationConfig, of the types that the command's flags have."""
+"""The fields of a request: fields of transformers' GenerationConfig, with the types of the command's flags."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SHARE = Annotated[float, Field(ge=0.0, le=1.0)]
 _COUNT = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 _BIAS = tuple[Annotated[_TOKENS, Field(min_length=1)], Annotated[float, Field(ge=-1e6, le=1e6)]]
 
-# Others would return tensors, need files, other models or the code of a repository (as beams in groups do), change how
-# the service itself runs, or mean something else beside other prompts, as lengths that count the prompt do.
+# Other fields would return tensors, need files, other models or code of a repository (as beams in groups do), change
+# how the service itself runs, or depend on other prompts in the batch, as lengths that count the prompt do.
 _OFFERED: dict[str, Any] = {
     "max_new_tokens": Annotated[StrictInt, Field(ge=1)],
     "min_new_tokens": _COUNT,
@@ -72,7 +72,7 @@ class Problem(BaseModel):
 
 
 def question(limits: Limits) -> type[BaseModel]:
-    """The body of a request, of this version of transformers."""
+    """The class of a request's body, for this version of transformers."""
     known = field_types()
     bounded = {
         "max_new_tokens": Annotated[StrictInt, Field(ge=1, le=limits.new_tokens)],
@@ -83,7 +83,7 @@ def question(limits: Limits) -> type[BaseModel]:
         name: (kind | None, None) for name, kind in {**_OFFERED, **bounded}.items() if name in known
     }
     text = Annotated[str, Field(min_length=1, max_length=limits.body_bytes)]
-    # On the page, where it can be sent as it is; one made from the types would ask for everything at once.
+    # For the page, where it can be sent as it is; an example made from the types would set every field.
     example: dict[str, Any] = {
         "text": "order 4213",
         "num_beams": min(4, limits.beams),
@@ -109,5 +109,5 @@ def given(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finite(score: float | None) -> float | None:
-    """JSON has no infinity: a hypothesis that is impossible has no score."""
+    """The score, or None if it is infinite, which JSON can't say: an impossible hypothesis has no score."""
     return score if score is not None and math.isfinite(score) else None

@@ -1,7 +1,7 @@
-"""In the process where Ray Serve listens: connections that send nothing end, and there are only so many.
+"""Limits connections in the process where Ray Serve listens: idle ones are ended, and their number is bounded.
 
-Ray Serve runs uvicorn there and sets no such limit. Before it listens, it calls what an environment variable names:
-`prepare`.
+Ray Serve runs uvicorn there and sets no such limit. Before it listens, it calls the function that an environment
+variable names: `prepare`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-_SETTINGS = "fastgen_proxy"  # environment variable: seconds and connections
+_SETTINGS = "fastgen_proxy"  # the environment variable with seconds and connections
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: %d\r\n\r\n%s"
@@ -20,24 +20,24 @@ _SAYS = b'{"detail":"The service has as many connections as it takes: send the r
 
 
 def environment(seconds: float, connections: int) -> dict[str, str]:
-    """The variables that a Ray's processes need for these limits."""
+    """The environment variables that Ray's processes need for these limits."""
     return {CALLBACK: f"{__name__}.prepare", _SETTINGS: f"{seconds} {connections}"}
 
 
 def prepare() -> list[Any]:
-    """Limit the connections of this process's uvicorn; returns what Ray Serve wants of it: no middlewares."""
+    """Limit the connections of this process's uvicorn; returns the middlewares for Ray Serve, none."""
     from uvicorn.protocols.http import auto
 
     seconds, connections = os.environ[_SETTINGS].split()
-    # What uvicorn's configuration looks up when it is asked for no other.
+    # The protocol that uvicorn's configuration uses by default.
     auto.AutoHTTPProtocol = watched(auto.AutoHTTPProtocol, float(seconds), int(connections))
     return []
 
 
 def watched(protocol: Any, seconds: float, most: int) -> Any:
-    """uvicorn's protocol for a connection, which ends one where no request is answered for `seconds`.
+    """A subclass of uvicorn's protocol that ends a connection on which no request is answered for `seconds`.
 
-    So do those that have sent no head yet, or a part of one, that are idle, or go on sending what was refused.
+    So connections end that have sent no head or only a part of it, that are idle, or that go on sending a refused body.
     """
 
     class Watched(protocol):

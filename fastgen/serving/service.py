@@ -1,4 +1,4 @@
-"""A model behind its tokenizer and the engine, for as many requests as come."""
+"""Answers requests with a model: tokenises texts, submits them to the engine, and decodes the results."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fastgen.serving.observed import Work
 from fastgen.serving.options import finite, given
 
 STOPPING = "The service is stopping: send the request again later, or to another."
-_DEFAULT_TOKENS = 256  # generated, where neither the request nor the model says how many
+_DEFAULT_TOKENS = 256  # tokens to generate, if neither the request nor the model says how many
 
 
 class Refusal(Exception):
-    """A request that gets no answer: HTTP's status, and a sentence."""
+    """Raised to refuse a request, with the HTTP status and a sentence."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -35,7 +35,7 @@ class Refusal(Exception):
 
 
 class _Events:
-    """What an asker has not read yet: of each input that grows, the newest alone, however slowly it reads."""
+    """The events of a request that have not been read yet; of each growing input only the newest is kept."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Event] = asyncio.Queue()
@@ -58,7 +58,7 @@ class Service:
     """Loads the model once; `generate` and `stream` answer requests, on an event loop."""
 
     def __init__(self, settings: ModelSettings, limits: Limits, most_queued: int) -> None:
-        """`settings`: their generation is the requests' defaults."""
+        """`settings`: their field `generation` has the defaults of requests."""
         self.limits, self.name = limits, settings.model
         self.statuses = Counter[int]()  # of the answers to /v1
         self.running = 0  # requests that are being answered
@@ -69,19 +69,19 @@ class Service:
         self.engine = Engine(self._model, most_rows=limits.rows, most_queued=most_queued)
         self._most_new = min(limits.new_tokens, decoder_room(self._model) or limits.new_tokens)
         self._default_tokens = min(self._most_new, _DEFAULT_TOKENS)
-        self._config({})  # what can't be used shows before the first request
+        self._config({})  # raises errors in the settings before the first request
 
     def stop(self) -> None:
-        """Refuse requests from now on; those that run are still answered."""
+        """Refuse requests from now on; running requests are still answered."""
         self._is_stopping = True
 
     def check_open(self) -> None:
-        """Refusal once the service is stopping."""
+        """Raise Refusal if the service is stopping."""
         if self._is_stopping:
             raise Refusal(503, STOPPING)
 
     async def generate(self, body: dict[str, Any], work: Work) -> dict[str, Any]:
-        """The answer, whose size is noted in `work`; Refusal if there is none."""
+        """Answer a request, and note its size in `work`; raises Refusal if there is no answer."""
         self.check_open()
         self.running += 1
         try:
@@ -100,7 +100,7 @@ class Service:
         return {"outputs": outputs, "seed": asked.seed if asked.config.do_sample else None}
 
     async def stream(self, body: dict[str, Any], work: Work) -> AsyncIterator[str]:
-        """Server-sent events, whose size is noted in `work`; Refusal is raised here, before the first one."""
+        """Answer in server-sent events, and note the size in `work`; Refusal is raised before the first event."""
         self.check_open()
         if int(body.get("num_beams") or 1) > 1 or int(body.get("num_return_sequences") or 1) > 1:
             raise Refusal(422, "stream is for greedy search and single samples: leave out beams.")
@@ -108,7 +108,7 @@ class Service:
         try:
             asked, events = await self._asked({**body, "num_beams": 1}, work, streams=True)
             pieces = self._streamed(asked, events, work)
-            await anext(pieces)  # from here on, whoever drops them frees the row
+            await anext(pieces)  # from here on, closing `pieces` frees the row
         finally:
             self.running -= 1
         return pieces
@@ -122,7 +122,7 @@ class Service:
                 if isinstance(event, Grown):
                     (text,) = await asyncio.to_thread(self._decoded, [event.tokens])
                     text = text[: text.rfind(" ") + 1]  # the last word may go on
-                    # Some tokenizers change their mind about a space: then what follows waits.
+                    # Some tokenizers change a space later on: then the new text is not sent yet.
                     if len(text) > len(sent[event.which]) and text.startswith(sent[event.which]):
                         yield _event({"index": event.which, "delta": text[len(sent[event.which]) :]})
                         sent[event.which] = text
@@ -142,7 +142,7 @@ class Service:
         yield "data: [DONE]\n\n"
 
     async def _asked(self, body: dict[str, Any], work: Work, *, streams: bool) -> tuple[GenerationRequest, _Events]:
-        """The request in the engine's queue."""
+        """Make a request from a body, and put it into the engine's queue."""
         texts = [body["text"]] if isinstance(body["text"], str) else list(body["text"])
         work.inputs = len(texts)
         for index, text in enumerate(texts):
@@ -184,11 +184,11 @@ class Service:
         return asked, events
 
     async def _events(self, asked: GenerationRequest, events: _Events) -> AsyncIterator[Event]:
-        """Until all inputs are finished. Whoever stops listening, or is cancelled, frees the rows."""
+        """Yield events until all inputs are finished; if the reader stops or is cancelled, the rows are freed."""
         missing = len(asked.inputs)
         try:
             while missing:
-                # The engine keeps the time, but while the host's own generate runs nobody asks it.
+                # The engine checks deadlines, but not while the host's own `generate` runs.
                 left = asked.deadline - time.monotonic() + 1.0
                 try:
                     event = await asyncio.wait_for(events.get(), max(left, 0.0))
@@ -208,8 +208,8 @@ class Service:
         config = generation_config(self._model, known.tokenizer, {**known.given, **fields}, known.language, str)
         if "max_new_tokens" not in fields:
             longest = config.max_new_tokens or (config.max_length or 1) - 1  # without the decoder's start
-            # 20 is transformers' default, which says nothing; and a length with the prompt would depend on whose else
-            # is beside it.
+            # 20 is transformers' default, which means nothing; and a length that counts the prompt would depend on the
+            # other requests in the batch.
             says_nothing = longest < 20 or not known.config.is_encoder_decoder
             config.max_new_tokens = min(self._default_tokens if says_nothing else longest, self._most_new)
             config.max_length = None
@@ -220,7 +220,7 @@ class Service:
         return config
 
     def _check_room(self, inputs: list[list[int]], new_tokens: int) -> None:
-        """A decoder-only model has positions for an input and what follows."""
+        """Refuse inputs that are too long, with the new tokens, for the positions of a decoder-only model."""
         positions = getattr(self._known.config, "max_position_embeddings", None)
         for index, tokens in enumerate(inputs):
             if positions is not None and len(tokens) + new_tokens > positions:

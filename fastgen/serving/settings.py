@@ -1,4 +1,4 @@
-"""What a service is asked for; without what serves, so that a command can make it."""
+"""The settings of a service, in a module that imports nothing heavy, so that a command can make them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fastgen.serving.limits import Limits
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """The model, where it is served, and within which bounds; a replica is told all of it."""
+    """The settings of a service: model, address, limits; sent to each replica."""
 
     model: ModelSettings
     limits: Limits
-    most_queued: int  # inputs that wait in a replica
-    token: str | None = field(repr=False)  # that requests need
+    most_queued: int  # the most inputs that wait in a replica
+    token: str | None = field(repr=False)  # the bearer token that requests need
     host: str
     port: int
     ray: str  # the cluster's address; "" for RAY_ADDRESS, or this machine alone
     replicas: int
-    cpus_per_replica: float | None  # by default 1 beside a GPU, else the node's
+    cpus_per_replica: float | None  # by default 1 with a GPU, else all of the node
     gpus_per_replica: float | None  # by default 1 where there are GPUs

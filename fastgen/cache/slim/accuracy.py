@@ -1,7 +1,7 @@
-"""Whether a layer's slim cache is exact enough: its attention's error on real activations, against plain attention's.
+"""Measures whether a layer's slim cache is exact enough: attention error on real activations, beside plain attention.
 
-The input's cache is as exact as keys and values. Keys or values alone amplify rounding by the condition of the weight
-that has to be inverted; what comes of that is measured, for bounds overestimate it by orders of magnitude.
+Storing the input is as exact as storing keys and values. Keys or values alone amplify rounding by the condition number
+of the weight that has to be inverted; the error is measured, as bounds overestimate it by orders of magnitude.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from fastgen.cache.slim.latent import HybridCache, Projections, Slim, condition, rotated, slim_cache
 from fastgen.layers.attention import as_beams, beam_attention
 
-_TINY = 1e-30  # as a threshold it leaves out nothing, and takes the way of those that do
-LIMIT = 1e-5  # of what inverts a weight: the error relative to the largest number of the output
-_TIMES_PLAIN, _ULPS = 2, 8  # of X and E: so many times plain attention's error, or what tells nothing
+_TINY = 1e-30  # a threshold that leaves out nothing, but runs the code for thresholds
+LIMIT = 1e-5  # for caches that invert a weight: the largest error, relative to the largest number of the output
+_TIMES_PLAIN, _ULPS = 2, 8  # for X and E: so many times plain attention's error, or so many units of rounding
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Sample:
     bias: Tensor | None  # broadcastable to [B, H, P, K]
     scale: float
     rotation: tuple[Tensor, Tensor] | None = None  # cosine and sine of the keys' positions, [B, 1, K, R]
-    first: Projections | None = None  # of the first layer that attends to the source, if this one does
+    first: Projections | None = None  # those of the first cross-attention layer, if this layer is one
 
     @functools.cached_property
     def exact(self) -> Tensor:
@@ -44,7 +44,7 @@ class Sample:
 
     @functools.cached_property
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in this dtype, `[B, Hkv, K, D]` each; the keys are not rotated."""
+        """Keys and values in the model's dtype, `[B, Hkv, K, D]` each; the keys are not rotated."""
         return self.projections.keys_and_values(self.inputs)
 
     @functools.cached_property
@@ -57,12 +57,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """On one kind of cache of one layer."""
+    """How exact one kind of slim cache is in one layer, and whether it is admitted."""
 
-    error: float | None  # relative to the largest number of the output; None if it cannot be had at all
-    plain_error: float | None  # of keys and values
-    condition: float | None = None  # of what is inverted
-    reason: str | None = None  # why not, None if it is admitted
+    error: float | None  # relative to the largest number of the output; None if there can be no such cache
+    plain_error: float | None  # the same error where keys and values are stored
+    condition: float | None = None  # condition number of the weight that is inverted
+    reason: str | None = None  # why it is refused, None if it is admitted
 
     def __str__(self) -> str:
         return "-" if self.error is None else f"{self.error:.1e}{'' if self.reason is None else ' refused'}"
@@ -70,7 +70,7 @@ class Verdict:
 
 @torch.no_grad()
 def judge(sample: Sample, kind: str, is_sparse: bool = False) -> Verdict:
-    """The verdict on a cache of this kind ("x", "e", "h", "k" or "v"); `is_sparse`: one that has a threshold."""
+    """The verdict on a cache of this kind ("x", "e", "h", "k" or "v"); `is_sparse`: with a threshold."""
     threshold = _TINY if is_sparse else 0.0
     projections, plain_error = sample.projections, sample.plain_error
     keys, values = sample.keys_and_values
@@ -97,7 +97,7 @@ def judge(sample: Sample, kind: str, is_sparse: bool = False) -> Verdict:
         reason = None if error <= allowed else f"its attention errs by {error:.1e}, and with keys by {plain_error:.1e}"
         return Verdict(error, plain_error, reason=reason)
     number = condition(inverted)
-    # A value that is no number is above any limit, too.
+    # NaN, too, is above the limit: it is not <= LIMIT.
     reason = (
         None if error <= LIMIT else f"its attention errs by {error:.1e} (limit {LIMIT:.0e}, condition {number:.0e})"
     )

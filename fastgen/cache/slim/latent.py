@@ -1,10 +1,11 @@
-"""Slim caches: of each position one vector is stored, from which keys and values of all heads follow.
+"""Slim caches: one vector is stored for each position, and keys and values of all heads are computed from it.
 
 Graef and Wasielewski, "Slim attention: cut your context memory in half without loss" (2025), over the beam tree. The
-vector is the layer's input X (their section 6, option 2), which for cross-attention is the encoder's output E, one for
-all layers (section 7, option 2), or the keys K (sections 2 to 4; of the source section 7, option 1, or the first
-layer's for all, its hybrid), or the values V, the mirror of K. What is missing is never computed for each position: its
-projection moves to the query, or behind the weighted sum.
+vector is the layer's input X (their section 6, option 2), which in cross-attention is the encoder output E, one for all
+layers (section 7, option 2); or the keys K (sections 2 to 4; in cross-attention section 7, option 1, or the first
+layer's keys for all layers, the hybrid of section 7); or the values V, treated as K is. Keys or values that are not
+stored are not computed for each position, unless that is less work: their projection is applied to the query, or to the
+weighted sum.
 
 `B` sentences, `M` beams, `H` query heads, `Hkv` key heads, `D` head size, `C` size of what is stored, `K` positions.
 """
@@ -30,15 +31,15 @@ KINDS = ("x", "e", "h", "k", "v", "kv")  # in the order in which they are named
 
 @dataclass(frozen=True)
 class Choice:
-    """What the layers of a call store of each position, as far as they can."""
+    """What the layers of a call store for each position, as far as they can."""
 
-    self_attn: str = "kv"  # self-attention: keys and values, or "x", "k", "v"
-    cross_attn: str = "kv"  # cross-attention: keys and values, or "e", "h", "k", "v"
+    self_attn: str = "kv"  # in self-attention: keys and values, or "x", "k", "v"
+    cross_attn: str = "kv"  # in cross-attention: keys and values, or "e", "h", "k", "v"
 
 
 @dataclass(frozen=True)
 class Projections:
-    """What makes keys and values of a layer's input, head by head: views of the model's own weights."""
+    """The key and value projections of a layer, head by head: views of the model's own weights."""
 
     key: Tensor  # [Hkv, D, C]
     value: Tensor  # [Hkv, Dv, C]
@@ -51,21 +52,21 @@ class Projections:
 
 
 class Slim:
-    """How one layer attends to what it stores, `[B, 1, K, C]`."""
+    """Attention of one layer to the vectors that a slim cache stores, `[B, 1, K, C]`."""
 
     kind: str
     rotates = False
 
     def __init__(self, projections: Projections, threshold: float = 0.0) -> None:
-        """`threshold`: what weighs less is left out of the sum (section 3). More than 0 is an approximation."""
+        """`threshold`: attention weights below it are left out (section 3). More than 0 is an approximation."""
         self.projections, self.threshold = projections, threshold
 
     def attend(self, query: Tensor, stored: Stored, bias: Tensor | None, scale: float) -> Tensor:
-        """`fastgen.layers.attention.beam_attention` of keys and values not all of which are there.
+        """Do what `fastgen.layers.attention.beam_attention` does, where keys or values are not stored.
 
         Args:
-            query: `[B*M, H, 1, D]`; bias and scale: see there.
-            stored: `[B, 1, K, C]` and, if it `rotates`, cosine and sine of each position, `[B, 1, K, R]`.
+            query: `[B*M, H, 1, D]`; bias and scale: as in `beam_attention`.
+            stored: `[B, 1, K, C]` and, if the cache `rotates`, cosine and sine of each position, `[B, 1, K, R]`.
 
         Returns: `[B*M, 1, H, Dv]`, of the query's dtype, contiguous.
         """
@@ -77,11 +78,11 @@ class Slim:
 
 
 class InputCache(Slim):
-    """X, or E: the layer's input.
+    """Stores the layer's input: X in self-attention, the encoder output E in cross-attention.
 
-    Head i's scores are `(q W_K,i) X^T`: of `q (X W_K,i^T + b_K,i)^T` the key's bias adds the same to all scores of a
-    row, which the softmax does not see. Its output is `(P X) W_V,i^T + b_V,i`, as a row of P sums to 1. What is between
-    is float32; but on CUDA, where a trial allows it, one Triton kernel reads a half-precision X once.
+    Head i's scores are `(q W_K,i) X^T`: in `q (X W_K,i^T + b_K,i)^T` the key's bias adds the same to all scores of a
+    row, which the softmax does not see. Head i's output is `(P X) W_V,i^T + b_V,i`, as a row of P sums to 1. Results in
+    between are float32; but on CUDA, where a trial allows it, one Triton kernel reads a half-precision X once.
     """
 
     kind = "x"
@@ -101,7 +102,7 @@ class InputCache(Slim):
     def _kernel(
         self, query: Tensor, absorbed: Tensor, stored: Stored, bias: Tensor | None, scale: float
     ) -> Callable[..., Tensor] | None:
-        """What attends in place of `_attended`, if that is as exact as attention to keys and values would be."""
+        """The Triton kernel to use in place of `_attended`, if one is as exact as attention to keys and values."""
         from fastgen.layers.attention_kernels import Trial, latent_kernel_for  # brings Triton with it
 
         arguments = (absorbed, stored[0], bias, scale)
@@ -115,7 +116,7 @@ class InputCache(Slim):
         return latent_kernel_for(trial, self.projections.key)
 
     def _projected_back(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        """The output `[B*M, 1, H, Dv]` that follows from weighted sums of inputs, `[B*M, 1, H, C]`."""
+        """The attention output `[B*M, 1, H, Dv]`, computed from weighted sums of inputs, `[B*M, 1, H, C]`."""
         value, bias = self.projections.value.to(sums.dtype), self.projections.value_bias
         return _behind(sums[:, 0], value.transpose(1, 2), None if bias is None else bias.to(sums.dtype), dtype)
 
@@ -124,12 +125,12 @@ class InputCache(Slim):
 
 
 class HybridCache(InputCache):
-    """The first layer's keys of the source, in place of E, for another layer (section 7's hybrid)."""
+    """Stores the first layer's cross-attention keys in place of E, for any layer (the hybrid of section 7)."""
 
     kind = "h"
 
     def __init__(self, projections: Projections, first: Projections, threshold: float = 0.0) -> None:
-        """`projections` and those of the `first` layer: of the source. Raises ValueError as `KeyCache` does."""
+        """`projections`, `first`: of E, in this layer and in the first. Raises ValueError as `KeyCache` does."""
         through = [
             _from_one_to_the_other(first.key, weight, first.key_bias, bias)
             for weight, bias in (
@@ -142,17 +143,17 @@ class HybridCache(InputCache):
 
 
 class KeyCache(Slim):
-    """K alone: `V = (K - b_K) W_KV + b_V`, where `W_KV` is a right inverse of W_K times W_V (equation 2.1, section 6,
-    option 1). Rounding is amplified by the condition of W_K: see `fastgen.cache.slim.accuracy`.
+    """Stores keys only: `V = (K - b_K) W_KV + b_V`, where `W_KV` is a right inverse of W_K times W_V (equation 2.1,
+    section 6, option 1). The condition number of W_K amplifies rounding: see `fastgen.cache.slim.accuracy`.
 
-    With rotary positions (section 4) what is stored is not rotated yet, and is when it is read; with a threshold it is
-    stored as the host rotates it, and of it only what the softmax keeps is rotated back.
+    With rotary positions (section 4) keys are stored before rotation, and rotated when they are read. With a threshold
+    they are stored rotated, as the host has them, and only keys that the softmax keeps are rotated back.
     """
 
     kind = "k"
 
     def __init__(self, projections: Projections, threshold: float = 0.0, rotates: bool = False) -> None:
-        """Raises ValueError if a key has fewer numbers than the input: then values do not follow from keys."""
+        """Raises ValueError if a position's keys have fewer numbers than the input: they do not determine values."""
         super().__init__(projections, threshold)
         self.rotates = rotates
         self._map, self._offset = _from_one_to_the_other(
@@ -175,7 +176,7 @@ class KeyCache(Slim):
         return _behind(_sums(weights, latent), self._map.transpose(1, 2), self._offset, query.dtype)
 
     def _recomputes(self, beams: int, positions: int) -> bool:
-        """Whether all values are less work than a sum of keys for each head: equation 2.1's two orders."""
+        """Whether computing all values is less work than summing keys for each head: equation 2.1's two orders."""
         heads, size, width = self._map.shape
         summed = beams * heads * width * (positions + size)
         return not self.threshold and positions * width * heads * size < summed
@@ -195,12 +196,12 @@ class KeyCache(Slim):
 
 
 class ValueCache(Slim):
-    """V alone: `K = (V - b_V) W_VK + b_K`, the mirror of `KeyCache`: what is the same for all keys drops out."""
+    """Stores the values alone: `K = (V - b_V) W_VK + b_K`. Terms equal for all keys cancel in the softmax."""
 
     kind = "v"
 
     def __init__(self, projections: Projections, threshold: float = 0.0) -> None:
-        """Raises ValueError if a value has fewer numbers than the input: then keys do not follow from values."""
+        """Raises ValueError if a position's values have fewer numbers than the input: they do not determine keys."""
         super().__init__(projections, threshold)
         self._map, self._offset = _from_one_to_the_other(
             projections.value, projections.key, projections.value_bias, projections.key_bias
@@ -220,7 +221,7 @@ class ValueCache(Slim):
 
 
 def slim_cache(kind: str, projections: Projections, threshold: float = 0.0, rotates: bool = False) -> Slim:
-    """The cache of one of `KINDS`; `rotates`: keys are rotated by their position after they are projected."""
+    """The slim cache of a kind, "x", "e", "k" or "v"; `rotates`: keys are rotated by position once projected."""
     if kind == "k":
         return KeyCache(projections, threshold, rotates)
     if rotates:
@@ -229,7 +230,7 @@ def slim_cache(kind: str, projections: Projections, threshold: float = 0.0, rota
 
 
 def attend(query: Tensor, stored: Stored, slim: Slim | None, bias: Tensor | None, scale: float) -> Tensor:
-    """`beam_attention` to keys and values or, with a `slim` cache, to what is stored in their place."""
+    """Attend to stored keys and values or, with a `slim` cache, to what is stored in their place."""
     if slim is not None:
         return slim.attend(query, stored, bias, scale)
     keys, values = stored
@@ -237,7 +238,7 @@ def attend(query: Tensor, stored: Stored, slim: Slim | None, bias: Tensor | None
 
 
 def keys_and_values(stored: Stored, slim: Slim | None) -> tuple[Tensor, Tensor]:
-    """Keys and values that are stored, or that follow from what is stored."""
+    """The stored keys and values or, with a `slim` cache, those computed from what is stored."""
     if slim is not None:
         return slim.keys_and_values(stored)
     keys, values = stored
@@ -245,9 +246,9 @@ def keys_and_values(stored: Stored, slim: Slim | None) -> tuple[Tensor, Tensor]:
 
 
 def identity_of(slim: Slim | None) -> Hashable:
-    """Equal for caches of which one may go on with what the other has stored.
+    """A key that is equal for two caches if one can read what the other has stored.
 
-    Caches that invert a weight are made anew when the weight has changed; the others are views of the weights.
+    A cache that inverts a weight is the key: it is made anew when the weight changes. The others are views of weights.
     """
     if slim is None or slim.kind in ("h", "k", "v"):
         return slim
@@ -255,7 +256,7 @@ def identity_of(slim: Slim | None) -> Hashable:
 
 
 def kind_of(self_attn: Iterable[Slim | None], cross_attn: Iterable[Slim | None]) -> str:
-    """What a call's layers store, of the tokens before and of a source, in one word."""
+    """What a call's self-attention and cross-attention layers store, in one word."""
     kinds = {"kv" if slim is None else slim.kind for slim in self_attn}
     for slim in cross_attn:
         kind = "kv" if slim is None else slim.kind
@@ -264,19 +265,19 @@ def kind_of(self_attn: Iterable[Slim | None], cross_attn: Iterable[Slim | None])
 
 
 def word_for(kinds: set[str]) -> str:
-    """Several of `KINDS` in one word."""
+    """Several of `KINDS` joined to one word, such as "x+e"."""
     return "+".join(sorted(kinds, key=KINDS.index))
 
 
 def _from_one_to_the_other(
     one: Tensor, other: Tensor, one_bias: Tensor | None, other_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The projection that makes of what `one` makes of an input what `other` would: `[H, D, C]` and `[H, D]`, float32,
-    where C is H * D of `one`."""
+    """The projection from outputs of `one` to outputs of `other` for the same input: weight `[H, D, C]` and offset
+    `[H, D]`, float32, where C is H * D of `one`."""
     heads, size, _ = other.shape
     if one.shape[0] * one.shape[1] < one.shape[2]:
         raise ValueError(f"{one.shape[0] * one.shape[1]} numbers do not hold an input of {one.shape[2]}")
-    inverse = torch.linalg.pinv(one.flatten(0, 1).double())  # [C', C]: of `one` transposed, so a right inverse of it
+    inverse = torch.linalg.pinv(one.flatten(0, 1).double())  # [input, C]; its transpose is a right inverse of one^T
     weight = other.flatten(0, 1).double() @ inverse  # [H * D, C]
     offset = weight.new_zeros(heads * size)
     if other_bias is not None:
@@ -287,7 +288,7 @@ def _from_one_to_the_other(
 
 
 def state_of_weights(parameters: Iterable[Tensor]) -> Hashable:
-    """Changes with what these parameters hold, by whatever means it is edited, and with where: caches hold views."""
+    """A value that changes when these parameters' numbers or addresses change: slim caches hold views of them."""
     parameters = list(parameters)
     places = [(id(parameter), parameter.data_ptr(), parameter.stride()) for parameter in parameters]
     return tuple(zip(places, states_of(parameters), strict=True))
@@ -311,20 +312,20 @@ def _heads_of(stored: Tensor, heads: int) -> Tensor:
 
 
 def _by_heads(rows: Tensor, weight: Tensor) -> Tensor:
-    """Each head's `rows` `[R, H, I]` times its own `weight`, `[Hkv, I, O]`: `[R, H, O]`."""
+    """Multiply each head's `rows`, `[R, H, I]`, by that head's `weight`, `[Hkv, I, O]`: `[R, H, O]`."""
     count, key_heads = len(rows), len(weight)
     by_key_head = rows.unflatten(1, (key_heads, -1)).transpose(0, 1).flatten(1, 2)  # [Hkv, R*G, I]
     return torch.bmm(by_key_head, weight).unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
 
 
 def _attended(query: Tensor, latent: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Attention from `[B*M, H, 1, C]` to a latent `[B, 1, K, C]`, which is keys and values: `[B*M, 1, H, C]`."""
+    """Attention of `query` `[B*M, H, 1, C]` to `latent` `[B, 1, K, C]` as keys and values: `[B*M, 1, H, C]`."""
     latent, bias = latent.to(query.dtype), None if bias is None else bias.to(query.dtype)
     return beam_attention(query, latent, latent, bias, scale)
 
 
 def _behind(sums: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Heads' sums `[B*M, H, C]` times `weight` `[Hkv, C, D]`, plus `bias` `[Hkv, D]`: `[B*M, 1, H, D]`."""
+    """Multiply heads' sums `[B*M, H, C]` by `weight` `[Hkv, C, D]`, add `bias` `[Hkv, D]`: `[B*M, 1, H, D]`."""
     output = _by_heads(sums, weight)
     if bias is not None:
         output = output.unflatten(1, (len(bias), -1)).add_(bias[:, None]).flatten(1, 2)
@@ -332,7 +333,7 @@ def _behind(sums: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtyp
 
 
 def _weights(query: Tensor, keys: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """The softmax of attention from `[B*M, H, 1, D]` to `[B, Hkv, K, D]`: `[B, H, M, K]`."""
+    """The softmax of attention of `query` `[B*M, H, 1, D]` to `keys` `[B, Hkv, K, D]`: `[B, H, M, K]`."""
     folded = fold_beams(query, *keys.shape[:2])  # [B, Hkv, G, M, D]
     scores = (folded.flatten(2, 3) * scale @ keys.transpose(2, 3)).unflatten(2, folded.shape[2:4]).flatten(1, 2)
     return (scores if bias is None else scores + bias).softmax(-1)
@@ -345,8 +346,8 @@ def _sums(weights: Tensor, stored: Tensor) -> Tensor:
 
 
 def _sparse(weights: Tensor, threshold: float, *stored: Tensor) -> list[Tensor]:
-    """Weights `[B, H, M, K]` and what is stored, `[B, 1, K, C]`, at the positions of a sentence where some weight
-    reaches the threshold; those of its weights that do not are zero."""
+    """Weights `[B, H, M, K]` and stored vectors `[B, 1, K, C]` at the positions of a sentence where some weight reaches
+    the threshold; smaller weights are set to zero."""
     weights = weights.masked_fill(weights < threshold, 0)
     matters = weights.flatten(1, 2).any(1)  # [B, K]
     most = max(int(matters.sum(1).max()), 1)
@@ -367,6 +368,6 @@ def rotated(keys: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def _rotated_back(heads: int, latent: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Keys as they were before, all `[B, 1, K, H * D]`."""
+    """Undo the rotation of the keys `latent`, `[B, 1, K, H * D]`; the result has the same shape."""
     scale = cosine * cosine + sine * sine  # not 1 where the host's rotation scales, too
     return rotated(_heads_of(latent, heads), cosine / scale, -sine / scale).transpose(1, 2).flatten(2)[:, None]

@@ -1,7 +1,7 @@
-"""Which cache a call takes: predicted bytes and seconds of each, and the fastest of those that fit.
+"""Chooses a call's cache: predicts bytes and seconds of each kind, and takes the fastest that fits in memory.
 
-What is predicted is what differs between caches: attention, the projections that make keys and values, and those that
-slim caches need in their place. The rates come from timings on the device, a few milliseconds once.
+Only work that differs between caches is predicted: attention, the key and value projections, and those that slim caches
+need in their place. The rates come from timings on the device, a few milliseconds once.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from fastgen.layers.attention import beam_attention
 from fastgen.memory import arena, limits
 from fastgen.report import size
 
-_SLACK = 1.25  # growing copies, activations: so much more than what is stored has to be free
-_MARGIN = 1.1  # by which a slim cache is to be faster: its layers are tried before a model's first such call
-_ALWAYS_FITS = 2**25  # bytes: asking takes longer than it is worth
+_SLACK = 1.25  # so many times the stored bytes have to be free, for growing copies and activations
+_MARGIN = 1.1  # a slim cache has to be so many times faster: a model's first call with one tries each layer
+_ALWAYS_FITS = 2**25  # bytes; for less, asking how much is free takes longer than it is worth
 _ON_A_PATH = 1.7  # slots for each generated token that stay when a tree is pruned (benchmarks/bench_cache.py)
 _WARM_UP, _TRIALS = 1, 3
-_PASSING_BYTES = 2**24  # of weights that pass by in a timing
+_PASSING_BYTES = 2**24  # bytes of weights that one timing reads
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a decoder's layers, which decide how much a cache stores of each position."""
+    """The sizes of a decoder's layers, which decide how much a cache stores for each position."""
 
-    self_attn_layers: int  # that attend to the tokens before, and can have a slim cache
-    cross_attn_layers: int  # that attend to a source, and can have a slim cache
+    self_attn_layers: int  # self-attention layers that can have a slim cache
+    cross_attn_layers: int  # cross-attention layers that can have a slim cache
     heads: int
     key_heads: int
     size: int  # of a head
@@ -47,27 +47,27 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Call:
-    """What is known of a call before it begins."""
+    """The sizes of a call, as known before it begins."""
 
     batch: int
     beams: int
     prompt: int  # tokens of the decoder's prompt
-    source: int  # positions
+    source: int  # positions of the encoder output
     steps: int  # tokens to come, at most
     itemsize: int  # bytes of a number
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast a device is at what caches differ in."""
+    """How fast a device does the work that differs between caches."""
 
     few_rows: float  # multiplications and additions a second in attention of a few rows per head
-    many_rows: float  # of as many rows as a slim cache's one head has
-    products: float  # in the projections of many rows
-    moved: float  # in those that a slim cache moves to the query, and behind the sum
-    bandwidth: float  # bytes a second, of keys that one row passes over
-    moved_bandwidth: float  # of the weights of the moved projections, with few rows
-    overhead: float  # seconds that a slim layer's attention takes before it has done anything
+    many_rows: float  # the same with as many rows as a slim cache's one head has
+    products: float  # the same in projections of many rows
+    moved: float  # the same in projections that a slim cache applies to the query, and to the weighted sum
+    bandwidth: float  # bytes of keys a second that attention of one row reads
+    moved_bandwidth: float  # bytes of weights a second in those projections, with few rows
+    overhead: float  # seconds that a slim layer's attention takes whatever its sizes
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call takes, and what else it could have taken."""
+    """The cache that a call takes, and the other caches that it could have taken."""
 
     cost: Cost
     others: tuple[Cost, ...] = ()
-    free: int | None = None  # bytes, where they decided
+    free: int | None = None  # free bytes, if they decided
 
     @property
     def choice(self) -> Choice:
@@ -101,10 +101,10 @@ class Plan:
 
 
 def plan(geometry: Geometry, call: Call, rates: Rates, free: int | None, wanted: Choice | None = None) -> Plan:
-    """Keys and values, or what is clearly faster, if they fit into `free` bytes (None: nobody knows); else the fastest
+    """Take keys and values, or a clearly faster cache, if they fit into `free` bytes (None: unknown); else the fastest
     that fits or, if none does, the smallest.
 
-    Of caches whose exactness needs no proof for each layer: K and V alone are taken where they are `wanted`.
+    Considers only caches that are exact in any layer; keys alone or values alone are taken where they are `wanted`.
     """
     own = ("kv", "x") if geometry.self_attn_layers and not geometry.is_rotary else ("kv",)
     source = ("kv", "e") if geometry.cross_attn_layers and call.source else ("kv",)
@@ -126,7 +126,7 @@ def plan(geometry: Geometry, call: Call, rates: Rates, free: int | None, wanted:
 
 
 def predict(geometry: Geometry, call: Call, rates: Rates, choice: Choice) -> Cost:
-    """What this choice takes."""
+    """Predict the bytes and seconds of this choice."""
     own, own_seconds = _of_own(geometry, call, rates, choice.self_attn)
     source, source_seconds = _of_source(geometry, call, rates, choice.cross_attn) if call.source else (0, 0.0)
     kinds = {choice.self_attn} | ({choice.cross_attn} if call.source else set())
@@ -137,7 +137,7 @@ def _of_own(geometry: Geometry, call: Call, rates: Rates, kind: str) -> tuple[in
     kept = min(call.steps, FIRST_STEPS) * call.beams
     slots = call.prompt + max(kept, int(min(call.beams, _ON_A_PATH) * call.steps))
     stored = _stored(geometry, geometry.width, kind) * slots * call.batch * geometry.self_attn_layers
-    seen = call.prompt + min(call.beams, _ON_A_PATH) * call.steps / 2  # by a step, on average
+    seen = call.prompt + min(call.beams, _ON_A_PATH) * call.steps / 2  # slots that a step reads, on average
     step = _attention(geometry, call, rates, call.beams, seen, geometry.width, kind)
     projected = _projection(geometry, call, rates, call.batch * call.beams, geometry.width)
     step += {"kv": 1, "x": 0}.get(kind, 0.5) * projected
@@ -158,13 +158,13 @@ def _of_source(geometry: Geometry, call: Call, rates: Rates, kind: str) -> tuple
 
 
 def _stored(geometry: Geometry, width: int, kind: str) -> int:
-    """Numbers of one position in one layer."""
+    """How many numbers one layer stores for one position."""
     projected = geometry.key_heads * geometry.size
     return {"kv": 2 * projected, "h": projected, "k": projected, "v": projected}.get(kind, width)
 
 
 def _projection(geometry: Geometry, call: Call, rates: Rates, rows: int, width: int) -> float:
-    """Seconds of the products with both projections of a layer, wherever they stand."""
+    """Seconds that the key and value projections of one layer take for `rows` rows."""
     numbers = 2 * geometry.key_heads * geometry.size * width
     return max(2 * rows * numbers / rates.products, numbers * call.itemsize / rates.bandwidth)
 
@@ -172,7 +172,7 @@ def _projection(geometry: Geometry, call: Call, rates: Rates, rows: int, width: 
 def _attention(
     geometry: Geometry, call: Call, rates: Rates, rows: int, positions: float, width: int, kind: str
 ) -> float:
-    """Seconds of one layer's attention of `rows` queries of a sentence to so many positions."""
+    """Seconds of one layer's attention, from `rows` queries of each sentence to `positions` positions."""
     read = call.batch * positions * _stored(geometry, width, kind) * call.itemsize / rates.bandwidth
     absorbed = {"kv": 0, "k": 1, "v": 1}.get(kind, 2)  # how many of keys and values are as wide as what is stored
     size = absorbed * _stored(geometry, width, kind) + (2 - absorbed) * geometry.size
@@ -188,7 +188,7 @@ def _attention(
 
 
 def plan_on(device: torch.device, dtype: torch.dtype, geometry: Geometry, call: Call, wanted: str) -> Plan:
-    """The plan for a call on this device, whose caches are `wanted` "auto" or slim ("x")."""
+    """The plan for a call on this device; `wanted`: the user's setting, "auto" or a kind of cache such as "x"."""
     choice = None if wanted == "auto" else asked_for(wanted)
     if choice is not None:
         own = choice.self_attn if geometry.self_attn_layers else "kv"
@@ -201,12 +201,12 @@ def plan_on(device: torch.device, dtype: torch.dtype, geometry: Geometry, call: 
 
 
 def asked_for(wanted: str) -> Choice:
-    """What a user means by a `wanted` cache: "kv", "x", "h", "k" or "v"."""
+    """The choice that a user's setting `wanted` stands for: "kv", "x", "h", "k" or "v"."""
     return Choice("k" if wanted == "h" else wanted, "e" if wanted == "x" else wanted)
 
 
 def _free(device: torch.device) -> int | None:
-    """Bytes that a call may still take there; None where nobody says."""
+    """Bytes of the device's memory that a call may still take; None if unknown."""
     if device.type != "cuda":
         return limits.free()
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -218,7 +218,7 @@ _rates: dict[tuple[str, torch.dtype, int], Rates] = {}
 
 
 def _rates_of(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Timed once for each device, dtype and number of threads."""
+    """The device's rates, timed once for each device, dtype and number of threads."""
     key = str(device), dtype, torch.get_num_threads()
     with _lock:
         if key not in _rates:
@@ -248,7 +248,7 @@ def _timed(device: torch.device, dtype: torch.dtype) -> Rates:
     if dtype == torch.float32 and device.type == "cpu" and packed_weights.unavailable() is None:
         products.append(functools.partial(packed_weights.multiply, rows, packed_weights.pack(weight), None))
     product = min(_seconds(each, device) for each in products)
-    # Layer after layer, as their weights pass by: more than stay in a cache.
+    # Layer after layer, as in a model: together their weights exceed the processor's cache.
     numbers = 2 * heads * size * width
     slim = [_slim_layer(heads, size, width, device, dtype) for _ in range(_PASSING_BYTES // (numbers * dtype.itemsize))]
     overhead = _moving([_slim_layer(2, 2, 4, device, dtype)] * len(slim), 1, device, dtype)
@@ -269,7 +269,7 @@ def _slim_layer(heads: int, size: int, width: int, device: torch.device, dtype: 
 
 
 def _moving(layers: list[Slim], rows: int, device: torch.device, dtype: torch.dtype) -> float:
-    """Seconds of one layer's attention to a single position, by so many rows: its projections are what takes time."""
+    """Seconds of one layer's attention from `rows` rows to one position: nearly all of it goes to the projections."""
     heads, size, width = layers[0].projections.key.shape
     query = _drawn(rows, heads, 1, size, device=device, dtype=dtype)
     stored = (_drawn(1, 1, 1, width, device=device, dtype=dtype),)
@@ -286,7 +286,7 @@ def _as_slim(query: Tensor, stored: Tensor) -> Tensor:
 
 
 def _drawn(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    # Not `randn`: the user's stream of random numbers stays as it is; nor zeros, which may lie nowhere.
+    # Not `randn`: the user's random stream stays as it is; nor zeros, which may have no memory allocated.
     return torch.full(shape, 0.5, device=device, dtype=dtype)
 
 
@@ -299,4 +299,4 @@ def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         if trial >= _WARM_UP:
             times.append(time.perf_counter() - start)
-    return min(times)  # what disturbs only adds
+    return min(times)  # disturbances only add time

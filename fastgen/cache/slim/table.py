@@ -1,4 +1,4 @@
-"""How exact the slim caches of a model are, as a table."""
+"""A table that shows how exact the slim caches of a model are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Layer:
 
     module: nn.Module
     name: str
-    is_cross_attn: bool  # attends to the source
+    is_cross_attn: bool  # attends to the encoder output
     verdicts: dict[str, Verdict]  # by kind of cache
 
 

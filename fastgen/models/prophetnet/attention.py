@@ -1,4 +1,4 @@
-"""N-gram self-attention: a main stream, and beside it streams that predict.
+"""N-gram self-attention of ProphetNet: a main stream, and streams beside it that predict.
 
 `S` streams (the main one comes first), `T` positions, `K` positions so far, `B` rows, `H` heads, `D` head size.
 """
@@ -18,14 +18,14 @@ __phase__ = phases.BY_LINE
 
 
 class NgramMultiheadAttention(MultiheadAttention):
-    """Section 3.2 of the paper: all streams attend to what the main stream wrote, and each predicting stream to one
-    key more, its own of the same position. Predicting streams don't see one another."""
+    """N-gram self-attention (section 3.2 of the paper): all streams attend to the main stream's keys, and each
+    predicting stream to its own key of the same position, too. Predicting streams don't see one another."""
 
     def __init__(
         self, embed_dim: int, num_heads: int, ngram: int, buckets: int, max_distance: int, dropout: float = 0.0
     ) -> None:
-        """`ngram`: how many streams predict while a whole target is read; in incremental steps it is the first alone,
-        as nothing else is read of the others."""
+        """`ngram`: number of predicting streams while a whole target is read; in incremental steps there is only the
+        first, as the output of the others is not used."""
         super().__init__(embed_dim, num_heads, dropout=dropout, self_attention=True)
         self.ngram, self.buckets = ngram, buckets
         self.relative_linear = nn.Linear(embed_dim, buckets * num_heads)
@@ -34,10 +34,10 @@ class NgramMultiheadAttention(MultiheadAttention):
     def forward(
         self, query: Tensor, key: Any = None, value: Any = None, incremental_state: Any = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """The output for `query`, `[S*T, B, C]` stream by stream, of its shape.
+        """The output for `query`, `[S*T, B, C]` stream by stream; both have the same shape.
 
         In a step (`incremental_state`) `T` is 1 and `S` is 2. Keys and values are the query's, whatever is passed.
-        Padding has no mask: targets are padded behind their end.
+        Padding has no mask: targets are padded on the right.
         """
         streams = 1 + self.ngram if incremental_state is None else 2
         queries, keys, values = (
@@ -65,7 +65,7 @@ class NgramMultiheadAttention(MultiheadAttention):
         return self.out_proj(output.permute(2, 3, 0, 1, 4).flatten(3).flatten(0, 1)), None
 
     def _main(self, keys: Tensor, values: Tensor, incremental_state: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values of the main stream, `[B, H, T, D]`, behind those of earlier steps; they are kept."""
+        """Append keys and values of the main stream, `[B, H, T, D]`, to those of earlier steps, and return all."""
         if incremental_state is None:
             return keys, values
         before = self._get_input_buffer(incremental_state)
@@ -79,7 +79,7 @@ class NgramMultiheadAttention(MultiheadAttention):
 def _visible(back: Tensor, streams: int) -> Tensor:
     """Which of the main stream's keys each stream may see, bool `[S, T, K]`; `back`: see `stream_buckets`.
 
-    The stream that predicts the nth token to come must not see the n - 1 latest. The first key everybody sees.
+    The stream that predicts the nth token ahead must not see the n - 1 latest tokens. All streams see the first key.
     """
     hidden = (torch.arange(streams, device=back.device) - 1).clamp(min=0)
     visible = back >= hidden[:, None, None]

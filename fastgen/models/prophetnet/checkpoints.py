@@ -1,4 +1,4 @@
-"""What published checkpoints call their weights, and pretrained ones to begin training with."""
+"""Renames weights of published checkpoints, and loads pretrained weights to begin training with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TABLES = {"source": "encoder.embed_positions.weight", "target": "decoder.embed_
 
 
 def rename(state_dict: dict[str, Any], prefix: str, names: Mapping[str, str]) -> None:
-    """Give the weights whose names go on after `prefix` with one of `names` the new one, in place."""
+    """Rename, in place, weights whose name begins with `prefix` and one of `names`, to `prefix` and the new name."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         rest = key[len(prefix) :]
         for old, new in names.items():
@@ -24,18 +24,18 @@ def rename(state_dict: dict[str, Any], prefix: str, names: Mapping[str, str]) ->
 
 
 def load_pretrained(model: Any, path: str, is_sep_doubled: bool) -> None:
-    """Begin with the weights in the file `path`: a checkpoint, or a state dict alone.
+    """Load the weights in the file `path`, a checkpoint or a state dict, into `model`.
 
-    `is_sep_doubled`: [X_SEP], which ended sentences when the model was trained, becomes a copy of [SEP]'s embedding.
-    Tables of positions are cut to the lengths that the model has.
+    `is_sep_doubled`: the embedding of [X_SEP], which ended sentences in training, becomes a copy of [SEP]'s. Tables of
+    positions are cut to the lengths that the model has.
 
-    Raises ValueError if they are shorter, and RuntimeError if other weights have another shape.
+    Raises ValueError if these tables are shorter, and RuntimeError if other weights have another shape.
     """
-    with allowed():  # for whatever else is in a checkpoint
+    with allowed():  # for the other content of a checkpoint
         state = torch.load(path, map_location="cpu", weights_only=True)
     weights = dict(state.get("model", state))
     if model.decoder.share_input_output_embed:
-        weights.pop("decoder.output_projection.weight", None)  # is the embedding
+        weights.pop("decoder.output_projection.weight", None)  # the embedding is used in its place
     if is_sep_doubled:
         for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
             weights[name] = weights[name].clone()

@@ -1,6 +1,6 @@
-"""The loss that published checkpoints were trained with, and whose name fairseq looks up to load them.
+"""The loss that published checkpoints were trained with; fairseq needs the name to load them.
 
-No `from __future__ import annotations` here: fairseq reads its options' types from their annotations.
+No `from __future__ import annotations` here: fairseq reads the types of options from annotations.
 """
 
 import math
@@ -21,14 +21,14 @@ class NgramLanguageLossConfig(FairseqDataclass):
 
 @register_criterion("ngram_language_loss", dataclass=NgramLanguageLossConfig)
 class NgramLanguageLoss(FairseqCriterion):
-    """Cross-entropy of every predicting stream, with label smoothing: equation 4 of the paper, all weights equal."""
+    """Cross-entropy of all predicting streams, with label smoothing: equation 4 of the paper with equal weights."""
 
     def __init__(self, task: Any, label_smoothing: float, disable_ngram_loss: bool) -> None:
         super().__init__(task)
         self.eps, self.disable_ngram_loss = label_smoothing, disable_ngram_loss
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Any, int, dict[str, Any]]:
-        """The loss summed over tokens and streams, how many these are, and what is logged."""
+        """The loss summed over tokens and streams, the number of summands, and the values to log."""
         logits, extra = model(**sample["net_input"])
         target = sample["target"]  # int64 [B, T]
         streams = [logits]
@@ -37,7 +37,7 @@ class NgramLanguageLoss(FairseqCriterion):
         loss, count = logits.new_zeros((), dtype=torch.float32), 0
         for number, each in enumerate(streams):
             wanted = target.ne(self.padding_idx)
-            if "target_idx" in sample:  # in pretraining, positions in their span: no token so early in it is predicted
+            if "target_idx" in sample:  # pretraining: positions in a span, whose earlier tokens are not predicted
                 wanted &= sample["target_idx"] >= number
             log_probs = each[wanted].log_softmax(-1, dtype=torch.float32)
             right = log_probs.gather(1, target[wanted][:, None]).sum()

@@ -1,4 +1,4 @@
-"""The decoder: a main stream that reads the target, and streams beside it that predict the next tokens.
+"""ProphetNet's decoder: a main stream that reads the target, and streams beside it that predict the next tokens.
 
 `B` rows, `T` positions, `S` streams (the main one first), `C` model size.
 """
@@ -18,15 +18,15 @@ from fastgen.models.prophetnet.checkpoints import rename
 
 
 class StreamPositions(LearnedPositionalEmbedding):
-    """Learned positions of all streams: what predicts a token is one position after the main stream's."""
+    """Learned position embeddings of all streams: predicting streams are one position after the main stream."""
 
     def __init__(self, positions: int, embed_dim: int, padding_idx: int, ngram: int) -> None:
-        """`positions`: of the main stream at most."""
+        """`positions`: the most positions of the main stream."""
         super().__init__(positions + 2 + padding_idx, embed_dim, padding_idx)
         self.ngram = ngram
 
     def forward(self, input: Tensor, incremental_state: Any = None, positions: Tensor | None = None) -> Tensor:
-        """Embeddings `[B, S*T, C]` stream by stream for tokens `[B, T]`; in a step of the last token, `[1, 2, C]`."""
+        """Embeddings `[B, S*T, C]`, stream by stream, for tokens `[B, T]`; in a step `[1, 2, C]`, of the last token."""
         if incremental_state is not None:
             last = self.padding_idx + input.shape[1]
             positions = torch.arange(last, last + 2, device=input.device)[None]
@@ -40,7 +40,7 @@ class StreamPositions(LearnedPositionalEmbedding):
 
 
 class NgramTransformerDecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's layer with n-gram self-attention; all streams attend to the source alike."""
+    """fairseq's decoder layer with n-gram self-attention; all streams share the cross-attention."""
 
     def build_self_attention(
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
@@ -56,9 +56,9 @@ class NgramTransformerDecoderLayer(TransformerDecoderLayerBase):
 
 
 class NgramTransformerDecoder(TransformerDecoderBase):
-    """Whole targets are read with all streams, steps with the first predicting stream alone.
+    """ProphetNet's decoder: reads whole targets with all streams, steps with only the first predicting stream.
 
-    That is exact, as predicting streams don't see one another. The next token's features are that stream's.
+    That is exact, as predicting streams don't see one another. The first one has the features of the next token.
     """
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
@@ -81,11 +81,11 @@ class NgramTransformerDecoder(TransformerDecoderBase):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Features of the next token at each position, `[B, T, C]`, for the tokens before, int64 `[B, T]`.
 
-        Beside them, where a whole target is read, `ngram_features` has those of the further predicting streams. They
-        are to predict the same token without having seen the latest ones before it. `attn` is what the features'
-        stream attends to in `alignment_layer`, by default the last, averaged over heads: `[B, T, N]`.
+        If a whole target is read, `ngram_features` holds the features of the other predicting streams, which predict
+        the same token without having seen the latest tokens before it. `attn` holds the cross-attention weights of the
+        first predicting stream in `alignment_layer`, by default the last, averaged over heads: `[B, T, N]`.
 
-        Raises NotImplementedError for `full_context_alignment`: there is no stream that could see all.
+        Raises NotImplementedError for `full_context_alignment`: no stream may see the whole target.
         """
         if full_context_alignment:
             raise NotImplementedError("Predicting streams must not see what they predict.")
@@ -93,7 +93,7 @@ class NgramTransformerDecoder(TransformerDecoderBase):
         is_step = incremental_state is not None
         x = self.embed_tokens(prev_output_tokens[:, -1:] if is_step else prev_output_tokens)
         streams = 2 if is_step else 1 + self.ngram
-        # The first predicting stream has the last of these embeddings: checkpoints were trained so.
+        # The first predicting stream has the last of these embeddings, as checkpoints were trained.
         own = self.ngram_input_embed.weight.roll(1, 0)[: streams - 1]
         x = torch.cat([x, *(each.expand_as(x) for each in own)], dim=1) + positions
         x = self.dropout_module(self.layernorm_embedding(x)).transpose(0, 1)  # [S*T, B, C]
@@ -114,7 +114,7 @@ class NgramTransformerDecoder(TransformerDecoderBase):
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
         rename(state_dict, f"{name}.", {"emb_layer_norm.": "layernorm_embedding."})
-        for number in range(self.num_layers):  # with q, k and v in one; the attention itself takes them apart
+        for number in range(self.num_layers):  # these hold q, k and v in one; the attention module splits them
             rename(state_dict, f"{name}.layers.{number}.", {"ngram_self_attn.": "self_attn."})
         upgraded: dict[str, Any] = super().upgrade_state_dict_named(state_dict, name)
         return upgraded

@@ -1,4 +1,4 @@
-"""The vocabulary: BERT's word pieces, whose special tokens are words of the file."""
+"""ProphetNet's vocabulary: BERT's word pieces, with the special tokens as words of the file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _BEFORE_WORDS = 999  # lines of BERT's vocabulary that are special or unused
 
 
 class BertDictionary(Dictionary):
-    """Numbers the words as their file does, and puts no special tokens of fairseq's before them."""
+    """A dictionary that numbers words as the file does, without special tokens of fairseq before them."""
 
     @classmethod
     def load(cls, f: str) -> BertDictionary:
         """The dictionary in the file `f`: a word and its count on each line, separated by white space.
 
-        Special tokens that are no words of the file come behind them. A word that is there twice counts once, as when
-        the checkpoints were trained. Raises ValueError for a line with no count.
+        Special tokens that are not in the file come after the words. A word that is there twice counts once, as when
+        the checkpoints were trained. Raises ValueError for a line without a count.
         """
         made = cls()
-        made.symbols, made.count, made.indices = [], [], {}  # without fairseq's own, which 0.12.2 always puts first
+        made.symbols, made.count, made.indices = [], [], {}  # without those that fairseq 0.12.2 always puts first
         with open(f, encoding="utf-8", errors="ignore") as lines:
             for number, line in enumerate(lines, 1):
                 word, *count = line.rsplit(maxsplit=1)[:2] or [""]
@@ -33,6 +33,6 @@ class BertDictionary(Dictionary):
         return made
 
     def save(self, f: str) -> None:
-        """Write all words, the special tokens too, as `load` reads them."""
+        """Write all words, special tokens included, in the form that `load` reads."""
         names, values = self._get_meta()
         self._save(f, zip([*names, *self.symbols], [*values, *self.count], strict=True))

@@ -1,4 +1,4 @@
-"""BERT's encoder: fairseq's own Transformer with learned positions, under the names of published checkpoints."""
+"""ProphetNet's encoder, a BERT: fairseq's Transformer encoder, loaded from the names of published checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastgen.models.prophetnet.checkpoints import rename
 
 
 class ProphetNetEncoder(TransformerEncoderBase):
-    """Post-norm, with a layer norm behind the embeddings, which are not scaled."""
+    """A post-norm Transformer encoder, with a layer norm after the embeddings, which are not scaled."""
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> dict[str, Any]:
         rename(state_dict, f"{name}.", {"emb_layer_norm.": "layernorm_embedding."})

@@ -1,4 +1,4 @@
-"""The model, its options and its architectures, under their published names."""
+"""The ProphetNet model for fairseq, with options and architectures under the published names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fastgen.models.prophetnet.checkpoints import load_pretrained
 from fastgen.models.prophetnet.decoder import NgramTransformerDecoder
 from fastgen.models.prophetnet.encoder import ProphetNetEncoder
 
-_POSITIONS = 512  # where a checkpoint does not say
-# Of fairseq's Transformer, what ProphetNet is and nobody chooses.
+_POSITIONS = 512  # if a checkpoint does not say
+# Options of fairseq's Transformer that are the same in every ProphetNet.
 _FIXED = {
     **{f"{side}_{name}": value for side in ("encoder", "decoder")
        for name, value in (("learned_pos", True), ("normalize_before", False), ("layerdrop", 0.0))},
@@ -31,7 +31,7 @@ _FIXED = {
 
 @register_model("ngram_transformer_prophet")
 class NgramTransformerProphetModel(FairseqEncoderDecoderModel):
-    """Encoder and decoder."""
+    """ProphetNet: an encoder and a decoder with n-gram self-attention."""
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -51,9 +51,9 @@ class NgramTransformerProphetModel(FairseqEncoderDecoderModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> NgramTransformerProphetModel:
-        """A new model, with the weights of `--load-from-pretrained-model` if there is one.
+        """Make a model, with the weights of `--load-from-pretrained-model` if that is given.
 
-        Raises ValueError if embeddings that cannot be shared are to be.
+        Raises ValueError if embeddings are to be shared and cannot be.
         """
         base_architecture(args)
         if args.ngram < 1:
@@ -75,12 +75,12 @@ class NgramTransformerProphetModel(FairseqEncoderDecoderModel):
         model.apply(init_bert_params)
         if path := getattr(args, "load_from_pretrained_model", None):
             load_pretrained(model, path, args.load_sep)
-            args.load_from_pretrained_model = None  # what is saved from now on has the weights itself
+            args.load_from_pretrained_model = None  # checkpoints saved from now on hold the weights
         return model
 
 
 def _config(args: Any) -> Any:
-    """fairseq's configuration of both sides, and with it `ngram`, `num_buckets` and `relative_max_distance`."""
+    """fairseq's configuration of both sides, with `ngram`, `num_buckets` and `relative_max_distance` in it."""
     args = copy.copy(args)
     vars(args).update(_FIXED, decoder_input_dim=args.decoder_embed_dim, decoder_output_dim=args.decoder_embed_dim)
     return TransformerConfig.from_namespace(args)

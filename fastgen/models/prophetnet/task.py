@@ -1,4 +1,4 @@
-"""The task that published checkpoints name: translation with BERT's vocabulary."""
+"""The fairseq task of published checkpoints: translation with BERT's vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastgen.models.prophetnet.dictionary import BertDictionary
 
 @register_task("translation_prophetnet", dataclass=TranslationConfig)
 class TranslationProphetnetTask(TranslationTask):
-    """Sequence to sequence; both sides' `dict.*.txt` hold BERT's vocabulary."""
+    """fairseq's translation task with BERT's vocabulary in the `dict.*.txt` of both sides."""
 
     @classmethod
     def load_dictionary(cls, filename: str) -> BertDictionary:

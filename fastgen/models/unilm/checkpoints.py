@@ -1,8 +1,8 @@
-"""Published checkpoints of UniLM: their files, names and sizes.
+"""Finds and converts published checkpoints of UniLM.
 
-unilm-v1 and s2s-ft save BERT's names, with what their training has besides: a pooler, the head for the next sentence,
-losses, a second head. Older files call LayerNorm's weights gamma and beta, and may hold four copies of some weights,
-one for each kind of language model that UniLM was trained as.
+unilm-v1 and s2s-ft save weights under BERT's names, with further weights of the training: a pooler, the head for the
+next sentence, losses, a second head. Older files call LayerNorm's weights gamma and beta, and may hold four copies of
+some weights, one for each kind of language model that UniLM was trained as.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _OTHERS_FILES = ("model.safetensors", "model.safetensors.index.json", f"{_WEIGHT
 _FIELDS = """vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size hidden_act
     hidden_dropout_prob attention_probs_dropout_prob max_position_embeddings type_vocab_size initializer_range
     layer_norm_eps mask_token_id source_type_id target_type_id rel_pos_bins""".split()
-# What `AutoModelForCausalLM` hands on, and a file that is here doesn't need.
+# Arguments that `AutoModelForCausalLM` passes on, and that a local file doesn't need.
 _OF_THE_HUB = (
     "_from_auto adapter_kwargs cache_dir force_download local_files_only revision token trust_remote_code".split()
 )
-# What decoding has no use for. The decoder's weight is the word embeddings'.
+# Weights that decoding doesn't use. The decoder shares the weight of the word embeddings.
 _UNUSED = re.compile(
     r"bert\.pooler\.|bert\.embeddings\.position_ids|cls\.seq_relationship\.|cls\.predictions\.decoder|cls2\.|crit_"
     r"|secondary_pred_proj\."
@@ -45,33 +45,33 @@ _REFUSED = {
 _POSITIONS = "bert.embeddings.position_embeddings.weight"
 _SEGMENTS = "bert.embeddings.token_type_embeddings.weight"
 _TRANSFORM = "cls.predictions.transform."
-_TASK = 3  # sequence to sequence, of the four: bidirectional, left to right, right to left
-_SEGMENT_SOURCES = (0, 1, 0, 0, 0, 1, 1)  # of which segment BERT has another one is made
+_TASK = 3  # sequence to sequence; the others are bidirectional, left to right, right to left
+_SEGMENT_SOURCES = (0, 1, 0, 0, 0, 1, 1)  # the segment of BERT from which each segment is made
 
 
 def published_file(path: Any) -> str | None:
-    """The file of weights that `path` names, or that is in the folder it names; None if that is the host's matter."""
+    """The published file of weights at `path` or in that folder; None if the host has to load `path`."""
     path = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     if os.path.isfile(path):
         return path
     file = os.path.join(path, _WEIGHTS)
     if not os.path.isfile(file) or any(os.path.exists(os.path.join(path, name)) for name in _OTHERS_FILES):
         return None
-    # Older hosts save ours under this name too. Published configurations leave this token to the tokenizer.
+    # Older hosts save our models under this name, too. Published configurations leave this token to the tokenizer.
     return None if "mask_token_id" in _fields(os.path.join(path, "config.json")) else file
 
 
 def configuration(
     file: str, config: Any = None, dtype: Any = None, torch_dtype: Any = None, **fields: Any
 ) -> tuple[UnilmConfig, Any]:
-    """The configuration for a file of weights, with these fields changed, and the dtype asked for or float32."""
+    """The configuration for a file of weights, with these fields changed, and the dtype, float32 by default."""
     folder = os.path.dirname(file)
     if not isinstance(config, UnilmConfig):
         paths = [os.path.join(folder, name) for name in _CONFIGURATIONS] if config is None else [os.fspath(config)]
         published = next((found for path in paths if (found := _fields(path))), None)
         if published is None:
             raise FileNotFoundError(f"{file} needs a configuration: there is no {' and no '.join(paths)}.")
-        # The rest is the training's, or the defaults of hosts of then.
+        # Other fields are of the training, or defaults of old versions of the host.
         config = UnilmConfig(**{name: published[name] for name in _FIELDS if published.get(name) is not None})
     config = copy.deepcopy(config)
     fields = {name: value for name, value in fields.items() if name not in _OF_THE_HUB}
@@ -100,10 +100,10 @@ def _fields(path: str) -> dict[str, Any]:
 def converted(
     weights: Mapping[str, Tensor], config: UnilmConfig, shapes: Mapping[str, torch.Size], file: str
 ) -> dict[str, Tensor]:
-    """The weights under the names, and with the sizes, that `untied_shapes` tells of a model of this configuration.
+    """The weights with the names and sizes in `shapes`, the `untied_shapes` of a model of this configuration.
 
-    Tables of segments and positions that are too short are filled up as unilm-v1 does: segments from BERT's two,
-    positions from the first on once more. Those too long are cut.
+    Tables of segments and positions that are too short are filled up as unilm-v1 does: segments by copies of BERT's
+    two, positions by repeating the table. Tables that are too long are cut.
 
     Raises:
         ValueError: if weights are missing, unknown, of another size, or of a kind that isn't supported.
@@ -114,7 +114,7 @@ def converted(
             raise ValueError(f"{file} has {kind}, which are not supported ({name}).")
     weights = {name: tensor for name, tensor in weights.items() if not _UNUSED.match(name)}
     for layer in range(config.num_hidden_layers):
-        # The published decoder reads none: it adds the same to all scores of a query.
+        # The published decoder reads no key bias: it would add the same number to all scores of a query.
         name = f"bert.encoder.layer.{layer}.attention.self.key."
         if f"{name}weight" in weights and f"{name}bias" not in weights:
             weights[f"{name}bias"] = torch.zeros(config.hidden_size)
@@ -150,7 +150,7 @@ def _renamed(name: str) -> str:
 
 
 def _keep_task(weights: dict[str, Tensor], size: int) -> None:
-    """Of weights with a copy for each task, in place the one for sequence to sequence."""
+    """Replace weights that hold a copy for each task by the copy for sequence to sequence, in place."""
     positions = weights[_POSITIONS]
     if positions.shape[1] == 4 * size:
         weights[_POSITIONS] = positions.unflatten(1, (4, size))[:, _TASK]
@@ -160,7 +160,7 @@ def _keep_task(weights: dict[str, Tensor], size: int) -> None:
 
 
 def untied_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
-    """Of the weights that a checkpoint must have. The decoder's are the word embeddings' and the head's bias."""
+    """The shapes of weights that a checkpoint must have: all but the decoder's, which are shared with others."""
     return {name: tensor.shape for name, tensor in model.state_dict().items() if not _UNUSED.match(name)}
 
 

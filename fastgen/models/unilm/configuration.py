@@ -1,4 +1,4 @@
-"""What a UniLM is made of."""
+"""The configuration of UniLM for transformers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from transformers import BertConfig
 
 
 class UnilmConfig(BertConfig):
-    """BERT's configuration, with the segments of source and target and the token that asks for the next word.
+    """BERT's configuration, with the segments of source and target and the token at which the next word is predicted.
 
     Args:
         type_vocab_size: rows of the table of segments: 6 as published; 7 with `s2s_add_segment`, 2 without
             `new_segment_ids`.
         source_type_id, target_type_id: 0 and 1 in s2s-ft and in UniLM v1 without `--new_segment_ids`, 4 and 5 with it,
-            as in all of v1's published commands. Checkpoints of v1 don't say which.
+            as in all published commands of v1. Checkpoints of v1 don't say which.
         mask_token_id: `[MASK]`, 103 in BERT's English vocabularies.
-        layer_norm_eps: 1e-5 as in the published decoder, which reads no other; s2s-ft writes the 1e-12 that it was
-            trained with into its configurations, and that is used.
-        **kwargs: the rest is BERT's; end of sentence is `[SEP]`, 102.
+        layer_norm_eps: 1e-5 as in the published decoder, which always uses it; configurations of s2s-ft hold the 1e-12
+            of the training, which is used then.
+        **kwargs: other options of BERT; the end token is `[SEP]`, 102.
     """
 
     model_type = "unilm"
@@ -48,7 +48,7 @@ class UnilmConfig(BertConfig):
         self.mask_token_id = mask_token_id
 
     def check(self) -> None:
-        """Refuse what is no UniLM.
+        """Raise an error for options that UniLM does not have.
 
         Raises:
             ValueError: if relative positions (UniLM v2) are asked for, a segment is not in the table, or the heads

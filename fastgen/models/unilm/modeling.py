@@ -1,9 +1,9 @@
-"""UniLM: one BERT that reads the source and writes the target, asking a `[MASK]` for each next word.
+"""UniLM: one BERT that reads the source and writes the target, and predicts each next word at a `[MASK]`.
 
 Dong et al. 2019, "Unified Language Model Pre-training for Natural Language Understanding and Generation"
-(https://arxiv.org/abs/1905.03197), section 2.3, as microsoft/unilm decodes it (unilm-v1, s2s-ft). The source's tokens
-attend to all of the source, a target's token to the source, the target before it and itself. The next word is predicted
-at a `[MASK]` one position further on, which attends to all before it and itself, and which nothing ever attends to.
+(https://arxiv.org/abs/1905.03197), section 2.3, as microsoft/unilm decodes it (unilm-v1, s2s-ft). Source tokens attend
+to the whole source; a target token attends to the source, earlier target tokens and itself. The next word is predicted
+at a `[MASK]` one position further on, which attends to all tokens before it and itself; no token attends to it.
 
 `rows` sentences or hypotheses, `Q` tokens read at once, `W` keys, `H` heads, `D` head size, `d` hidden size.
 """
@@ -43,7 +43,7 @@ _IGNORED = "forbid_ignore_ids"
 
 
 class UnilmSelfAttention(nn.Module):
-    """Attention of the tokens just read to all tokens so far, and of one `[MASK]` to these and itself."""
+    """Self-attention: new tokens attend to all tokens so far, and one `[MASK]` attends to these and itself."""
 
     def __init__(self, config: UnilmConfig, layer_idx: int) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class UnilmSelfAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        """The attention's output before its projection, `[rows, Q + 1, d]`.
+        """The output of attention before the output projection, `[rows, Q + 1, d]`.
 
         Args:
-            hidden_states: `[rows, Q + 1, d]`, the tokens' and last the `[MASK]`'s. Only the tokens' keys and values go
-                into the cache.
-            attention_mask: bool `[rows, 1, Q or 1, W]`, which of the cached keys may be attended to; its last row is
-                the `[MASK]`'s too, which attends to itself besides.
-            cache: the cache; without one, W = Q.
+            hidden_states: `[rows, Q + 1, d]`, of the tokens and, last, of the `[MASK]`. Only keys and values of tokens
+                go into the cache.
+            attention_mask: bool `[rows, 1, Q or 1, W]`, which of the cached keys may be attended to; the last row also
+                applies to the `[MASK]`, which attends to itself, too.
+            cache: the cache; without a cache, W = Q.
         """
         query, key, value = (self._heads(linear(hidden_states)) for linear in (self.query, self.key, self.value))
         keys, values = key[:, :, :-1], value[:, :, :-1]
@@ -75,7 +75,7 @@ class UnilmSelfAttention(nn.Module):
             keys, values = cache.update(keys, values, self.layer_idx)
         dropout = self.dropout if self.training else 0.0
         tokens = F.scaled_dot_product_attention(query[:, :, :-1], keys, values, attention_mask, dropout)
-        # The [MASK]'s own key lies beside the cached ones: these need not be copied for it.
+        # The key of [MASK] is kept apart, so that the cached keys need not be copied.
         own_query, own_key, own_value = query[:, :, -1:] * self.scaling, key[:, :, -1:], value[:, :, -1:]
         scores = torch.matmul(own_query, keys.transpose(-1, -2))  # [rows, H, 1, W]
         if attention_mask is not None:
@@ -92,7 +92,7 @@ class UnilmSelfAttention(nn.Module):
 
 
 class UnilmAttention(nn.Module):
-    """Self-attention, its projection, and the residual around them; named as in BERT's checkpoints."""
+    """Self-attention, output projection and residual connection, named as in BERT's checkpoints."""
 
     def __init__(self, config: UnilmConfig, layer_idx: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class UnilmLayer(nn.Module):
         self.output = BertOutput(config)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, cache: Cache | None) -> Tensor:
-        """`[rows, Q + 1, d]` -> the same, but of the last layer only the `[MASK]`'s, `[rows, 1, d]`."""
+        """`[rows, Q + 1, d]` -> the same shape; the last layer returns only the `[MASK]`'s state, `[rows, 1, d]`."""
         attended = self.attention.self(hidden_states, attention_mask, cache)
         if self.is_last:
             attended, hidden_states = attended[:, -1:], hidden_states[:, -1:]
@@ -136,7 +136,7 @@ class UnilmPreTrainedModel(BertPreTrainedModel):
 
 
 class UnilmModel(UnilmPreTrainedModel):
-    """The layers, without the head."""
+    """UniLM's embeddings and layers, without the head."""
 
     def __init__(self, config: UnilmConfig) -> None:
         config.check()
@@ -159,7 +159,7 @@ class UnilmModel(UnilmPreTrainedModel):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """What the last layer makes of a `[MASK]` behind the tokens, `[rows, 1, d]`; see `UnilmForSeq2Seq.forward`."""
+        """The last layer's state of a `[MASK]` after the tokens, `[rows, 1, d]`; see `UnilmForSeq2Seq.forward`."""
         rows, width = input_ids.shape
         length = 0 if cache is None else cache.get_seq_length()  # may be a tensor in a step
         is_empty = isinstance(length, int) and length == 0
@@ -185,13 +185,13 @@ class UnilmModel(UnilmPreTrainedModel):
 
 
 class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
-    """UniLM v1, v1.2 and what s2s-ft makes of them, for `generate`.
+    """UniLM v1 and v1.2, and models fine-tuned from them by s2s-ft, for `generate`.
 
     To transformers it is a decoder-only model: `input_ids` are `[CLS] source [SEP]`, as BERT's tokenizers make them,
-    padded on either side and with their `attention_mask`, and `generate` returns them with the target behind, up to
-    `[SEP]`. The tokenizer's `token_type_ids` are ignored: segments follow from what is source and what target. The
-    source is read once, all at a time, and its keys and values are kept: there is no generating with `use_cache=False`,
-    with static caches, or from a source in chunks.
+    padded on either side and with an `attention_mask`, and `generate` returns them followed by the target, up to
+    `[SEP]`. The tokenizer's `token_type_ids` are ignored: source tokens and target tokens have fixed segments. The
+    source is read once and as a whole, and keys and values are cached: `generate` does not work with `use_cache=False`,
+    with static caches, or with a source in chunks.
 
     `generate(no_repeat_ngram_size=n, forbid_ignore_ids=[...])` is the published `--forbid_duplicate_ngrams
     --ngram_size n` with `--forbid_ignore_word`; the ids may be in the generation config too. Unlike with other
@@ -200,19 +200,19 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
 
     The search is transformers', not the published one, which differs in this:
 
-    - There a hypothesis is judged by its log-probability over ((5 + length) / 6)^length_penalty (Wu et al. 2016,
+    - There a hypothesis is scored by its log-probability over ((5 + length) / 6)^length_penalty (Wu et al. 2016,
       https://arxiv.org/abs/1609.08144, section 7), 0 by default; here over length^length_penalty, 1.0 by default. Both
       count `[SEP]`; at 0 they are the same.
     - There a hypothesis takes one of the beams in the step in which it ends, any number of hypotheses may end, and the
-      search goes on to the maximum length, or until all beams end in the same step. Here those that end leave all beams
-      to others, the best `num_beams` of them are kept, and the search ends when none can get better, or by
+      search goes on to the maximum length, or until all beams end in the same step. Here hypotheses that end leave all
+      beams to others, the best `num_beams` ended ones are kept, and the search ends when none can get better, or by
       `early_stopping`.
-    - There greedy search heeds neither the ban of n-grams nor the minimum length.
-    - There what is forbidden loses 10,000; here it becomes impossible.
+    - There greedy search ignores the ban of n-grams and the minimum length.
+    - There the score of a forbidden token is lowered by 10,000; here the token becomes impossible.
 
-    Positions run over a sentence's own tokens: source and target together must not be longer than
-    `max_position_embeddings`, and where they may become so `generate` warns. It numbers them by the attention mask,
-    whatever `position_ids` it is given.
+    Positions count a sentence's tokens without padding: source and target together must not be longer than
+    `max_position_embeddings`, and `generate` warns if they may become longer. `generate` numbers positions by the
+    attention mask, whatever `position_ids` it is given.
     """
 
     _tied_weights_keys = BertLMHeadModel._tied_weights_keys  # a list in 4.57, a dict in 5.x
@@ -225,14 +225,14 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *model_args: Any, **kwargs: Any) -> Any:
-        """The host's, which also takes a published `.bin` file, or a folder with a `pytorch_model.bin`.
+        """Load a model as the host does, or from a published `.bin` file or a folder with a `pytorch_model.bin`.
 
         For these, `config` is a `UnilmConfig` or the path of one (`bert_config.json` of v1), by default the
         `config.json` or `bert_config.json` beside the file; fields of the configuration, such as `source_type_id=4`,
         may be given by name, and so may `dtype`, float32 by default.
 
         Raises:
-            ValueError: if weights are missing, or are there that the model has no place for.
+            ValueError: if weights are missing or unknown to the model.
             FileNotFoundError: if there is no configuration.
             TypeError: for arguments that are no fields of the configuration.
         """
@@ -243,7 +243,7 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
         model = cls(config)
         published = torch.load(file, map_location="cpu", weights_only=True)
         weights = checkpoints.converted(published, config, checkpoints.untied_shapes(model), file)
-        model.load_state_dict(weights, strict=False)  # but for the tied ones they are all there
+        model.load_state_dict(weights, strict=False)  # all are there except the tied ones
         if os.path.exists(os.path.join(os.path.dirname(file), "generation_config.json")):
             model.generation_config = GenerationConfig.from_pretrained(os.path.dirname(file))
         return model.to(next(iter(weights.values())).dtype if dtype == "auto" else dtype).eval()
@@ -278,7 +278,7 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids: int64 `[rows, Q]`; the whole source if the cache is empty or there is none, else one token.
-            attention_mask: `[rows, W]`, 0 where there is padding; or bool `[rows, 1, Q or 1, W]`, which is handed to
+            attention_mask: `[rows, W]`, 0 where there is padding; or bool `[rows, 1, Q or 1, W]`, which is passed to
                 the attention modules as it is.
             position_ids: int64 `[rows, Q]`; by default they follow from the mask.
             cache: the cache, to which the tokens' keys and values are appended.
@@ -287,10 +287,10 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
         Returns: `CausalLMOutputWithPast`; logits are `[rows, 1, V]`, whatever Q is.
 
         Raises:
-            ValueError: if several tokens are to be read after others, or for inputs and outputs that UniLM has not.
+            ValueError: if several tokens are to be read after others, or for inputs and outputs that UniLM lacks.
         """
         asked = (name for name, value in others.items() if value is not None and value is not False)
-        if unknown := sorted(set(asked) - {"cache_position"}):  # which 4.57 gives to all models
+        if unknown := sorted(set(asked) - {"cache_position"}):  # 4.57 passes it to all models
             raise ValueError(f"UniLM has no {', '.join(unknown)}.")
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and cache is None:
@@ -307,10 +307,10 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The host's, with positions that don't count padding, be it to the left or to the right.
+        """Do what the host's method does, with positions that don't count padding, on the left or on the right.
 
         Raises:
-            ValueError: without a cache, or with one of fixed length, for which the host makes a causal mask.
+            ValueError: without a cache, or with a cache of fixed length, for which the host makes a causal mask.
         """
         if cache is None or getattr(cache, "is_compileable", False):
             raise ValueError("UniLM needs a dynamic cache to generate: leave use_cache and cache_implementation alone.")
@@ -329,11 +329,11 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
         for source in (config, self.generation_config):
             ignored = getattr(source, _IGNORED, None) if ignored is None else ignored
         if ignored is not None:
-            setattr(config, _IGNORED, self._checked(ignored))  # a copy, this call's own
+            setattr(config, _IGNORED, self._checked(ignored))  # `config` is a copy for this call
         return config, model_kwargs
 
     def _checked(self, ignored: Any) -> list[int]:
-        """`forbid_ignore_ids` as a list of tokens; raises ValueError if they are none."""
+        """`forbid_ignore_ids` as a list of tokens; raises ValueError if they are no tokens."""
         tokens = ignored.tolist() if isinstance(ignored, Tensor) else ignored
         if not isinstance(tokens, (list, tuple, set, frozenset)):
             raise ValueError(f"forbid_ignore_ids={tokens!r} is no list of tokens.")
@@ -364,9 +364,9 @@ class UnilmForSeq2Seq(UnilmPreTrainedModel, GenerationMixin):
 
 
 def _positions(input_ids: Tensor, attention_mask: Tensor | None, length: int | Tensor) -> Tensor:
-    """int64 `[rows or 1, Q]`: how many tokens of its sentence come before each; `length` are there without a mask."""
+    """Positions, int64 `[rows or 1, Q]`: tokens of the sentence before each one; `length`: earlier ones, if no mask."""
     width = input_ids.shape[1]
     if attention_mask is None or attention_mask.ndim != 2:
         return torch.arange(width, device=input_ids.device)[None] + length
     positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -width:]
-    return positions.contiguous()  # of the same strides in each step, so that steps can be replayed
+    return positions.contiguous()  # the same strides in each step, so that steps can be replayed

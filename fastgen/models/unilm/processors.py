@@ -12,15 +12,15 @@ from fastgen import ops
 
 
 class NoRepeatNGramExceptLogitsProcessor(LogitsProcessor):
-    """No n-gram twice in a target, but for n-grams that hold an ignored word.
+    """Bans an n-gram from coming twice in a target, except n-grams that hold an ignored word.
 
-    As `forbid_duplicate_ngrams` and `forbid_ignore_word` of microsoft/unilm's decoder: the source's n-grams don't
-    count, nothing is banned after n-1 tokens of which one is ignored, and no ignored word is. A full stop, or the
-    separator between sentences, may thus come as often as it likes.
+    Does what `forbid_duplicate_ngrams` and `forbid_ignore_word` of microsoft/unilm's decoder do: the source's n-grams
+    don't count, nothing is banned after n-1 tokens of which one is ignored, and ignored words are never banned. So a
+    full stop, or the separator between sentences, may come any number of times.
 
     Args:
         ngram_size: n, 1 or more.
-        prompt_length: P, the width of the `input_ids` that `generate` was given; what follows is the target.
+        prompt_length: P, the width of the `input_ids` that `generate` was given; the target follows.
         ignored_ids: the tokens to be ignored.
 
     Raises:
@@ -34,7 +34,7 @@ class NoRepeatNGramExceptLogitsProcessor(LogitsProcessor):
         self.ignored_ids = torch.tensor(sorted(set(ignored_ids)), dtype=torch.int64)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores `[rows, V]` of what may follow int64 `input_ids` `[rows, P + T]`: a copy, -inf where banned."""
+        """A copy of `scores`, `[rows, V]`, of tokens after `input_ids`, int64 `[rows, P + T]`, -inf where banned."""
         target = input_ids[:, self.prompt_length :]
         length = target.shape[1]
         if length < self.ngram_size:
@@ -45,5 +45,5 @@ class NoRepeatNGramExceptLogitsProcessor(LogitsProcessor):
             return banned
         ignored = self.ignored_ids = self.ignored_ids.to(scores.device)
         banned[:, ignored] = scores[:, ignored]
-        begun = target[:, length + 1 - self.ngram_size :]  # the n-1 tokens that the next one would complete
+        begun = target[:, length + 1 - self.ngram_size :]  # the last n-1 tokens, which the next token would complete
         return torch.where(torch.isin(begun, ignored).any(-1, keepdim=True), scores, banned)

@@ -1,4 +1,4 @@
-"""The options of a GPT-2 that decodes latents."""
+"""The configuration of a GPT-2 that decodes latent vectors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from transformers import GPT2Config
 
 
 class Gpt2VaeConfig(GPT2Config):
-    """GPT-2's options, and how it is conditioned on a latent vector.
+    """GPT-2's configuration, with options of the conditioning on a latent vector.
 
-    `latent_size`: the numbers of a latent; 32 as in Optimus's code where nothing else is said.
+    `latent_size`: how many numbers a latent has; 32 by default, as in Optimus's code.
     `latent_as_memory`: in each layer one key and value, a projection of the latent, that every token attends to.
     `latent_as_embedding`: a projection of the latent is added to the embedding of every token.
 

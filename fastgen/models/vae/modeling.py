@@ -1,12 +1,12 @@
 """GPT-2 conditioned on a latent as memory and as embedding, in the two ways of Optimus (arXiv 2004.04092, section 3).
 
-Memory: of the latent z, `linear` makes one vector for each layer, and that is both a key and a value of this layer.
-Embedding: `linear_emb` makes one vector, which is added to every token's embedding at every step. Weights have the
-names of Optimus's decoder and, but for these two, of GPT-2.
+Memory: from the latent z, `linear` makes one vector for each layer, which is both a key and a value of that layer.
+Embedding: `linear_emb` makes one vector, which is added to the embedding of every token. Weights have the names of
+Optimus's decoder and, except these two, of GPT-2.
 
-Memory is position 0 and the tokens' positions begin at 1, as in Optimus. So it is given a slot like a token's, in front
-of the prompt and of its padding, and cache, masks and positions are those of any GPT-2: what is put into the slot in a
-layer are its key and value, once, as the prompt is read. Nobody looks at what the slot itself becomes.
+Memory is at position 0 and tokens begin at position 1, as in Optimus. So memory gets a slot like a token's, before the
+prompt and any padding, and cache, masks and positions are those of any GPT-2. When the prompt is read, each layer's
+memory vector is put into the slot as key and value. The output at the slot is not used.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Attention, GPT2Model, eag
 from fastgen.models.vae.configuration import Gpt2VaeConfig
 from fastgen.optimizer.transformers.versions import CACHE, OLD_CACHE, takes_cache
 
-_FINDS_EAGER = hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface")  # 5.x; 4.57 has the others alone
+_FINDS_EAGER = hasattr(ALL_ATTENTION_FUNCTIONS, "get_interface")  # 5.x; 4.57 finds all but eager attention
 _SEEING = (ForcedBOSTokenLogitsProcessor, NoRepeatNGramLogitsProcessor, SequenceBiasLogitsProcessor)
 _IGNORED = -100  # a label that counts for no loss
-# What `generate` could be given of each token. The slot is none of them.
+# Arguments of `generate` that hold something for each token, and nothing for the slot.
 _PER_TOKEN = ("inputs_embeds", "cache", OLD_CACHE, "position_ids", "token_type_ids")
 
 
 class WithoutSlot(LogitsProcessor):
-    """A processor that looks at which tokens are there, and in which order."""
+    """Wraps a processor that depends on which tokens there are and in which order, to hide the slot from it."""
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self.processor = processor
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores `[rows, V]` of what may follow int64 `input_ids` `[rows, 1 + P]`, of which the first is the slot."""
+        """Process `scores`, `[rows, V]`, of tokens after `input_ids`, int64 `[rows, 1 + P]`, slot first."""
         output: Tensor = self.processor(input_ids[:, 1:], scores)
         return output
 
 
 class LatentMemory(NamedTuple):
-    """What layers attend to besides tokens, in the forward pass that fills the slot."""
+    """The memory vectors of all layers, in the forward pass that fills the slot."""
 
     is_slot: Tensor  # bool [B or 1, P, 1]
-    vectors: Tensor  # [B, 1, L*d], each layer's in turn
+    vectors: Tensor  # [B, 1, L*d], one after another for the L layers
 
 
 class Gpt2VaeAttention(GPT2Attention):
-    """GPT-2's self-attention, with the latent's vector as the key and the value of the slot."""
+    """GPT-2's self-attention, with a memory vector as the key and the value of the slot."""
 
     @takes_cache
     def forward(
@@ -69,7 +69,7 @@ class Gpt2VaeAttention(GPT2Attention):
         latent_memory: LatentMemory | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Of states `[B, P, d]` those of the attention's output, and the weights as far as there are any."""
+        """Attention of states `[B, P, d]`: the output, of the same shape, and the weights, if there are any."""
         query, key, value = self.c_attn(hidden_states).split(self.split_size, dim=2)
         if latent_memory is not None:
             own = latent_memory.vectors.narrow(2, self.layer_idx * self.embed_dim, self.embed_dim)
@@ -105,7 +105,7 @@ class Gpt2VaeModel(GPT2Model):
     config_class = Gpt2VaeConfig
 
     def __init__(self, config: Gpt2VaeConfig) -> None:
-        """Raises ValueError for options of GPT-2 that this decoder does not have."""
+        """Raises ValueError for options of GPT-2 that this model does not have."""
         for name in ("add_cross_attention", "reorder_and_upcast_attn"):
             if getattr(config, name, False):
                 raise ValueError(f"{name}=True is an option of GPT-2 that its VAE does not have.")
@@ -119,7 +119,7 @@ class Gpt2VaeModel(GPT2Model):
         self.post_init()
 
     def check(self, latents: Tensor | None, rows: int) -> Tensor:
-        """`latents` if they are `[rows, latent_size]`, else ValueError."""
+        """Return `latents` if they are `[rows, latent_size]`, else raise ValueError."""
         size = self.config.latent_size
         if latents is None:
             raise ValueError(f"latents are missing: one row of latent_size={size} numbers for each text.")
@@ -141,9 +141,9 @@ class Gpt2VaeModel(GPT2Model):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What GPT-2's returns, for tokens int64 `[B, P]` and latents `[B, latent_size]`.
+        """Do what GPT-2's `forward` does, for tokens int64 `[B, P]` and latents `[B, latent_size]`.
 
-        With `latent_as_memory` the token at position 0, the first if nothing else is said, is the latent's slot.
+        With `latent_as_memory` the token at position 0, by default the first, is the latent's slot.
 
         Raises ValueError if the latents don't fit.
         """
@@ -155,7 +155,7 @@ class Gpt2VaeModel(GPT2Model):
         if position_ids is None:
             position_ids = torch.arange(length, device=inputs_embeds.device)[None] + seen
         if self.config.latent_as_memory and (length > 1 or _may_be_empty(cache, seen)):
-            # 5.x numbers padding 0 too: nobody sees what is put there.
+            # 5.x numbers padding 0, too: a vector there is masked.
             kwargs["latent_memory"] = LatentMemory(position_ids[..., None] == 0, self.linear(latents)[:, None])
         if self.config.latent_as_embedding:
             inputs_embeds = inputs_embeds + self.linear_emb(latents)[:, None]
@@ -163,24 +163,24 @@ class Gpt2VaeModel(GPT2Model):
 
 
 def _may_be_empty(cache: Any, seen: int | Tensor) -> bool:
-    """Whether the slot may have to be filled: steps of one token need not look for it."""
-    # A number in a tensor is not to be waited for, and a static cache has no other.
+    """Whether the slot may have to be filled; steps of one token after others need not."""
+    # Reading a number from a tensor would wait for the device, and a static cache has no other number.
     return seen == 0 if isinstance(seen, int) else cache.is_compileable
 
 
 class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
-    """Texts from latents: `generate(latents=...)`, as many of each as `num_return_sequences` says."""
+    """Generates texts from latents: `generate(latents=...)` returns `num_return_sequences` texts for each latent."""
 
     config_class = Gpt2VaeConfig
 
     def __init__(self, config: Gpt2VaeConfig) -> None:
-        super(GPT2LMHeadModel, self).__init__(config)  # whose transformer would be GPT-2's
+        super(GPT2LMHeadModel, self).__init__(config)  # skips GPT2LMHeadModel's, which makes GPT-2's transformer
         self.transformer = Gpt2VaeModel(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.post_init()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """The host's, without `use_reentrant`, which goes through what layers share, as the latent, once for each.
+        """Do what the host's method does, without `use_reentrant`, which goes through the shared latent once per layer.
 
         Raises ValueError for `use_reentrant=True`.
         """
@@ -190,7 +190,7 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         super().gradient_checkpointing_enable(options)
 
     def sample_latents(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Latents of the prior N(0, I), `[count, latent_size]`; the same in any dtype of the model."""
+        """Draw latents of the prior N(0, I), `[count, latent_size]`; the same numbers in any dtype of the model."""
         device = self.device if generator is None else generator.device
         latents = torch.randn(count, self.config.latent_size, generator=generator, device=device)
         return latents.to(self.device, self.dtype)
@@ -198,8 +198,8 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
     def with_slot(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """What `forward` takes for tokens int64 `[B, P]`: what is given, `[B, 1 + P]`, with the latent's slot first,
-        and positions that don't count padding, if there is a mask.
+        """The arguments of `forward` for tokens int64 `[B, P]`: these with the latent's slot first, `[B, 1 + P]`, and,
+        if there is a mask, positions that don't count padding.
 
         Without `latent_as_memory` there is no slot.
         """
@@ -207,13 +207,13 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         inputs = {name: value for name, value in given.items() if value is not None}
         if not self.config.latent_as_memory:
             return inputs if attention_mask is None else {**inputs, "position_ids": _positions(attention_mask)}
-        # Some token has to be there. Processors that look at the prompt have seen this one: it is penalised already.
+        # The slot needs some token. The prompt's first token changes nothing for processors that penalise its tokens.
         inputs["input_ids"] = torch.cat([input_ids[:, :1], input_ids], dim=1)
         if attention_mask is not None:
             inputs["attention_mask"] = F.pad(attention_mask, (1, 0), value=1)
             inputs["position_ids"] = _positions(inputs["attention_mask"])
         if labels is not None:
-            # The slot says nothing about the first token.
+            # The first token is not predicted from the slot.
             inputs["labels"] = F.pad(labels[:, 1:], (2, 0), value=_IGNORED)
         return inputs
 
@@ -233,9 +233,9 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What GPT-2's returns, for tokens and labels int64 `[B, P]`, of `with_slot`, and latents `[B, latent_size]`.
+        """Do what GPT-2's `forward` does, for tokens and labels int64 `[B, P]` of `with_slot`, and latents.
 
-        Raises ValueError if the latents don't fit.
+        `latents`: `[B, latent_size]`. Raises ValueError if they don't fit.
         """
         outputs = self.transformer(
             input_ids,
@@ -271,11 +271,10 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         latents: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """The host's `generate`, for prompts int64 `[B, P]`, BOS unless given, and latents `[B, latent_size]`.
+        """Do what the host's `generate` does, for prompts int64 `[B, P]`, BOS if none, and latents `[B, latent_size]`.
 
-        Returns what the host returns, and counts tokens as it does: the slot is in no sequence and in no length.
-        Processors, criteria and streamers of the caller's own see it in front of the prompt, as its first token again;
-        hidden states and attentions have it too.
+        Sequences and lengths do not include the slot. Processors, criteria and streamers of the caller see it before
+        the prompt, as a copy of the prompt's first token; hidden states and attentions include it, too.
 
         Raises ValueError if the latents don't fit, or for inputs that this decoder can't be given.
         """
@@ -316,19 +315,19 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
         )
 
     def _option(self, name: str, config: GenerationConfig | None, options: dict[str, Any]) -> Any:
-        """An option of `generate` as the caller or else the model has set it, None if neither has."""
+        """An option of `generate`, as set by the caller or else by the model; None if neither sets it."""
         found = (options.get(name), getattr(config, name, None), getattr(self.generation_config, name, None))
         return next((value for value in found if value is not None), None)
 
     def _begin(self, latents: Tensor | None, bos: int | None) -> Tensor:
-        """A prompt for each latent, int64 `[B, 1]`."""
+        """A prompt of one BOS token for each latent, int64 `[B, 1]`."""
         if bos is None:
             raise ValueError("bos_token_id is not set, and input_ids are missing: texts need something to begin with.")
         rows = 0 if latents is None else latents.shape[0]
         return torch.full((rows, 1), bos, dtype=torch.int64, device=self.device)
 
     def _padding(self, prompt: Tensor, config: GenerationConfig | None, options: dict[str, Any]) -> Tensor:
-        """The mask that the host would infer: padding is hidden unless its token may also end a text."""
+        """The mask that the host would infer: padding is masked unless the padding token is also an end token."""
         pad, eos = (self._option(name, config, options) for name in ("pad_token_id", "eos_token_id"))
         ends = eos if isinstance(eos, list | tuple) else [eos]
         return torch.ones_like(prompt) if pad is None or pad in ends else prompt.ne(pad).long()
@@ -344,5 +343,5 @@ class Gpt2VaeLMHeadModel(GPT2LMHeadModel):
 
 
 def _positions(mask: Tensor) -> Tensor:
-    """int64 `[B, P]`: how many tokens come before each; 0 for padding in front."""
+    """Positions, int64 `[B, P]`: how many tokens come before each one; 0 for left padding."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Generation with fairseq's SequenceGenerator over the beam tree."""
+"""Patches fairseq's SequenceGenerator, so that it generates over the beam tree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_signature
 TESTED = "0.12.3.1"  # the newest version of the host
 
 _GENERATE = ("self", "sample", "prefix_tokens", "constraints", "bos_token")
-# What the host's search asks of its models; the tree stands in for each of them.
+# The methods of the ensemble that the host's search calls; our stand-in has each of them.
 _ENSEMBLE = (
     "forward_decoder",
     "forward_encoder",

@@ -1,4 +1,4 @@
-"""fairseq's checkpoints under torch >= 2.6, which loads nothing but tensors and listed classes by default."""
+"""Loads fairseq's checkpoints under torch >= 2.6, which by default loads only tensors and listed classes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-# Plain holders of options and state; what a checkpoint names of them is built, and no other code runs.
-# A module that isn't loaded can't be needed: its classes would have to come from this very process' fairseq.
+# Plain holders of options and state: a checkpoint may have them built, and no other code runs.
+# A module that isn't loaded can't be needed: its classes would have to come from this process's fairseq.
 _LISTED = {
     "omegaconf.base": ("ContainerMetadata", "Metadata"),
     "omegaconf.dictconfig": ("DictConfig",),
@@ -48,9 +48,9 @@ def loading(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
-    """One load at a time: the list is the process's, and so is what fairseq changes in omegaconf while it loads."""
+    """Allow the classes inside the block, one load at a time: the list, and omegaconf's state, are the process's."""
     with _lock:
-        theirs = torch.serialization.get_safe_globals()  # stays on the list afterwards
+        theirs = torch.serialization.get_safe_globals()  # the user's classes, which stay on the list
         with torch.serialization.safe_globals([each for each in _classes() if each not in theirs]):
             yield
 
@@ -61,7 +61,7 @@ def _classes() -> list[Any]:
         loaded = sys.modules.get(module)
         found += [vars(loaded)[name] for name in names if loaded is not None and name in vars(loaded)]
     numpy = sys.modules.get("numpy")
-    if numpy is not None:  # losses and scores are NumPy's own numbers at times, of its version 1 or 2
+    if numpy is not None:  # losses and scores are numbers of NumPy 1 or 2 at times
         scalar = numpy.float64(0).__reduce__()[0]
         found += [numpy.dtype, *(type(numpy.dtype(kind)) for kind in _NUMBERS)]
         found += [(scalar, "numpy.core.multiarray.scalar"), (scalar, "numpy._core.multiarray.scalar")]

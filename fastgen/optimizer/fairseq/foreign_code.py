@@ -1,7 +1,7 @@
-"""What of the models is the user's and not the host's: hooks, classes, replaced functions, kinds of tensors.
+"""Finds what on fairseq's models is the user's: hooks, classes, replaced functions, kinds of tensors.
 
-The tree runs the host's code on views of its modules, and puts attention of its own in place of the host's. What is the
-user's has to be called on the user's object, as often as in stock and on inputs of the same shapes.
+Over the tree the host's code runs on views of modules, and our attention replaces the host's. Code of the user's has to
+be called on the user's object, as often as in stock and on inputs of the same shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fairseq.modules import LayerDropModuleList
 from torch import Tensor, nn
 
 _PACKAGES = ("fairseq", "fastgen", "torch")
-# What the host calls where the tree calls something else.
+# Functions that the host calls where we call something else.
 _BYPASSED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (torch, "torch", ("bmm", "cat", "logsumexp", "matmul", "softmax", "topk")),
     (F, "torch.nn.functional", ("dropout", "linear", "log_softmax", "multi_head_attention_forward", "softmax")),
@@ -31,7 +31,7 @@ _looked_at: weakref.WeakKeyDictionary[type, tuple[dict[str, Any], tuple[str, ...
 CONTAINERS = (nn.ModuleList, LayerDropModuleList)
 _PARTS = ("encoder", "decoder")
 _SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")
-# What a class of the user's may define: nothing of it runs between the first step of a search and its last.
+# Names that a class of the user's may define: none of them runs between the first and the last step of a search.
 _NOT_IN_A_SEARCH = frozenset(
     """__abstractmethods__ __annotate_func__ __annotations__ __annotations_cache__ __dict__ __doc__ __firstlineno__
     __init__ __module__ __orig_bases__ __parameters__ __qualname__ __repr__ __static_attributes__ __weakref__ _abc_impl
@@ -42,7 +42,7 @@ _NOT_IN_A_SEARCH = frozenset(
 
 
 def unsupported_reason(ensemble: Any) -> str | None:
-    """Why something of the user's keeps these models with the host; None if nothing does."""
+    """Why code of the user's requires that the host runs these models; None if there is no such code."""
     for owner, where, names in _BYPASSED:
         for name in names:
             if not is_known(getattr(owner, name)):
@@ -55,7 +55,7 @@ def unsupported_reason(ensemble: Any) -> str | None:
 
 
 def unsupported_model(model: Any) -> str | None:
-    """Why one model, whose decoder is a Transformer's, is left to the host; None if it is not."""
+    """Why one model with a Transformer decoder is left to the host; None if it is not."""
     for part in _PARTS:
         if not is_known(getattr(type(model), part, None)):
             return f"{type(model).__name__} has its own {part}"
@@ -70,13 +70,13 @@ def unsupported_model(model: Any) -> str | None:
 
 
 def _unsupported_decoder(model: Any) -> str | None:
-    """Whether views can stand in for the decoder, its layers and its attention, and nothing else keeps a state."""
+    """Why views cannot replace the decoder, layers and attention, or what else keeps a state; None if all is well."""
     decoder = model.decoder
     viewed = [decoder, decoder.layers]
     for layer in layers_of(decoder):
         viewed += filter(None, (layer, layer.self_attn, layer.encoder_attn))
     for module in viewed:
-        # Only the model asks a decoder for probabilities, and it asks the decoder itself; attention is one by class.
+        # Probabilities are exempt: only the model asks a decoder for them, and it asks the decoder itself.
         if own := own_name(module, except_for=_SOFTMAX):
             return f"{type(module).__name__} has its own {own}"
         if module is not decoder and (seen := _seen_by(module)):  # the host calls no more than its `forward`
@@ -94,7 +94,7 @@ def _unsupported_decoder(model: Any) -> str | None:
 
 
 def called_one_by_one(ensemble: Any) -> str | None:
-    """Why each step has to call the models' modules as stock does: no step may be left out, joined, tried or recorded.
+    """Why each step has to call the models' modules as stock does, so that no step may be skipped, joined or recorded.
 
     None if only the results count.
     """
@@ -108,7 +108,7 @@ def called_one_by_one(ensemble: Any) -> str | None:
 
 
 def watched(model: Any, part: Any) -> str | None:
-    """What of the user's sees the calls of the modules of `part`, the model's encoder or decoder; None if nothing."""
+    """What code of the user's sees calls of modules in `part`, the model's encoder or decoder; None if none does."""
     if _draws(part):
         return "its layers draw random numbers in each step (LayerDrop)"
     for module in part.modules():
@@ -118,17 +118,17 @@ def watched(model: Any, part: Any) -> str | None:
 
 
 def layers_of(part: Any) -> list[Any]:
-    """The layers of an encoder or a decoder. To iterate over the host's own list may draw random numbers."""
+    """The layers of an encoder or a decoder. Iterating over the host's own list may draw random numbers."""
     return [*part.layers._modules.values()]
 
 
 def path_of(model: Any, module: Any) -> str:
-    """Where the module is in the model."""
+    """The path of the module in the model."""
     return next((name for name, each in model.named_modules() if each is module), type(module).__name__)
 
 
 def own_name(module: Any, except_for: tuple[str, ...] = ()) -> str | None:
-    """What the module, of which a view is to stand in, has instead of the host's code; None if it is all the host's."""
+    """The name of an attribute or method of the module that is not the host's code; None if there is none."""
     for name, value in vars(module).items():
         if name in except_for:
             continue
@@ -138,7 +138,7 @@ def own_name(module: Any, except_for: tuple[str, ...] = ()) -> str | None:
 
 
 def _own_name_of(kind: type, except_for: tuple[str, ...] = ()) -> str | None:
-    """What a class has instead of the host's, ours and torch's code: its own methods, and what others put there."""
+    """The name of a method of the class that is not the host's, ours or torch's code; None if there is none."""
     for place, owner in enumerate(kind.__mro__[:-1]):
         if owner.__module__.partition(".")[0] in (*_PACKAGES, *_LIBRARY):
             if name := next((name for name in _replaced_in(owner) if name not in except_for), None):
@@ -152,7 +152,7 @@ def _own_name_of(kind: type, except_for: tuple[str, ...] = ()) -> str | None:
 
 
 def _replaced_in(owner: type) -> tuple[str, ...]:
-    """What somebody has replaced in a class that is not the user's."""
+    """The names of methods that somebody has replaced in a class that is not the user's."""
     seen = _looked_at.get(owner)
     if seen is None or vars(owner) != seen[0]:
         names = _CALLING if owner is nn.Module else [*vars(owner)]
@@ -166,9 +166,9 @@ def _is_on(kind: type, name: str) -> bool:
 
 
 def is_known(value: Any) -> bool:
-    """Whether this attribute is no code, or the host's, ours or torch's.
+    """Whether an attribute is no code, or code of the host's, ours or torch's.
 
-    By where the code is: a function that replaces another may bear its name.
+    The module of the code decides: a function that replaces another may bear the same name.
     """
     if isinstance(value, property):
         return all(map(is_known, (value.fget, value.fset, value.fdel)))
@@ -185,7 +185,7 @@ def is_known(value: Any) -> bool:
 
 
 def _foreign(module: nn.Module) -> str | None:
-    """What about the module is the user's, as the end of a sentence; None if it is all the host's or torch's."""
+    """What on the module is the user's, as the end of a sentence; None if all is the host's or torch's."""
     if seen := _seen_by(module):
         return seen
     if not is_known(vars(module).get("forward")):
@@ -196,7 +196,7 @@ def _foreign(module: nn.Module) -> str | None:
 
 
 def _seen_by(module: nn.Module) -> str | None:
-    """Who expects the module itself to be called."""
+    """Why the module itself, not a view, has to be called, as the end of a sentence; None if it need not be."""
     if not all(map(is_known, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))):
         return "has hooks of yours"
     if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:

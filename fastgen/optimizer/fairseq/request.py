@@ -1,4 +1,4 @@
-"""One call of `SequenceGenerator._generate`: what it asks for, and why it may have to stay with the host."""
+"""The arguments of one call of `SequenceGenerator._generate`, and why it may have to be left to the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STRATEGIES = tuple(
     for name in """BeamSearch DiverseBeamSearch DiverseSiblingsSearch LengthConstrainedBeamSearch
     LexicallyConstrainedBeamSearch PrefixConstrainedBeamSearch Sampling""".split()
 )
-# The host's own, whose rules our loop follows. A generator with others runs them, in the compat tier.
+# Methods of the host whose rules our loop follows. A generator with other ones runs them, in the compat tier.
 _RULES = ("_prefix_tokens", "replicate_first_beam", "finalize_hypos", "is_finished")
 _SOURCES = ("src_tokens", "source", "features")  # in the order in which the host looks for them
 _DECODER_METHODS = ("forward", "extract_features", "extract_features_scriptable", "output_layer")
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def source(self) -> Tensor | None:
-        """The input of the encoder, `[B, N]` or `[B, N, features]`; a language model's prompt."""
+        """The input of the encoder, `[B, N]` or `[B, N, features]`; for a language model, the prompt."""
         inputs = self.sample["net_input"]
         return next((inputs[name] for name in _SOURCES if name in inputs), None)
 
@@ -85,7 +85,7 @@ class Request:
         return min(int(generator.max_len_a * length + generator.max_len_b), int(generator.max_len) - 1) + 1
 
     def shared_prefix(self) -> int:
-        """How many columns of the prefix every sentence has and none of them ends in."""
+        """How many first columns of the prefix hold a token for every sentence, and no end token."""
         generator, prefix = self.generator, self.prefix_tokens
         if prefix is None or not prefix.shape[1]:
             return 0
@@ -95,18 +95,18 @@ class Request:
 
 
 def calls_back(request: Request) -> bool:
-    """Whether code of the user's runs between two steps: the function of a search."""
+    """Whether code of the user's runs between two steps: a prefix-constrained search calls a function."""
     return type(request.generator.search) is search.PrefixConstrainedBeamSearch
 
 
 def is_interrupted(request: Request) -> bool:
-    """Whether code of the user's runs between two layers, too, or in the place of one."""
+    """Whether code of the user's runs between two layers, or in place of one."""
     models = [*request.generator.model.models, request.generator.lm_model]
     return are_interrupted(module for model in models if model is not None for module in model.modules())
 
 
 def unsupported_reason(request: Request) -> str | None:
-    """Why this request has to run on the host's own cache, in words for the user; None if it need not."""
+    """Why this request has to be left to the host's own cache, in words for the user; None if it need not."""
     generator = request.generator
     if torch.is_grad_enabled():
         return "gradients are enabled"
@@ -157,27 +157,27 @@ def unsupported_decoder(decoder: Any) -> str | None:
 
 
 def own_method(module: Any, base: type, *names: str) -> str | None:
-    """The first of these methods that the module has instead of `base`'s, None if there is none."""
+    """The first of these methods that is not the method of `base`; None if all are."""
     own = (name for name in names if getattr(type(module), name) is not getattr(base, name) or name in vars(module))
     return next(own, None)
 
 
 def is_own(thing: Any, home: ModuleType, name: str) -> bool:
-    """Whether this method of a host's object is the one that its module `home` defines.
+    """Whether this method of an object of the host is the one that the host's module `home` defines.
 
-    By where its code is: somebody may have replaced it at any time, with something that bears its name.
+    The module of the code decides: somebody may have replaced the method by one of the same name.
     """
     function = getattr(type(thing), name)
     return name not in vars(thing) and getattr(function, "__globals__", None) is vars(home)
 
 
 def own_rule(generator: Any) -> str | None:
-    """The first of the rules of the host's loop that are the generator's own; None if none is."""
+    """The first rule of the host's loop that the generator overrides; None if it overrides none."""
     return next((name for name in _RULES if not is_own(generator, sequence_generator, name)), None)
 
 
 def has_own_blocker(generator: Any) -> bool:
-    """Whether something else than the host bans n-grams."""
+    """Whether other code than the host's bans n-grams."""
     blocker = generator.repeat_ngram_blocker
     return blocker is not None and (
         type(blocker) is not NGramRepeatBlock
@@ -201,7 +201,7 @@ def _unsupported_layer(layer: Any, self_attention: Any) -> str | None:
 
 
 def unsupported_attention(attention: Any, known: Any = MultiheadAttention) -> str | None:
-    """Why ours cannot stand in for this attention module, which is to be of the class `known`; None if it can."""
+    """Why our attention cannot replace this module, which must be of the class `known`; None if it can."""
     kind = type(attention).__name__
     if type(attention) is not known or "forward" in vars(attention):
         return f"it computes attention with {kind} of its own"
@@ -219,7 +219,7 @@ def unsupported_attention(attention: Any, known: Any = MultiheadAttention) -> st
 
 
 def foldable_language_model(request: Request) -> bool:
-    """Whether the language model that is fused in can run over the tree; if not, the host runs it as ever."""
+    """Whether the fused language model can run over the tree; if not, the host runs it as usual."""
     model = request.generator.lm_model
     return (
         model is not None

@@ -1,8 +1,8 @@
-"""The functions that stand in for fairseq's own.
+"""The functions that replace methods of fairseq.
 
-Users compile generators with TorchScript, which reads the source of what it finds on the class. So `_generate`
-is plain enough to compile, hides what TorchScript can't see behind `is_scripting()`, and ends in the stock
-function. No `from __future__ import annotations` here: TorchScript needs annotations that are types.
+Users compile generators with TorchScript, which reads the source of the class's methods. So `_generate` is plain
+enough to compile, hides code that TorchScript can't compile behind `is_scripting()`, and ends in the stock function.
+No `from __future__ import annotations` here: TorchScript needs annotations that are types.
 """
 
 import types
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 STOCK_GENERATE = "_fastgen_stock_generate"
-stock: dict[str, Callable[..., Any]] = {}  # stays when fastgen is disabled: calls under way end as they began
+stock: dict[str, Callable[..., Any]] = {}  # kept when fastgen is disabled, so that running calls end as they began
 
 
 def renamed(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -43,8 +43,8 @@ def _generate(  # type: ignore[no-untyped-def]
 
 
 def _run(generator: Any, *arguments: Any) -> Any:
-    """Not in `_generate`: TorchScript refuses an import even where it compiles nothing."""
-    # The host is still being imported when this module is: its parts are loaded at the first call.
+    """Run the call. Apart from `_generate`, as TorchScript refuses imports even in code that it does not compile."""
+    # The host is still being imported when this module is: these are imported at the first call.
     from fastgen.optimizer.fairseq import dispatch
     from fastgen.optimizer.fairseq.request import Request
 
@@ -52,10 +52,10 @@ def _run(generator: Any, *arguments: Any) -> Any:
 
 
 def set_decoder_beam_size(self: Any, beam_size: int) -> None:
-    """What a new generator tells its models: its beam size, but for BART.
+    """Tell the models a new generator's beam size, except BART.
 
-    BART writes it into its layers and stops reordering its encoder's output, and both outlive the generator:
-    the next search with other beams, or a plain forward pass, goes wrong. Its layers need neither.
+    BART writes the beam size into the layers and stops reordering the encoder output, and both outlive the generator:
+    the next search with other beams, or a plain forward pass, goes wrong. BART's layers need neither.
     """
     from fairseq.models.bart import BARTModel
 

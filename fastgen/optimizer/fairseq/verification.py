@@ -1,4 +1,4 @@
-"""A search that the host runs too, and its hypotheses compared: see `fastgen.optimizer.verification`."""
+"""Runs a search by the host, too, and compares the hypotheses: see `fastgen.optimizer.verification`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Hypotheses = list[list[dict[str, Any]]]
 
 
 def _model_of(request: Request) -> Any:
-    """The user's model, whatever generator it is in; of an ensemble the first, and None of what is no ensemble."""
+    """The user's model; the first of several; None if the generator's `model` is no ensemble."""
     return next(iter(getattr(request.generator.model, "models", ())), None)
 
 
@@ -31,9 +31,9 @@ def run(
     view: Any,
     sample: dict[str, Any],
 ) -> Any:
-    """`ours`; compared with `stock`, the host's search by a generator and a sample, if that is due.
+    """Return the result of `ours`; if a comparison is due, compare it with `stock`, the host's search.
 
-    `view`, `sample`: the request's, without the host's bugs; the view is a stand-in, to be changed here.
+    `view`, `sample`: the arguments of `stock`, a view of the generator, to be changed here, and the sample.
     """
     model = _model_of(request)
     before = verification.RandomState(torch.device("cpu") if request.source is None else request.source.device)
@@ -44,7 +44,7 @@ def run(
     if reason := _incomparable(request):
         verification.note(verification.UNVERIFIED, reason)
         return result
-    # Named by place, as the host does where a sample has no numbers: the search is told which sentences are left.
+    # Sentences are numbered by place, as the host does if a sample has no numbers: the search is told which are left.
     if "id" in sample:
         sample = {**sample, "id": torch.arange(request.batch)}
     gaps = torch.full((request.batch,), torch.inf)
@@ -77,7 +77,7 @@ def _facts(request: Request) -> dict[str, Any]:
 
 
 class _Looking:
-    """The host's beam search, and by how little it decides: the least for each sentence, float `[B]`."""
+    """The host's beam search, which also notes each sentence's least gap between candidates, float `[B]`."""
 
     def __init__(self, stock: Any, gaps: Tensor) -> None:
         self._stock, self._gaps = stock, gaps
@@ -88,7 +88,7 @@ class _Looking:
     def step(
         self, step: int, lprobs: Tensor, scores: Tensor, prev_output_tokens: Any = None, original_batch_idxs: Any = None
     ) -> Any:
-        """`lprobs` `[B', M, V]` of the sentences that are left, `original_batch_idxs`; `scores` `[B', M, step]`."""
+        """`lprobs` `[B', M, V]`: of the sentences `original_batch_idxs`, which are left; `scores` `[B', M, step]`."""
         beams = lprobs.shape[1]
         sums = lprobs[:, :1] if step == 0 else lprobs + scores[:, :, step - 1 :]
         gaps = verification.least_gap(sums.flatten(1), 2 * beams).cpu().float()

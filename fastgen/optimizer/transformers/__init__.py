@@ -1,4 +1,4 @@
-"""Generation of Hugging Face transformers over the beam tree."""
+"""Patches Hugging Face transformers, so that it generates over the beam tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SEAMS = {
     "_beam_search": _SEARCH,
     "_sample": (*_SEARCH[:-1], "streamer", "model_kwargs"),
 }
-# Adds the encoder's outputs, under the name of newer versions or of older ones.
+# The method that runs the encoder, by its name in newer versions and in older ones.
 _ENCODES = (
     "_prepare_text_encoder_decoder_kwargs_for_generation",
     "_prepare_encoder_decoder_kwargs_for_generation",
@@ -40,7 +40,7 @@ _NEEDED = (
 
 
 def install(patches: PatchSet, module: ModuleType) -> None:
-    """Replace `_beam_search`, `_sample` and what calls the encoder in `module`'s GenerationMixin.
+    """Replace `_beam_search`, `_sample` and the method that calls the encoder in `module`'s GenerationMixin.
 
     The module is transformers.generation.utils.
 
@@ -53,7 +53,7 @@ def install(patches: PatchSet, module: ModuleType) -> None:
         if not hasattr(mixin, name):
             raise SeamMismatch(f"GenerationMixin has no {name}")
     for name in _ENCODES:
-        with contextlib.suppress(AttributeError, SeamMismatch):  # an encoder that reads padding costs time, no more
+        with contextlib.suppress(AttributeError, SeamMismatch):  # an encoder that reads padding only costs time
             prepare = getattr(mixin, name)
             require_signature(prepare, _ENCODER)
             patches.replace(mixin, name, _without_padding(prepare))
@@ -66,7 +66,7 @@ def install(patches: PatchSet, module: ModuleType) -> None:
 
 
 def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's `generate`: one call for `facts`, and compared with fastgen's where the user asks for that."""
+    """The host's `generate`, one call as `facts` counts calls; compared with stock where the user asks for that."""
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
 
             if config.current().verify:
                 from fastgen.optimizer.transformers import verification
-        except (ImportError, AttributeError):  # the search, which follows, says so
+        except (ImportError, AttributeError):  # the search that follows reports it
             return stock(self, *args, **kwargs)
         if verification is not None:
             return verification.run(stock, self, args, kwargs)
@@ -87,11 +87,11 @@ def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _provide_diverse(patches: PatchSet, module: ModuleType) -> None:
-    """Where the host looks for `num_beam_groups` > 1 on the Hub, have it find our diverse beam search."""
+    """If the host would load the search for `num_beam_groups` > 1 from the Hub, let it find ours instead."""
     methods = getattr(module, "GENERATION_MODES_MAPPING", {})
     mode = next((mode for mode, name in methods.items() if name.endswith("/group-beam-search")), None)
     if mode is not None:
-        # In this order, for another thread may look in between; they are taken back in the other.
+        # In this order, as another thread may look in between; they are reverted in the reverse order.
         patches.replace(module.GenerationMixin, "_group_beam_search", _diverse(module.GenerationMixin._beam_search))
         patches.replace(module, "GENERATION_MODES_MAPPING", {**methods, mode: "_group_beam_search"})
 
@@ -108,7 +108,7 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
         **model_kwargs: Any,
     ) -> Any:
         args = (self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
-        # The host is still being imported when this module is: its parts are loaded at the first call.
+        # The host is still being imported when this module is: these are imported at the first call.
         try:
             from fastgen.optimizer.transformers import dispatch
             from fastgen.optimizer.transformers.request import Request
@@ -125,7 +125,7 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
 
 
 def _diverse(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Our diverse beam search as a method of the host; `stock`: its `_beam_search`."""
+    """Our diverse beam search as a method of the host; `stock`: the host's `_beam_search`."""
 
     def _group_beam_search(
         self: Any,
@@ -149,7 +149,7 @@ def _diverse(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_padding(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """`prepare` where the encoder doesn't read padding, see the module `encoder`."""
+    """Wrap `prepare` so that the encoder doesn't read padding: see the module `model.encoder`."""
 
     @functools.wraps(prepare)
     def prepared(
@@ -157,7 +157,7 @@ def _without_padding(prepare: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         try:
             from fastgen.optimizer.transformers.model.encoder import encode
-        except (ImportError, AttributeError):  # the search, which follows, says so
+        except (ImportError, AttributeError):  # the search that follows reports it
             return prepare(self, inputs_tensor, model_kwargs, model_input_name, generation_config)
         return encode(prepare, self, inputs_tensor, model_kwargs, model_input_name, generation_config)
 
@@ -165,7 +165,7 @@ def _without_padding(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _marking(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """5.x marks a cache that the user passed, and the user may look into it later; do so where the host doesn't."""
+    """Wrap `prepare` to mark a cache that the user passed, and may look into later; versions from 5.0 on do so."""
 
     @functools.wraps(prepare)
     def _prepare_cache_for_generation(

@@ -1,4 +1,4 @@
-"""One call, from the host's loop to the record of it."""
+"""Runs one call that the host's `generate` has prepared, and records it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
             result = beam_search.compat(request, decoder, request.diverse or stock)
         cache = decoder.cache_bytes(), decoder.cache_kind(), plan.caches.plan
         decoder.store_graph()
-    # The prompt's own forward pass chooses tokens too.
+    # The forward pass of the prompt chooses tokens, too.
     record.done(plan.decision, decoder.tree.steps + 1, *cache)
     if plan.replayer is not None:
         statistics.note(request.model, plan.replayer)
@@ -51,5 +51,5 @@ def _run_stock(request: Request, stock: Callable[..., Any], decision: gate.Decis
 
 
 def _record_of(request: Request) -> gate.Record:
-    with torch._C.DisableTorchFunction():  # a mode of the user's is not to see what we look at
+    with torch._C.DisableTorchFunction():  # a mode of the user's is not to see these look-ups
         return gate.Record("transformers", type(request.model).__name__, request.batch, request.beams)

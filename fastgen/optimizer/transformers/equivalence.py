@@ -1,9 +1,9 @@
-"""Whether a model is equal on the tree: known for the families of our tests, tried for all others.
+"""Tries whether a model gives equal logits on the tree; families of our tests need no trial.
 
-A model that nobody has tested may put something into its attention that the tree does not know of. So
-before its first accelerated call a few steps are run both ways, and it stays with the host unless the
-logits are equal. The trial runs on copies of the model, which share its parameters and nothing else: what a
-forward pass writes to a buffer or an attribute, and the random numbers it draws, are not to be seen afterwards.
+An untested model may do something in attention that the tree does not know of. So before the first accelerated call a
+few steps are run both ways, and the model is left to the host unless the logits are equal. The trial runs on copies of
+the model, which share only the parameters: what a forward pass writes to a buffer or an attribute, and the random
+numbers that it draws, leave no trace.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _verdicts: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakK
 def failed_equivalence(request: Request, stock: Callable[..., Any], is_replayed: bool = False) -> str | None:
     """Why this model may not run on the tree, or None; tried once for each model and way to run it.
 
-    `is_replayed`: the question is whether its steps may be replayed.
+    `is_replayed`: whether the model's steps may be replayed.
     """
     model = request.model
     if request.facts.is_tested and not request.foreign:
         return None
-    if rule := request.users_rule:  # which would see the trial's search, on whatever copy
+    if rule := request.users_rule:  # the user's rule would see the trial's search, on a copy, too
         return f"{rule}, and a trial would run it"
     if is_replayed and request.generation_config.max_length - request.input_ids.shape[1] < _STEPS:
         return "its first calls were too short to try"
@@ -52,12 +52,12 @@ def failed_equivalence(request: Request, stock: Callable[..., Any], is_replayed:
     key = (attention, model.dtype, dtype, request.is_beam_search, request.beams > 1, is_chunked, is_replayed, found)
     if key not in verdicts:
         if request.generation_config.max_length - request.input_ids.shape[1] < 2:
-            return "its first calls were too short to try"  # nothing behind the prompt
+            return "its first calls were too short to try"  # no step follows the prompt
         devices = [request.input_ids.device] if request.input_ids.is_cuda else []
         with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
             try:
                 expected = _on_a_copy(sample_of(request, LogitsProcessorList())).run(stock)
-            except Exception as error:  # the request's own fault, most likely: it says nothing about the model
+            except Exception as error:  # most likely the request is at fault, not the model
                 return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
             verdicts[key] = _try(request, stock, expected, is_replayed)
     return verdicts[key]
@@ -107,7 +107,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _on_a_copy(request: Request) -> Request:
-    """The request for a copy of its model that has the same parameters, and all else of its own."""
+    """The request with a copy of the model, which shares the parameters and nothing else."""
     model = request.model
     parameters = {id(parameter): parameter for parameter in model.parameters()}
     return dataclasses.replace(request, model=copy.deepcopy(model, parameters))
@@ -122,7 +122,7 @@ def _difference(expected: Tensor, logits: Tensor) -> float:
 
 
 class _Recorded(LogitsProcessor):
-    """The host's scores in place of ours, step by step.
+    """Replaces our scores by the host's, step by step.
 
     Only logits of the same tokens can be compared, and in half precision the next two beams are often so
     close that another order of sums swaps them.
@@ -136,7 +136,7 @@ class _Recorded(LogitsProcessor):
 
 
 def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _STEPS) -> Request:
-    """A few sentences, beams and `steps` of the request, with plain search and nothing shared with it."""
+    """A request for a few sentences, beams and `steps` of this one, with plain search; the two share no state."""
     beams = min(request.beams, _BEAMS)
     sentences = min(request.batch, _SENTENCES)
     rows = request.input_ids.shape[0]
@@ -151,7 +151,7 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
     config.return_dict_in_generate = config.output_scores = config.output_logits = True
     config._fastgen_sequence_scores_only = False
     kwargs = {name: selected(value, index, rows) for name, value in request.model_kwargs.items() if name != CACHE}
-    # The cache is still empty: its layers' kinds are what is copied.
+    # The cache is still empty: only the classes of the layers are copied.
     kwargs[CACHE] = copy.deepcopy(request.model_kwargs[CACHE])
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=config.max_length)])
     return Request(

@@ -1,7 +1,7 @@
-"""What is known of the host's models, by their `model_type` and by the names of their classes.
+"""Tables of what is known of the host's models, by `model_type` and by class name.
 
-Whatever stands here has been compared with stock by the test suite. A model that is in none of the tables is tried on
-its first call, and has none of the extras below.
+All entries have been compared with stock by the test suite. A model in none of the tables is tried on the first call,
+and has none of the extras below.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Attention:
-    """A class of attention whose keys and values are projections of its input, and no more: it may have slim caches."""
+    """An attention class whose keys and values are plain projections of the input, so that it can have slim caches."""
 
-    keys: str  # the layer that makes the keys, or all projections at once
+    keys: str  # name of the layer that makes the keys, or all projections at once
     values: str
-    is_rotary: bool = False  # keys are rotated by their position, as Llama's are
+    is_rotary: bool = False  # keys are rotated by position, as Llama's are
 
     @property
     def is_fused(self) -> bool:
-        """One layer makes queries, keys and values or, of a source, keys and values."""
+        """Whether one layer makes queries, keys and values (in cross-attention, keys and values)."""
         return self.keys == self.values
 
 
@@ -27,11 +27,11 @@ class Attention:
 class Family:
     """A `model_type` that the test suite compares with stock, in both tiers."""
 
-    # Its only absolute positions are `position_ids`, or a module that is told how many tokens came before: sentences at
-    # different positions may share a batch.
+    # Absolute positions come only from `position_ids`, or from a module that is told the number of earlier tokens, so
+    # sentences at different positions may share a batch.
     shares_batches: bool = False
     chunks_prompts: bool = False  # chunks of a prompt give the logits of the whole prompt
-    encoder: str = ""  # the encoder's class, if padding on the right reaches nothing in it
+    encoder: str = ""  # the encoder's class, if right padding does not change other positions
     attention: dict[str, Attention] = field(default_factory=dict)  # by the names of classes
 
 
@@ -89,7 +89,7 @@ FAMILIES: dict[str, Family] = {
 SHARE_BATCHES = frozenset(name for name, family in FAMILIES.items() if family.shares_batches)
 ATTENTIONS = {name: one for family in FAMILIES.values() for name, one in family.attention.items()}
 ENCODERS = frozenset(family.encoder for family in FAMILIES.values() if family.encoder)
-# For `fastgen.encode`: of models that are encoders alone the base model, and the heads.
+# For `fastgen.encode`: base models that are only encoders, and the heads.
 BASE_ENCODERS = frozenset(
     """AlbertModel BertModel CamembertModel DistilBertModel ElectraModel MPNetModel RobertaModel
     XLMRobertaModel""".split()
@@ -97,6 +97,6 @@ BASE_ENCODERS = frozenset(
 ENCODER_HEADS = frozenset(
     "Model ForSequenceClassification ForTokenClassification ForQuestionAnswering ForMaskedLM".split()
 )
-# Attention that is computed in the module, and folded at the module's boundary: class -> the name of its mask
-# parameter. They take an additive mask and cross-attend with `key_value_states`.
+# Attention modules that compute attention themselves, and are folded at the module's boundary: class -> the name of the
+# mask parameter. They take an additive mask and cross-attend with `key_value_states`.
 FOLDED_AT_THE_BOUNDARY = {"LEDDecoderAttention": "attention_mask", "TrOCRAttention": "attention_mask"}

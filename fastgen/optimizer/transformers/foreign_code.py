@@ -1,4 +1,4 @@
-"""What on a model of transformers is not the host's own code, and what follows from it."""
+"""Finds code on a model of transformers that is not the host's, and decides what follows from it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fastgen.patching import foreign_code
 from fastgen.patching.foreign_code import Finding, HostCode
 from fastgen.patching.replaced_code import is_of
 
-# The host's helpers whose rules our loop follows. With others in their place the host's own loop runs, in the compat
-# tier: there they see what they see without us.
+# Helper methods of the host whose rules our loop follows. If one is replaced, the host's loop runs, in the compat tier,
+# and calls the replacement as it does without us.
 SEARCH_RULES = frozenset(
     """_get_top_k_continuations _get_running_beams_for_next_iteration _update_finished_beams _check_early_stop_heuristic
     _beam_search_has_unfinished_sequences _has_unfinished_sequences _gather_beams _flatten_beam_dim
@@ -38,7 +38,7 @@ _CODE = HostCode(
         get_output_embeddings get_encoder get_decoder get_compiled_call _valid_auto_compile_criteria
         _optimize_model_for_decode""".split()
     ),
-    # A product of low rank beside a linear layer's, or its output scaled: tests/peft compares them with stock.
+    # These add a low-rank product to a linear layer, or scale the output: tests/peft compares them with stock.
     row_local=frozenset(
         """peft.tuners.lora.layer.Linear peft.tuners.lora.layer.Embedding peft.tuners.lora.dora.DoraLinearLayer
         peft.tuners.ia3.layer.Linear peft.tuners.adalora.layer.SVDLinear""".split()
@@ -48,24 +48,24 @@ _CODE = HostCode(
 
 
 def of_modules(modules: Iterable[tuple[str, nn.Module]]) -> list[Finding]:
-    """Foreign code in these modules, given with their paths in the model."""
+    """The foreign code in these modules, given with their paths in the model."""
     return list(_CODE.find(modules))
 
 
 def reason_against(findings: list[Finding]) -> str | None:
-    """Why these, of which none is a search rule, leave a call to the host; None if the user wants them tried."""
+    """Why these findings, none of them a search rule, leave a call to the host; None if the user wants a trial."""
     if not findings or config.current().foreign_code == "trial":
         return None
     return f'{findings[0]}: it is left to the host unless foreign_code="trial" is configured'
 
 
 def changed_rule(findings: list[Finding]) -> str | None:
-    """Which of the host's search rules is not the host's own; None if all are."""
+    """The first search rule that is not the host's own code, in words; None if all are."""
     return next((f"the model has its own {finding.name}" for finding in findings if finding.name in SEARCH_RULES), None)
 
 
 def overridden_rule(model: Any) -> str | None:
-    """Which of the search rules a class of the host has changed for its models; None if none."""
+    """The first search rule that the model's class, though the host's, overrides, in words; None if none."""
     for name in sorted(SEARCH_RULES):
         function = getattr(type(model), name, None)
         if function is not None and not _is_mixins(function):
@@ -78,7 +78,7 @@ def _is_mixins(function: Any) -> bool:
 
 
 def replaced_attention(modules: Iterable[nn.Module]) -> Iterator[Finding]:
-    """Functions of these modules' attention or of its masks that are not the host's, though their names are known."""
+    """Attention and mask functions of these modules that are not the host's, though registered under known names."""
     seam = interception.stock_attributes(AttentionInterface).get(versions.ATTENTION_SEAM)
     if seam is not None and not is_of(seam, "transformers"):
         yield Finding("", f"looks attention up by a {versions.ATTENTION_SEAM} that is not the host's own")
@@ -94,6 +94,6 @@ def replaced_attention(modules: Iterable[nn.Module]) -> Iterator[Finding]:
 
 
 def ambient_reason() -> str | None:
-    """Why the surroundings of a call leave it to the host."""
+    """Why a call is left to the host whatever the model, because of an active torch mode; None if it is not."""
     mode = foreign_code.active_mode()
     return None if mode is None else f"a mode of yours ({mode}) sees each operation"

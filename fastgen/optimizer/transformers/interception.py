@@ -1,6 +1,6 @@
-"""Where the host's calls are turned to us: attributes of the host's classes, for as long as any thread decodes.
+"""Redirects calls of the host to us: wraps attributes of the host's classes while any thread decodes.
 
-Wrappers look at the thread's own session, so other threads, configs and the user's modules go on as they were.
+Wrappers act only for a thread's own session, so other threads, configs and the user's modules are not affected.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _local = threading.local()
 
 
-class Intercepted(BaseException):  # no user's `except Exception` is to see it
-    """Carries a request out of the host's `generate`, which has prepared it."""
+class Intercepted(BaseException):  # no `except Exception` of the user is to catch it
+    """Raised to carry a request out of the host's `generate`, which has prepared it."""
 
     def __init__(self, request: Any, stock: Callable[..., Any]) -> None:
         self.request, self.stock = request, stock
@@ -29,7 +29,7 @@ class Intercepted(BaseException):  # no user's `except Exception` is to see it
 
 @contextlib.contextmanager
 def intercepting() -> Iterator[None]:
-    """Inside the block, a request of this thread is not run but raised."""
+    """Inside the block, requests of this thread are not run, but raised as `Intercepted`."""
     _local.intercepts = True
     try:
         yield
@@ -44,14 +44,14 @@ def raise_intercepted(request: Any, stock: Callable[..., Any]) -> None:
 
 
 def current() -> Any:
-    """The innermost `Session` of this thread; None if it decodes nothing."""
+    """The innermost `Session` of this thread; None if the thread decodes nothing."""
     sessions = _sessions()
     return sessions[-1] if sessions else None
 
 
 @contextlib.contextmanager
 def entered(session: Any) -> Iterator[None]:
-    """Inside the block this is the thread's innermost session."""
+    """Inside the block, `session` is the thread's innermost session."""
     sessions = _sessions()
     sessions.append(session)
     try:
@@ -72,7 +72,7 @@ _redirections: dict[tuple[type, str], list[Any]] = {}  # (owner, name) -> [users
 
 
 class _Route:
-    """Whose calls of a model, in this thread, go elsewhere."""
+    """A model whose calls in this thread are answered by another function."""
 
     def __init__(self, model: torch.nn.Module, call: Callable[..., Any]) -> None:
         self.model, self.call, self.is_inside = model, call, False
@@ -80,10 +80,10 @@ class _Route:
 
 @contextlib.contextmanager
 def calling(model: torch.nn.Module, call: Callable[..., Any], by_forward: bool = False) -> Iterator[None]:
-    """Inside the block, where this thread calls `model`, `call(stock, *args, **kwargs)` answers.
+    """Inside the block, `call(stock, *args, **kwargs)` answers when this thread calls `model`.
 
-    `stock` is what calling the model would have run, and what calls run that begin within another. `by_forward`:
-    somebody calls its `forward` directly, too.
+    `stock` is what calling the model would have run; calls inside another call run it. `by_forward`: calls of the
+    model's `forward` are answered, too.
     """
     names = ("__call__", "forward") if by_forward else ("__call__",)
     routes = _routes()
@@ -119,7 +119,7 @@ def _wrap_call(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def redirected(wrappers: dict[tuple[type, str], Wrapper]) -> Iterator[None]:
-    """Inside the block these attributes of classes are wrapped, for all threads: a wrapper looks whose call it is."""
+    """Inside the block these attributes of classes are wrapped, for all threads: wrappers ask whose call it is."""
     with _lock:
         for (owner, name), wrap in wrappers.items():
             entry = _redirections.setdefault((owner, name), [0, PatchSet()])

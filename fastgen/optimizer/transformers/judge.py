@@ -1,15 +1,15 @@
-"""Whether fastgen's output is stock's: exactly, or but for a choice that rounding decides in stock itself.
+"""Judges whether fastgen's output equals stock's, exactly or except for choices that rounding decides in stock.
 
-In float32 and float64 all tokens must be the same. Where they part, stock is asked again and its own choice is looked
-at: two candidates within 1e-5 are a near-tie. Scores of the same tokens must be within the tolerance.
+In float32 and float64 all tokens must be the same. Where they part, stock runs again and its choice at that step is
+looked at: two candidates within 1e-5 are a near-tie. Scores of the same tokens must be within the tolerance.
 
-In half precision sums in another order differ visibly, and so do tokens soon after. There another thing is claimed: if
-the search is given stock's scores at every step, all tokens are stock's, and the logits of these same tokens are
-stock's within the precision's tolerance.
+In half precision sums in another order differ visibly, and so do tokens soon after. There the claim is another: if the
+search is given stock's scores at every step, all tokens are stock's, and the logits for these tokens are stock's within
+the precision's tolerance.
 
-If stock can be asked in float64 too, what is beyond these tolerances is still rounding where fastgen's scores, for the
-same tokens, are at most twice as far from those in float64 as stock's own are. Where tokens part, the gap of stock's
-choice must then be at most twice stock's own error up to that step: no more than that error can turn round. In half
+If stock can run in float64, too, differences beyond these tolerances still count as rounding if fastgen's scores, for
+the same tokens, are at most twice as far from the float64 scores as stock's are. Where tokens part, the gap of stock's
+choice must then be at most twice stock's error up to that step, which is all that this error can reverse. In half
 precision logits may be at most twice the tolerance apart.
 """
 
@@ -30,13 +30,13 @@ from fastgen.optimizer.verification import GAP, TOLERANCE, least_gap
 
 SAME, NEAR_TIE, ROUNDING, DIFFERENT = "same", "near-tie", "rounding", "different"
 BY_LOGITS = "logits of the same tokens"
-PARTED = 1e-3  # scores of other tokens differ by more
-# Largest difference of two logits of the same tokens, relative to the largest logit.
+PARTED = 1e-3  # scores for other tokens differ by more
+# Largest difference of two logits for the same tokens, relative to the largest logit.
 HALF_TOLERANCE = {"bfloat16": 0.1, "float16": 0.02}
 DETAILS = {"return_dict_in_generate": True, "output_scores": True}
 _SCORES = ("sequences_scores", "scores", "logits")
-Run = Callable[..., Any]  # of more options: the call's output
-_recording = threading.Lock()  # one at a time replaces the host's functions
+Run = Callable[..., Any]  # runs the call with further options, and returns the output
+_recording = threading.Lock()  # only one thread at a time replaces the host's functions
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Verdict:
 
 
 def judged(stock: Run, ours: Run, beams: int, half: str = "", exact: Run | None = None) -> Verdict:
-    """Run both, as often as it takes; each of them must give the same each time.
+    """Run both and compare them, several times if needed; each must return the same each time.
 
     Args:
-        half: the dtype of products, if that is one of half precision.
-        exact: stock in float64, if scores and choices may be judged by that: ROUNDING.
+        half: the dtype of the linear layers, if that is one of half precision.
+        exact: stock in float64, if scores and choices may be judged by it: ROUNDING.
     """
     theirs, mine = outcome(stock), outcome(ours)
     errors = [isinstance(result, Exception) for result in (theirs, mine)]
@@ -82,7 +82,7 @@ def judged(stock: Run, ours: Run, beams: int, half: str = "", exact: Run | None 
 
 
 def outcome(run: Run) -> Any:
-    """The output, or the error."""
+    """The output of `run`, or the error that it raises."""
     try:
         return run()
     except Exception as error:  # whatever stock raises, fastgen must raise
@@ -102,7 +102,7 @@ def sequences_of(output: Any) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------- equality
 def difference(stock: Any, ours: Any) -> str | None:
-    """In which way two outputs differ; None if in none."""
+    """How two outputs differ; None if they do not."""
     if isinstance(stock, Tensor) != isinstance(ours, Tensor) or type(stock) is not type(ours):
         return f"{type(stock).__name__} became {type(ours).__name__}"
     theirs, mine = sequences_of(stock), sequences_of(ours)
@@ -116,8 +116,8 @@ def difference(stock: Any, ours: Any) -> str | None:
 
 
 def _rounds_alike(exact: Any, stock: Any, ours: Any) -> bool:
-    """Whether scores beyond the tolerance, of the same tokens, are at most twice as far from stock's in float64 as
-    stock's own."""
+    """Whether our scores that exceed the tolerance, for the same tokens, are at most twice as far from float64's as
+    stock's are."""
     if isinstance(exact, Exception) or not torch.equal(sequences_of(exact), sequences_of(stock)):
         return False
     beyond = [name for name in _SCORES if _of_scores(stock, ours, name)]
@@ -126,7 +126,7 @@ def _rounds_alike(exact: Any, stock: Any, ours: Any) -> bool:
 
 
 def _error(exact: Any, run: Any, name: str) -> float:
-    """The largest, inf if they cannot be compared."""
+    """The largest error of a run's scores; inf if they cannot be compared."""
     right, scores = _listed(exact.get(name)), _listed(run.get(name))
     if len(right) != len(scores) or any(a.shape != b.shape for a, b in zip(right, scores, strict=True)):
         return torch.inf
@@ -177,19 +177,19 @@ def _far(theirs: Tensor, mine: Tensor) -> str | None:
 # ---------------------------------------------------------------------------------------------- near-ties
 @dataclass
 class Gaps:
-    """How little a stock search decides by, for each step and row (of samples) or sentence (of beams)."""
+    """The gaps between candidates by which stock decides, for each step and row (samples) or sentence (beams)."""
 
     beams: int
     steps: list[Tensor] = field(default_factory=list)  # [rows] or [sentences], one for each step
-    errors: list[float] = field(default_factory=list)  # of stock's scores for each step, if those count
+    errors: list[float] = field(default_factory=list)  # errors of stock's scores for each step, if those count
 
     def limit(self, step: int) -> float:
-        """A smaller gap at this step is a near-tie."""
+        """The gap at this step below which a choice is a near-tie."""
         return max([GAP, *(2 * error for error in self.errors[: step + 1])])
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside the block, for the one stock call in it."""
+        """Inside the block, record the gaps of the one stock call in it."""
         multinomial, choose = torch.multinomial, GenerationMixin._get_top_k_continuations
         thread = threading.get_ident()
 
@@ -198,7 +198,7 @@ class Gaps:
                 return multinomial(weights, num_samples, *args, **kwargs)
             gap, expected = _gap_of_draw(weights, num_samples)
             result = multinomial(weights, num_samples, *args, **kwargs)
-            # Unless this is how torch draws, nothing is known of it.
+            # If torch draws otherwise, the gap is unknown.
             self.steps.append(gap if torch.equal(result, expected) else torch.full_like(gap, torch.inf))
             return result
 
@@ -216,9 +216,9 @@ class Gaps:
 
 
 def _gap_of_draw(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """How close, relatively, a draw is to another one, and the draw: torch takes the largest of weights by noise.
+    """The relative gap to the next other draw, and the draw: torch takes the largest ratios of weight to noise.
 
-    Drawn candidates are ranked by their weights afterwards, so two of equal weight are a tie too.
+    Drawn candidates are then ranked by weight, so two of equal weight are a tie, too.
     """
     state = torch.get_rng_state()
     ratios = weights / torch.empty_like(weights).exponential_()
@@ -234,7 +234,7 @@ def _gap_of_draw(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def parted_wrongly(stock: Any, ours: Any, gaps: Gaps) -> str | None:
-    """Why the difference of two detailed outputs is none of near-ties; None if it is."""
+    """Why near-ties do not explain how two detailed outputs differ; None if they do."""
     if type(stock) is not type(ours):
         return f"{type(stock).__name__} became {type(ours).__name__}"
     if gaps.beams < 2 and not gaps.steps:
@@ -248,7 +248,7 @@ def parted_wrongly(stock: Any, ours: Any, gaps: Gaps) -> str | None:
 
 
 def _of_sentence(stock: Any, ours: Any, gaps: Gaps, sentence: int, sentences: int) -> str:
-    """ "" if it is the same, NEAR_TIE, or what is wrong."""
+    """Judge one sentence: "" if it is the same, NEAR_TIE, or what is wrong."""
     rows = slice(sentence * gaps.beams, (sentence + 1) * gaps.beams)
     steps = min(len(stock.scores), len(ours.scores))
     apart = (step for step in range(steps) if _are_apart(stock.scores[step][rows], ours.scores[step][rows]))
@@ -261,7 +261,7 @@ def _of_sentence(stock: Any, ours: Any, gaps: Gaps, sentence: int, sentences: in
         return _of_last_token(stock, ours, gaps, sentence, steps)
     if len(stock.scores) != len(ours.scores):
         return ""  # another sentence may have made it longer
-    # Swapped beams go on alike where no step tells them apart: in a loop that is longer than a sliding window.
+    # Swapped beams go on alike if no step tells them apart: in a repetition longer than a sliding window.
     tied = any(float(step[sentence]) < GAP for step in gaps.steps)
     theirs, mine = (_hypotheses(run, sentence, sentences) for run in (stock, ours))
     return _ranked(theirs, mine, tied, gaps.limit(steps))
@@ -280,9 +280,9 @@ def _hypotheses(run: Any, sentence: int, sentences: int) -> list[tuple[tuple[int
 def _ranked(
     stock: list[tuple[tuple[int, ...], float]], ours: list[tuple[tuple[int, ...], float]], tied: bool, limit: float
 ) -> str:
-    """ "" if all of a sentence's hypotheses are the same, NEAR_TIE if they are ranked otherwise.
+    """Compare a sentence's hypotheses: "" if all are the same, NEAR_TIE if they are ranked otherwise.
 
-    `tied`: whether stock had a near-tie of this sentence at some step; no step's scores differ.
+    `tied`: whether stock had a near-tie in this sentence at some step. The scores of no step differ.
     """
     theirs, mine = [tokens for tokens, _ in stock], [tokens for tokens, _ in ours]
     if theirs == mine:
@@ -304,7 +304,7 @@ def _are_apart(theirs: Tensor, mine: Tensor) -> bool:
 
 
 def _of_last_token(stock: Any, ours: Any, gaps: Gaps, row: int, steps: int) -> str:
-    """No scores differ, so at most the last token does."""
+    """Judge a row whose scores are all equal, so that at most the last token differs."""
     prompt = stock.sequences.shape[1] - len(stock.scores)
     theirs, mine = (run.sequences[row, prompt : prompt + steps] for run in (stock, ours))
     parted: list[int] = (theirs != mine).nonzero().flatten().tolist()
@@ -313,7 +313,7 @@ def _of_last_token(stock: Any, ours: Any, gaps: Gaps, row: int, steps: int) -> s
 
 # ---------------------------------------------------------------------------------------------- the same tokens
 class Recording(LogitsProcessor):
-    """Remembers the scores it is given, and puts others in their place, if it has any."""
+    """Records the scores of each step, and returns the scores `instead` in their place, if there are any."""
 
     def __init__(self, instead: list[Tensor] | None = None) -> None:
         self.scores: list[Tensor] = []
@@ -328,7 +328,7 @@ class Recording(LogitsProcessor):
 
 
 def _recorded(run: Run, instead: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-    """The tokens, and the scores of each step before others were put in their place."""
+    """The tokens, and the scores of each step before they were replaced by `instead`."""
     recording = Recording(instead)
     tokens = sequences_of(run(logits_processor=LogitsProcessorList([recording])))
     return tokens, recording.scores
@@ -348,8 +348,8 @@ def _given_stocks_scores(stock: Run, ours: Run, tolerance: float, exact: Run | N
 
 
 def _errors_alike(stock: Run, ours: Run, exact: Run) -> list[float]:
-    """How far stock's scores of each step are from those in float64 for the same tokens; [] if ours are over twice as
-    far."""
+    """The error of stock's scores at each step, against float64 for the same tokens; [] if our errors are over twice
+    as large."""
     tokens, theirs = _recorded(stock)
     my_tokens, mine = _recorded(ours, theirs)
     in_float64 = outcome(lambda: _recorded(exact, theirs))
@@ -363,7 +363,7 @@ def _errors_alike(stock: Run, ours: Run, exact: Run) -> list[float]:
 
 
 def _apart(scores: list[Tensor], others: list[Tensor], relative: bool = False) -> float:
-    """The largest difference, or that relative to each step's largest score; inf where they cannot be compared."""
+    """The largest difference, perhaps relative to a step's largest score; inf if scores cannot be compared."""
     return max(_steps_apart(scores, others, relative), default=0.0)
 
 

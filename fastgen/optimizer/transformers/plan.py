@@ -1,4 +1,4 @@
-"""What is decided about a call before it runs."""
+"""Decides, before a call runs, how it runs."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ DIVERSE = "diverse beam search is fastgen's own: this version of transformers ha
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call runs."""
+    """The decisions about how one call runs."""
 
     decision: gate.Decision
-    replayer: Replayer | None = None  # of its steps
-    uses_argmax_head: bool = False  # nobody sees more of the logits than which is the largest
+    replayer: Replayer | None = None  # replays the steps
+    uses_argmax_head: bool = False  # only the largest logit is used
     caches: Caches = field(default_factory=lambda: Caches({}))
 
 
 def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
-    """How `request` runs; `stock` is the host's own `_beam_search` or `_sample`.
+    """Decide how `request` runs; `stock` is the host's own `_beam_search` or `_sample`.
 
-    A model that nobody has tested is tried first: see `equivalence`, and `cache.planning` for slim caches.
+    An untested model is tried first: see `equivalence`, and `cache.planning` for slim caches.
 
     Raises:
         FallbackError: in strict mode: see `gate.decide`.
@@ -43,7 +43,7 @@ def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
     def not_fast() -> str | None:
         return DIVERSE if request.diverse else request.changed_rule
 
-    # What greedy search and sampling do between two steps is cheap: the host's own loop keeps all of its rules.
+    # Greedy search and sampling do little between two steps: the host's own loop runs, with all of its rules.
     decision = gate.decide(unsupported, not_fast if request.is_beam_search else None)
     if decision.tier == gate.STOCK:
         return Plan(decision)

@@ -1,4 +1,4 @@
-"""One call of the host's `_beam_search` or `_sample`: what it asks for, and why it may have to stay with the host."""
+"""The arguments of one call of the host's `_beam_search` or `_sample`, and what follows from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastgen.optimizer.transformers.model.facts import ModelFacts, facts_of
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.patching.foreign_code import Finding
 
-# Processors that treat every row by itself, whatever its place in the batch: sentences may leave.
+# Processors that treat every row by itself, wherever it is in the batch, so that sentences may leave.
 _ROW_LOCAL = tuple(
     getattr(logits_process, name, None)
     for name in """MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor TemperatureLogitsWarper
@@ -28,13 +28,13 @@ _ROW_LOCAL = tuple(
     SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
     EncoderNoRepeatNGramLogitsProcessor""".split()
 )
-# Criteria decided by the last token and the length alone.
+# Criteria that depend only on the last token and the length.
 _BY_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria)
 
 
 @dataclass
 class Request:
-    """The arguments of `_beam_search` or, if it `is_beam_search` not, of `_sample`, under the host's names."""
+    """The arguments of `_beam_search` or, unless it `is_beam_search`, of `_sample`, under the host's names."""
 
     model: Any
     input_ids: Tensor  # int64 [B*M, P]
@@ -45,33 +45,33 @@ class Request:
     model_kwargs: dict[str, Any]
     streamer: Any = None  # of `_sample`
     is_beam_search: bool = True
-    diverse: Callable[..., Any] | None = None  # a loop like the host's, for beams in groups; else the host's own
-    seeds: Sequence[int] | None = None  # of each sentence, for samples drawn in a batch with others
+    diverse: Callable[..., Any] | None = None  # our loop for diverse beam search, with the host's signature
+    seeds: Sequence[int] | None = None  # a seed for each sentence, for samples drawn in a shared batch
 
     @property
     def beams(self) -> int:
-        """M: rows that share a prompt, be they beams or samples."""
+        """The number of rows that share a prompt, M: beams or samples."""
         config = self.generation_config
         return int(config.num_beams if self.is_beam_search else config.num_return_sequences or 1)
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
-        """What is known of the model, as it is when the call begins."""
+        """Facts about the model, as it is when the call begins."""
         return facts_of(self.model)
 
     @property
     def foreign(self) -> list[Finding]:
-        """Code that is not the host's own, on what a step runs."""
+        """Foreign code that a step would run, search rules apart."""
         return [finding for finding in self.facts.foreign if finding.name not in foreign_code.SEARCH_RULES]
 
     @property
     def users_rule(self) -> str | None:
-        """Which of the host's rules of beam search the user has replaced; None if none."""
+        """The rule of the host's beam search that the user has replaced, in words; None if none."""
         return foreign_code.changed_rule(self.facts.foreign)
 
     @property
     def changed_rule(self) -> str | None:
-        """Which of the host's rules of beam search this model has another of: the host's own loop has to follow it."""
+        """The rule of beam search that differs for this model, so that the host's loop has to run; None if none."""
         return self.users_rule or self.facts.overridden_rule
 
     @property
@@ -79,7 +79,7 @@ class Request:
         return self.input_ids.shape[0] // self.beams
 
     def run(self, stock: Callable[..., Any], cache: Any = None) -> Any:
-        """The host's own loop, over the request's cache or over another."""
+        """Run `stock`, a loop of the host, over the request's cache or another."""
         kwargs = self.model_kwargs if cache is None else {**self.model_kwargs, CACHE: cache}
         return stock(
             self.model,
@@ -94,31 +94,31 @@ class Request:
 
     @property
     def keeps_all_rows(self) -> bool:
-        """Whether what is returned holds every row of every step. Our commands, which need no more than the scores of
-        whole hypotheses, say so in a private field of the configuration."""
+        """Whether the output holds every row of every step. Our commands need only the scores of whole hypotheses, and
+        say so in a private field of the configuration."""
         config = self.generation_config
         return bool(config.return_dict_in_generate) and not getattr(config, "_fastgen_sequence_scores_only", False)
 
     @property
     def wants_best_only(self) -> bool:
-        """Whether nothing depends on more of the logits than which is the largest."""
+        """Whether the result depends only on which logit is the largest."""
         config, processors = self.generation_config, self.logits_processor
         is_plain = type(processors) is logits_process.LogitsProcessorList and not processors
         return not (self.is_beam_search or config.do_sample or config.return_dict_in_generate) and is_plain
 
     @property
     def may_evict(self) -> bool:
-        """Whether sentences may leave the batch as they finish; ask before any has left."""
-        # Samples: one random stream for the whole batch.
+        """Whether sentences may leave the batch when they finish; to be asked before any has left."""
+        # Samples of the whole batch come from one random stream.
         return not self.generation_config.do_sample and self.has_free_rows
 
     @property
     def has_free_rows(self) -> bool:
-        """Whether no sentence's scores depend on others, or are wanted after it has finished."""
+        """Whether no sentence's scores depend on other sentences, or are wanted after the sentence has finished."""
         return (
             not self.keeps_all_rows
             and all(_is_row_local(processor) for processor in self.logits_processor)
-            # A source for each sentence; a caller's own processor may hold others.
+            # One source for each sentence; a processor that the caller made may have another number.
             and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)
             and self.stops_by_last_token
             and not self._may_divide_by_nothing
@@ -126,8 +126,8 @@ class Request:
 
     @property
     def _may_divide_by_nothing(self) -> bool:
-        """Whether a row may be renormalised that has no token left: its scores become NaN, which win over all others,
-        even over those of hypotheses that have finished. So the host returns other tokens than before."""
+        """Whether a row without any token left may be renormalised: the scores become NaN, which rank above all others,
+        even above finished hypotheses. The host then returns other tokens than before."""
         processors = self.logits_processor
         if not any(type(processor) is logits_process.LogitNormalization for processor in processors):
             return False
@@ -135,7 +135,7 @@ class Request:
         return sum(map(self._bans_at_most, processors)) >= vocabulary
 
     def _bans_at_most(self, processor: Any) -> int:
-        """Tokens of one row."""
+        """The most tokens that a processor may ban in one row."""
         if type(processor) is logits_process.NoRepeatNGramLogitsProcessor or _is_of_unilm(processor):
             return int(self.generation_config.max_length)
         if type(processor) is logits_process.EncoderNoRepeatNGramLogitsProcessor:
@@ -144,12 +144,12 @@ class Request:
         return max(len(getattr(processor, name, ())) for name in listed)
 
     def select(self, rows: Tensor) -> None:
-        """Drop all rows but these, int64 `[rows']`, from the processors that hold something for each row."""
+        """Drop all rows but these, int64 `[rows']`, from processors that hold data for each row."""
         processors = []
         for processor in self.logits_processor:
             ignored = getattr(processor, "prompt_ignore_length", None)  # repetition penalty: left padding
             if isinstance(ignored, Tensor):
-                processor = copy.copy(processor)  # the caller's own stays as it is
+                processor = copy.copy(processor)  # the caller's processor is not changed
                 processor.prompt_ignore_length = ignored.index_select(0, rows.to(ignored.device))
             elif type(processor) is logits_process.EncoderNoRepeatNGramLogitsProcessor:
                 processor = copy.copy(processor)
@@ -177,7 +177,7 @@ class Request:
 
     @property
     def chooses_by_numbers(self) -> bool:
-        """Whether the next tokens follow from float32 scores, last tokens and lengths alone."""
+        """Whether the next tokens depend only on float32 scores, last tokens and lengths."""
         processors = [type(processor).__module__ for processor in self.logits_processor]
         is_stock = type(self.logits_processor) is logits_process.LogitsProcessorList
         return (
@@ -190,8 +190,8 @@ class Request:
     def stopper(self) -> Callable[..., Tensor]:
         """The host's stopping criteria as a function of candidates' tokens `[B, K]` -> bool `[B, K]`.
 
-        Its other arguments: the hypotheses, their length without the candidate, the host's `scores`.
-        Whole hypotheses are built only for criteria that look at more than the last token.
+        Other arguments of the function: the hypotheses, their length without the candidate, the host's `scores`.
+        Whole hypotheses are built only for criteria that depend on more than the last token.
         """
         criteria = self.stopping_criteria
 

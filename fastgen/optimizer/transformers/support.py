@@ -1,4 +1,4 @@
-"""Which requests and models cannot decode over the tree, and why."""
+"""Says why a request or a model cannot decode over the tree."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fastgen.report import OfThisVersion
 _KNOWN_KWARGS = frozenset(
     f"""attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs global_attention_mask
     inputs_embeds labels latents logits_to_keep {CACHE} position_ids token_type_ids use_cache
-    return_dict""".split()  # of labels, which a batch may hold, the host gives its model nothing
+    return_dict""".split()  # a batch may hold labels, which the host does not pass on
 )
-# Multimodal models with positions in three dimensions put those first, and latents need not be of a text.
+# These must begin with the batch's rows: some multimodal models put three position dimensions first.
 _BEGIN_WITH_ROWS = ("decoder_position_ids", "latents", "position_ids")
 
 
 def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
-    """Why this request has to run on the host's own cache, in words for the user; None if it need not.
+    """Why this request has to be left to the host's own cache, in words for the user; None if it need not.
 
-    `shares`: its rows share a batch with other requests'.
+    `shares`: whether the rows share a batch with other requests.
     """
     model, config, kwargs = request.model, request.generation_config, request.model_kwargs
     if not isinstance(request.model, nn.Module):
@@ -37,7 +37,7 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
     if request.is_beam_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
     if not request.is_beam_search and request.beams == 1 and request.input_ids.device.type != "cpu" and not shares:
-        return "one sample of a prompt has nothing to share"  # on the CPU there are faster products to gain from
+        return "one sample of a prompt has nothing to share"  # on the CPU faster linear layers still help
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
     if reason := unsupported_configuration(model, config):
@@ -84,16 +84,16 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
 
 
 def _unknown_cache(kwargs: dict[str, Any]) -> str | None:
-    """The name that the host gives a cache of its own kinds, made for this call, if it is none that we know."""
+    """The name of a standard cache of the host among the inputs, if it is a name that we do not know; else None."""
     if not kwargs.get("use_cache"):
         return None
     names = (name for name, value in kwargs.items() if type(value) in (DynamicCache, EncoderDecoderCache))
-    # Mamba's has another name before 5.24, and encoders have caches of their own.
+    # Mamba's cache has another name before 5.24, and encoders have caches, too.
     return next((name for name in names if "encoder" not in name and name != "cache_params"), None)
 
 
 def unsupported_configuration(model: Any, config: Any) -> str | None:
-    """Why no call of this model with this generation configuration can decode over the tree; None if some can."""
+    """Why no call with this model and generation configuration can decode over the tree; None if some can."""
     if reason := verification.reason_against(model):
         return reason
     if model.training or torch.is_grad_enabled():
@@ -111,18 +111,18 @@ def unsupported_configuration(model: Any, config: Any) -> str | None:
 
 
 def _is_absent(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and not value)  # multimodal models asked about text alone
+    return value is None or (isinstance(value, dict) and not value)  # multimodal models, given only text
 
 
 def _tensors(kwargs: dict[str, Any]) -> list[Tensor]:
-    """What the host expands to rows: tensors, and those of the encoder's output."""
+    """The tensors that the host expands to rows, those in the encoder output included."""
     outputs = kwargs.get("encoder_outputs") or {}
     values = [*kwargs.values(), *(outputs.values() if isinstance(outputs, dict) else outputs)]
     return [value for value in values if isinstance(value, Tensor)]
 
 
 def _repeats(times: int, tensors: list[Tensor]) -> bool:
-    """Whether each row is there so many times in turn. `generate` sees to it, but `_sample` may be called without."""
+    """Whether each row comes `times` times in turn. `generate` ensures it, but `_sample` may be called directly."""
     rows = tensors[0].shape[0]
     return times == 1 or all(
         bool((tensor.unflatten(0, (-1, times)) == tensor[::times, None]).all())

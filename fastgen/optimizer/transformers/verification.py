@@ -1,4 +1,4 @@
-"""A call of the user's decoded by the host too, and compared: see `fastgen.optimizer.verification`."""
+"""Runs a call by the host, too, and compares the outputs: see `fastgen.optimizer.verification`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Search:
-    """What is to be known of a search that ran over the tree."""
+    """A search that ran over the tree, with what a comparison needs."""
 
     model: Any
     beams: int  # 1: greedy search or samples
@@ -35,7 +35,7 @@ class Search:
 
 
 def note(request: Request, tier: str) -> None:
-    """Note an accelerated search for the `generate` around it, if that call may be verified."""
+    """Note an accelerated search for the call of `generate` that contains it, if calls are verified."""
     if not verification.is_on():
         return
     reason = None
@@ -56,7 +56,7 @@ def note(request: Request, tier: str) -> None:
 
 
 def run(stock: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`stock`, the host's `generate`, whose searches are accelerated; compared if it is due."""
+    """Run `stock`, the host's `generate`, with accelerated searches; if a comparison is due, compare with the host."""
     if not verification.is_on():
         return stock(model, *args, **kwargs)
     again = {name: _copied(value, model) for name, value in _named(stock, model, args, kwargs).items()}
@@ -102,7 +102,7 @@ def _compared(
 
 
 def _half(model: Any) -> str:
-    """The dtype of products, if it is one of half precision."""
+    """The name of the linear layers' dtype if it is one of half precision, else ""."""
     device, dtype = _device_of(model).type, model.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -115,14 +115,14 @@ def _device_of(model: Any) -> torch.device:
 
 
 def _named(stock: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments but the model by their names."""
+    """All arguments but the model, by name."""
     names = list(inspect.signature(stock).parameters)[1:]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _copied(value: Any, model: Any) -> Any:
-    """`generate` writes to the dictionaries that it is given, such as an encoder's output, but to no tensor; and some
-    of the host's processors have a state. With the user's own, which are not to be copied, nothing is compared."""
+    """Copy an argument that `generate` may change: a dictionary, such as the encoder output, or the host's processors,
+    some of which have a state. The user's processors are not copied: such calls are not compared."""
     if isinstance(value, dict):
         return copy.copy(value)
     if isinstance(value, (LogitsProcessorList, StoppingCriteriaList)) and all(

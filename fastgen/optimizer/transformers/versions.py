@@ -1,6 +1,6 @@
-"""Where the host's versions differ at our seams, asked for by what the host has, not by its number.
+"""Differences between versions of the host where we patch it, found by what the host has, not by version number.
 
-5.24 calls a cache `cache`, in inputs and outputs alike; those before, `past_key_values`.
+5.24 calls a cache `cache`, in inputs and outputs alike; earlier versions call it `past_key_values`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers.modeling_utils import AttentionInterface
 
 from fastgen import phases
 
-# 5.x asks one method for the attention function. 4.57 indexes a mapping, and asks nobody for eager attention.
+# 5.x asks one method for the attention function. 4.57 indexes a mapping, and looks eager attention up nowhere.
 ATTENTION_SEAM = "get_interface" if hasattr(AttentionInterface, "get_interface") else "__getitem__"
 FINDS_EAGER = ATTENTION_SEAM == "get_interface"
 # 5.x takes a finished mask of the source as it is; 4.57 builds it from the two-dimensional one.
 TAKES_SOURCE_MASK = FINDS_EAGER
-# 4.57 makes numbers of positions here and there.
+# 4.57 turns positions into Python numbers in some places.
 COUNTS_IN_TENSORS = FINDS_EAGER
 PREFILLS = hasattr(GenerationMixin, "_prefill")
 
@@ -35,19 +35,19 @@ def _named(fields: Container[str], *names: str) -> str:
     raise ImportError(f"the outputs of generate have no {' or '.join(names)}")
 
 
-# The cache among a model's inputs, in its outputs and in those of `generate`.
+# The name of the cache in a model's inputs and outputs, and in the outputs of `generate`.
 CACHE = _named([field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)], "cache", "past_key_values")
 OLD_CACHE = "past_key_values"
-# What some embeddings of positions are told: how many positions the cache holds.
+# The parameter by which some position embeddings get the number of positions in the cache.
 CACHE_LENGTH = f"{CACHE}_length"
-# Of some layers the parameter has an older name.
+# In some layers the cache parameter has an older name.
 CACHE_PARAMETERS = ("cache", "past_key_values", "past_key_value", "layer_past", "layer_state")
 
 
 def takes_cache(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's method with a parameter `cache`, which the host knows by the name it has for it itself.
+    """Decorate a model's method that has a parameter `cache`: to the host it has the host's own name.
 
-    The other name is taken too, as the host's own models take the older one.
+    The method takes the older name, too, as the host's own models do.
     """
     signature = inspect.signature(function)
     parameters = [each.replace(name=CACHE) if each.name == "cache" else each for each in signature.parameters.values()]
@@ -63,13 +63,13 @@ def takes_cache(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sorts_drawn() -> bool:
-    """Beam sampling: whether what was drawn is sorted by its scores, as it is from 5.24 on."""
+    """Whether beam sampling sorts the drawn candidates by score, as it does from 5.24 on."""
     code = getattr(inspect.unwrap(GenerationMixin._get_top_k_continuations), "__code__", None)
     return code is not None and "sort" in code.co_names
 
 
 def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The host's inputs as its loop has them before the prompt's forward pass."""
+    """The host's inputs as the host's loop has them before the forward pass of the prompt."""
     if PREFILLS:
         return kwargs
     positioned: dict[str, Any] = model._get_initial_cache_position(input_ids.shape[1], input_ids.device, dict(kwargs))
@@ -78,7 +78,7 @@ def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, 
 
 @phases.marked(phases.PREFILL)
 def prefill(model: Any, input_ids: Tensor, config: Any, kwargs: dict[str, Any]) -> Any:
-    """The prompt's forward pass."""
+    """Run the forward pass of the prompt."""
     if PREFILLS:
         return model._prefill(input_ids, config, kwargs, is_first_iteration=True)
     return model(**model.prepare_inputs_for_generation(input_ids, **kwargs), return_dict=True)

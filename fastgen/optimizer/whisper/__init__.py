@@ -1,4 +1,4 @@
-"""Decoding with OpenAI's `whisper` package over the beam tree."""
+"""Patches OpenAI's `whisper` package, so that it decodes over the beam tree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastgen.patching.patch_set import PatchSet, require_signature
 
 TESTED = "20250625"  # the newest version of the host
 
-# What the host's `DecodingTask` and its decoders ask of their inference.
+# The methods of an inference object that the host's `DecodingTask` and decoders call.
 _METHODS = {
     "logits": ("self", "tokens", "audio_features"),
     "rearrange_kv_cache": ("self", "source_indices"),
@@ -22,9 +22,9 @@ _METHODS = {
 
 
 def install(patches: PatchSet, module: ModuleType) -> None:
-    """Have each inference of `module`, which is whisper.decoding, run the model over the tree.
+    """Patch `module`, which is whisper.decoding, so that each inference object runs the model over the tree.
 
-    Raises SeamMismatch if this version's differs from the one that ours was written for.
+    Raises SeamMismatch if this version's inference differs from the one that ours was written for.
     """
     inference = module.PyTorchInference
     require_signature(inference.__init__, ("self", "model", "initial_token_length"))
@@ -37,7 +37,7 @@ def install(patches: PatchSet, module: ModuleType) -> None:
 
 
 def _verified(stock: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-    """The host's decoding, compared with fastgen's where the user asks for that."""
+    """Wrap the host's `run`: it is compared with fastgen's where the user asks for that."""
 
     @functools.wraps(stock)
     def run(self: Any, mel: Any) -> Any:
@@ -56,13 +56,13 @@ def _wrapped(
     @functools.wraps(stock)
     def __init__(self: Any, model: Any, initial_token_length: int) -> None:
         stock(self, model, initial_token_length)
-        if type(self) is not kind:  # a user's own may do anything
+        if type(self) is not kind:  # a subclass of the user's may do anything
             return
-        # The host is still being imported when this module is: its parts are loaded at the first call.
+        # The host is still being imported when this module is: these are imported at the first call.
         from fastgen.optimizer.whisper.inference import TreeInference
 
         ours = TreeInference(model, {name: types.MethodType(method, self) for name, method in methods.items()})
-        for name in methods:  # of this object: a decoding that has begun ends as it began
+        for name in methods:  # on this object, so that a decoding that has begun ends as it began
             setattr(self, name, getattr(ours, name))
 
     return __init__

@@ -1,4 +1,4 @@
-"""The host's text decoder over the beam tree: the prompt at one row per segment, then a step for all rows.
+"""Runs whisper's text decoder over the beam tree: the prompt at one row per segment, then steps for all rows.
 
 `B` segments, `M` rows of each (beams or samples), `P` tokens of the prompt, `N` positions of the audio, `H` heads, `D`
 head size, `V` vocabulary.
@@ -26,19 +26,19 @@ _heads: weakref.WeakKeyDictionary[nn.Module, nn.Linear] = weakref.WeakKeyDiction
 
 
 class TreeDecoder:
-    """One decoding; `close` it when it ends."""
+    """The state of one decoding, to be closed by `close` when it ends."""
 
     def __init__(self, model: Any, audio: Tensor, segments: int, rows: int, prompt_length: int) -> None:
-        """`audio`: the encoder's output, `[B, N, C]`."""
+        """`audio`: the encoder output, `[B, N, C]`."""
         self._decoder, self._audio, self._rows = model.decoder, audio, rows
         steps = max(model.dims.n_text_ctx - prompt_length, 1)
         self.tree = BeamTree(segments, rows, steps, Buffers(model))
         self._products = LinearDispatcher(config.current().packing)
-        self._source: list[tuple[Tensor, Tensor]] = []  # of each block, keys and values [B, H, N, D]
+        self._source: list[tuple[Tensor, Tensor]] = []  # keys and values by block, [B, H, N, D]
         self._head = _head_of(model.decoder.token_embedding)
 
     def read(self, tokens: Tensor) -> Tensor:
-        """The prompt, int64 `[B*M, P]`, the same in all rows of a segment; logits float32 `[B*M, P, V]`."""
+        """Read the prompt, int64 `[B*M, P]`, equal in all rows of a segment; returns logits, float32 `[B*M, P, V]`."""
         x = self._embedded(tokens[:: self._rows], 0)
         for block in self._decoder.blocks:
             layer = TreeLayer(self.tree)
@@ -55,7 +55,7 @@ class TreeDecoder:
         return self._logits(x).repeat_interleave(self._rows, dim=0)
 
     def step(self, last: Tensor) -> Tensor:
-        """The last token of each row, int64 `[B*M, 1]`; logits float32 `[B*M, 1, V]`."""
+        """Read the last token of each row, int64 `[B*M, 1]`; returns logits, float32 `[B*M, 1, V]`."""
         self.tree.advance()
         x = self._embedded(last, self.tree.length)
         bias = self.tree.mask(None, x.dtype)
@@ -68,7 +68,7 @@ class TreeDecoder:
         return self._logits(x)
 
     def reorder(self, sources: list[int]) -> None:
-        if self.tree.steps:  # before, all rows of a segment have read the same
+        if self.tree.steps:  # before the first step, all rows of a segment are equal
             self.tree.reorder(torch.tensor(sources, device=self._audio.device))
 
     @property
@@ -76,7 +76,7 @@ class TreeDecoder:
         return self.tree.nbytes + sum(keys.nbytes + values.nbytes for keys, values in self._source)
 
     def close(self) -> None:
-        """Let go of all keys and values."""
+        """Free all keys and values."""
         self.tree.close()
         self._source.clear()
 
@@ -110,7 +110,7 @@ class TreeDecoder:
         return self._multiplied(attention.out, attended.flatten(2))
 
     def _out(self, attention: Any, attended: Tensor) -> Tensor:
-        """The attention's output from what its heads have attended to, `[B, H, P, D]`: `[B, P, C]`."""
+        """Project the heads' output of attention, `[B, H, P, D]`, to `[B, P, C]`."""
         return self._multiplied(attention.out, attended.transpose(1, 2).flatten(2))
 
     def _feed_forward(self, block: Any, x: Tensor) -> Tensor:
@@ -122,13 +122,13 @@ class TreeDecoder:
 
 
 def _cast(layer: nn.Module, rows: Tensor) -> Tensor:
-    """The product, in the type of its rows, as the host has it."""
+    """Multiply in the dtype of `rows`, as the host does."""
     weight: Any = layer.weight
     return F.linear(rows, weight.to(rows.dtype))
 
 
 def _head_of(embedding: nn.Embedding) -> nn.Linear:
-    """The token embedding as a linear layer, which shares its weight."""
+    """The token embedding as a linear layer, which shares the embedding's weight."""
     with _lock:
         head = _heads.get(embedding)
         if head is None or head.weight is not embedding.weight:

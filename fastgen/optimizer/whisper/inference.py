@@ -1,4 +1,4 @@
-"""What the host's decoding task calls in place of its own inference."""
+"""The inference object that the host's decoding task calls in place of its own."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _CODE = HostCode(packages=("whisper", "fastgen"))
 
 
 class TreeInference:
-    """One decoding of a segment, or of several. The host's loop, filters and search rules are its own.
+    """Runs the model for one decoding, of one or several segments; loop, filters and search rules are the host's.
 
-    Rows are beams, or samples of a segment; the host hands over one row of audio features for each segment.
+    Rows are beams, or samples of a segment; the host passes one row of audio features for each segment.
     """
 
     def __init__(self, model: Any, stock: dict[str, Callable[..., Any]]) -> None:
-        """`stock`: the host's methods, for what cannot run over the tree."""
+        """`stock`: the host's methods, for decodings that cannot run over the tree."""
         self.model, self._stock = model, stock
         self._begin()
 
     def _begin(self) -> None:
         self._decoder: TreeDecoder | None = None
-        self._record: gate.Record | None = None  # once the size is known
+        self._record: gate.Record | None = None  # set once the size is known
         self._decision = gate.Decision(gate.STOCK, None)
         self._steps = 0
 
     @limits.relief()
     def logits(self, tokens: Tensor, audio_features: Tensor) -> Tensor:
-        """Logits of all tokens at first, int64 `[rows, length]`, then of the last: float32 `[rows, length or 1, V]`."""
+        """Logits, float32 `[rows, length or 1, V]`, for `tokens`, int64 `[rows, length]`: all at first, then one."""
         if self._record is None:
             self._decide(tokens, audio_features)
         self._steps += 1
@@ -55,17 +55,17 @@ class TreeInference:
         decision = gate.decide(lambda: unsupported_reason(self.model, tokens, audio_features))
         if decision.tier != gate.STOCK:
             self._decoder = TreeDecoder(self.model, audio_features, *size, prompt_length=tokens.shape[1])
-        self._record, self._decision = record, decision  # only of a call that has got here
+        self._record, self._decision = record, decision  # only for a call that has got here
 
     def rearrange_kv_cache(self, source_indices: list[int]) -> None:
-        """Row i goes on with what row `source_indices[i]` has read."""
+        """Reorder the rows: row i continues row `source_indices[i]`."""
         if self._decoder is None:
             self._stock["rearrange_kv_cache"](source_indices)
         elif source_indices != list(range(len(source_indices))):
             self._decoder.reorder(source_indices)
 
     def cleanup_caching(self) -> None:
-        """The decoding has ended, however it did."""
+        """End the decoding, whether it has succeeded or not: free the caches and record the call."""
         self._stock["cleanup_caching"]()
         decoder, self._decoder = self._decoder, None
         cache_bytes = None
@@ -80,7 +80,7 @@ class TreeInference:
 
 
 def unsupported_reason(model: Any, tokens: Tensor, audio_features: Tensor) -> str | None:
-    """Why this decoding has to run on the host's own cache, in words for the user; None if it need not."""
+    """Why this decoding has to be left to the host's own cache, in words for the user; None if it need not."""
     if reason := verification.reason_against(model):
         return reason
     if torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""A decoding that the host runs too, and its results compared: see `fastgen.optimizer.verification`."""
+"""Runs a decoding by the host, too, and compares the results: see `fastgen.optimizer.verification`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = "task language temperature sample_len best_of beam_size patience length
 
 
 def run(stock: Callable[[Any, Tensor], Any], task: Any, mel: Tensor) -> Any:
-    """`stock`, the host's `DecodingTask.run`, whose model runs over the tree; compared if that is due."""
+    """Run `stock`, the host's `DecodingTask.run`, over the tree; if a comparison is due, compare with the host."""
     if not verification.is_on():
         return stock(task, mel)
     model, before = task.model, verification.RandomState(mel.device)
@@ -50,12 +50,12 @@ def _incomparable(task: Any) -> str | None:
 
 @contextlib.contextmanager
 def _looking(task: Any, gaps: Tensor) -> Iterator[None]:
-    """Inside the block, note by how little the host chooses the best: the least for each segment, float `[B]`."""
+    """Inside the block, note the host's least gap between candidates for each segment, in `gaps`, float `[B]`."""
     update, rows = task.decoder.update, task.n_group
     beams = task.options.beam_size or 1
 
     def looked(tokens: Tensor, logits: Tensor, sum_logprobs: Tensor) -> Any:
-        if not task.options.temperature:  # of what is drawn no gap is known
+        if not task.options.temperature:  # the gap of a drawn token is unknown
             sums = logits.float().log_softmax(-1) + sum_logprobs[:, None]
             first = tokens.shape[1] == task.sample_begin  # all beams are the same
             sums = sums.unflatten(0, (-1, rows))[:, : 1 if first else rows].flatten(1)

@@ -1,1 +1,1 @@
-"""A corpus generated with a model of fairseq: what fastgen-generate does."""
+"""Generates a corpus with a model of fairseq, for the command fastgen-generate."""

@@ -1,4 +1,4 @@
-"""Stock's batches, or the same sentences in batches of automatic size."""
+"""Makes the batches of a run: stock's batches, or the same sentences in batches of automatic size."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ AUTO_TOKENS = 512
 
 
 class Batches:
-    """Stock's batches in stock's order; with `auto`, the name of the flag, the same sentences cut afresh."""
+    """Stock's batches in stock's order; with `auto`, the name of a flag, the same sentences in other batches."""
 
     def __init__(self, loaded: Loaded, auto: str | None = None) -> None:
         self._epoch = loaded.batches
         self._dataset = loaded.task.dataset(loaded.cfg.dataset.gen_subset)
         self._by_tokens = auto == "max_tokens"
-        # A task may return an iterator of its own: its batches can't be counted, cut or collated again.
+        # A task may return another iterator, whose batches can't be counted, cut or collated again.
         self.plain = isinstance(self._epoch, EpochBatchIterator)
         if auto is not None and not self.plain:
             raise InputError(f"The task {loaded.cfg.task._name} makes its own batches: give --batch-size a number.")
         start = AUTO_TOKENS if self._by_tokens else AUTO_SENTENCES
         self.auto = None if auto is None else AutoBatch.on_device(loaded.device.type, start)
-        # The bound that isn't automatic holds as well.
+        # The other bound, which isn't automatic, holds, too.
         bounds = loaded.cfg.dataset
         self._most_sentences = _bound(bounds.batch_size)
         self._most_tokens = _bound(bounds.max_tokens)
-        self._positions: list[list[int]] = []  # in the dataset, of each of stock's batches; ids may be others
+        self._positions: list[list[int]] = []  # positions in the dataset, by batch of stock; ids may differ
         self.dropped = 0
         if self.plain:
             epoch = self._epoch
             shard = epoch.frozen_batches[epoch.shard_id :: epoch.num_shards]
             self._positions = [[int(i) for i in batch] for batch in shard]
-            # fairseq leaves out the last sentences when their number is no multiple; equality goes first.
+            # fairseq leaves out the last sentences if their number is no multiple, and so do we.
             if loaded.cfg.dataset.required_batch_size_multiple > 1:
                 self.dropped = len(self._dataset) - sum(map(len, epoch.frozen_batches))
         self.sentences = sum(map(len, self._positions)) if self.plain else None
@@ -63,11 +63,11 @@ class Batches:
         return self.auto is None or self.auto.settled
 
     def start(self, sentences_done: int, batches_done: int) -> Iterator[Any]:
-        """What an earlier run left: numbered samples with the positions of their sentences, or with automatic sizes
-        the positions that `cut` takes.
+        """Yield the work that an earlier run left: numbered samples with the positions of their sentences or, with
+        automatic sizes, one item with all positions, for `cut`.
         """
         if self.auto is None:
-            # A shard may be filled up with empty batches.
+            # A shard may be filled up with empty batches, which have no positions.
             positions = chain(self._positions, repeat([])) if self.plain else repeat(None)
             samples = zip(count(), self._epoch.next_epoch_itr(shuffle=False), positions)
             return islice(samples, batches_done, None)
@@ -75,7 +75,7 @@ class Batches:
         return iter([(batches_done, list(rest))])
 
     def cut(self, rest: tuple[int, list[int]]) -> Iterator[tuple[int, Any, list[int]]]:
-        """As `start`, each batch of the size that is right when it is asked for."""
+        """Yield what `start` yields for fixed sizes, each batch of the size that is right when it is asked for."""
         number, positions = rest
         done = 0
         while done < len(positions):
@@ -84,7 +84,7 @@ class Batches:
             number, done = number + 1, done + len(taken)
 
     def _take(self, positions: Sequence[int], done: int) -> list[int]:
-        """As many as the automatic size and the other bound allow; never none."""
+        """The positions of the next batch: as many as the automatic size and the other bound allow, at least one."""
         assert self.auto is not None
         sentences, tokens = self._most_sentences, self._most_tokens
         if self._by_tokens:
@@ -101,12 +101,12 @@ class Batches:
         return taken
 
     def succeeded(self, positions: Sequence[int], speed: float) -> None:
-        """A batch of these sentences was generated, at `speed`."""
+        """Note that a batch of these sentences was generated, at `speed`."""
         if self.auto is not None:
             self.auto.succeeded(self._units(positions), speed)
 
     def failed(self, positions: Sequence[int]) -> None:
-        """A batch of these sentences ran out of memory."""
+        """Note that a batch of these sentences ran out of memory."""
         if self.auto is not None:
             self.auto.failed(self._units(positions))
 
@@ -120,5 +120,5 @@ class Batches:
 
 
 def _bound(value: int | None) -> int:
-    """fairseq's: none if it is None or negative."""
+    """A bound of fairseq as a number: no bound if it is None or not positive."""
     return sys.maxsize if value is None or value < 1 else value

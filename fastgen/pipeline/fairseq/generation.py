@@ -1,4 +1,4 @@
-"""From samples to hypotheses as plain lists."""
+"""Generates hypotheses for samples, and returns them as plain lists."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fastgen.pipeline.fairseq.load import Loaded
 
 @dataclass(frozen=True)
 class Done:
-    """What the writer needs to know of a batch besides its lines."""
+    """Facts about a batch that the writer needs besides the lines."""
 
     number: int
     sentences: int
     tokens: int
     seconds: float
     has_target: bool
-    random_state: str | None  # after the batch, when sampling: a run that is resumed goes on from it
+    random_state: str | None  # after the batch, if tokens are sampled: a resumed run goes on from it
 
 
 class Generation:
@@ -38,13 +38,13 @@ class Generation:
     def __init__(
         self, loaded: Loaded, batches: Batches, warn: Callable[[str], None], random_state: str | None = None
     ) -> None:
-        """`random_state` is that of an earlier run: set before the first batch, after the iterator has drawn."""
+        """`random_state`: from an earlier run, set before the first batch, when the iterator has drawn its numbers."""
         self._loaded, self._batches, self._warn = loaded, batches, warn
         self._random_state = random_state
 
     def __call__(self, number: int, sample: Any, positions: list[int] | None) -> tuple[lines.Batch, Done] | None:
-        """`positions` in the dataset, of the sample's sentences in any order; None if the task doesn't tell."""
-        if "net_input" not in sample:  # the empty batch that evens out shards
+        """Generate one sample; `positions`: of the sample's sentences in the dataset, in any order, None if unknown."""
+        if "net_input" not in sample:  # an empty batch, which fills up a shard
             return None
         if self._random_state is not None:
             set_random_state(self._random_state)
@@ -57,7 +57,7 @@ class Generation:
     def generated(
         self, number: int, sample: Any, hypotheses: list[list[Any]], seconds: float
     ) -> tuple[lines.Batch, Done]:
-        """What is returned of a sample."""
+        """The result for a sample that has been generated."""
         done = Done(
             number,
             sample["nsentences"] if "nsentences" in sample else sample["id"].numel(),
@@ -69,7 +69,7 @@ class Generation:
         return self.plain(sample, hypotheses), done
 
     def check(self, sample: Any) -> None:
-        """The flags that need more than sources in the data; which those have shows in a batch first."""
+        """Raise InputError for flags that need more than sources, if the data lack it, which only a batch shows."""
         generation, subset = self._loaded.cfg.generation, self._loaded.cfg.dataset.gen_subset
         if sample.get("target") is None:
             for flag, given in (
@@ -82,12 +82,12 @@ class Generation:
             raise InputError(f"--constraints needs constraints in the data, and the subset {subset} has none.")
 
     def _hypotheses(self, sample: Any, positions: list[int] | None) -> list[Any]:
-        """Per sentence of `sample`, its hypotheses, best first."""
+        """The hypotheses of each sentence of `sample`, best first."""
         if positions is None:
             return self.infer(sample)
 
         def run(part: Sequence[int]) -> list[tuple[int, Any]]:
-            """Ids and hypotheses, in an order of the collater's own: it sorts by length."""
+            """Ids and hypotheses, in the order of the collater, which sorts by length."""
             chosen = sample if len(part) == len(positions) else self._batches.collate(part)
             if "net_input" not in chosen:  # some datasets have sentences that can't be used
                 return []
@@ -107,7 +107,7 @@ class Generation:
         return [by_id[name].pop(0) for name in sample["id"].tolist()]
 
     def infer(self, sample: Any) -> list[Any]:
-        """The task's own inference step, as fairseq-generate calls it."""
+        """Run the task's inference step, as fairseq-generate does."""
         loaded = self._loaded
         if loaded.device.type == "cuda":
             sample = utils.move_to_cuda(sample)
@@ -123,7 +123,7 @@ class Generation:
         )
 
     def plain(self, sample: Any, hypotheses: list[list[Any]]) -> lines.Batch:
-        """The `nbest` hypotheses and what is printed with them, without tensors."""
+        """The `nbest` hypotheses and all that is printed with them, without tensors."""
         loaded, targets = self._loaded, sample["target"]
         ids = sample["id"].tolist()
         source_texts = target_texts = None
@@ -145,12 +145,12 @@ class Generation:
 
 
 def _plain_hypotheses(hypotheses: list[list[Any]], *, history: bool) -> list[list[lines.Hypothesis]]:
-    """Lists instead of tensors, with one transfer from the device for each kind of number, not one a hypothesis."""
+    """Turn tensors into lists, with one transfer from the device per kind of number, not one per hypothesis."""
     flat = [hypothesis for best in hypotheses for hypothesis in best]
     if not flat:
         return [[] for _ in hypotheses]
     tokens = _lists([h["tokens"] for h in flat])
-    # Base 2, divided in the tensors' own precision as stock does.
+    # In base 2, divided in the precision of the tensors, as stock does.
     scores = (torch.stack([torch.as_tensor(h["score"]) for h in flat]) / math.log(2)).tolist()
     positional = _lists([h["positional_scores"] for h in flat], divisor=math.log(2))
     plain = iter(
@@ -176,7 +176,7 @@ def _lists(tensors: list[torch.Tensor], divisor: float | None = None) -> list[li
 
 
 def random_state() -> str:
-    """torch's random state, as text; of the GPU in use too."""
+    """torch's random state as text, for the CPU and the GPU in use."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -184,7 +184,7 @@ def random_state() -> str:
 
 
 def set_random_state(text: str) -> None:
-    """The state that `random_state` noted."""
+    """Set the random state that `random_state` returned."""
     states = [torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.uint8) for part in text.split(",")]
     torch.set_rng_state(states[0])
     if len(states) > 1 and torch.cuda.is_available():

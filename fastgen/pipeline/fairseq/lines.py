@@ -1,8 +1,8 @@
-"""The output lines of fairseq-generate, made from plain lists in a worker process.
+"""Makes the output lines of fairseq-generate from plain lists, in a worker process.
 
-Imports nothing of fairseq: a worker that needs neither a tokenizer nor a subword codec starts in a tenth of a second.
-Strings come from lists of ids; `fairseq.data.Dictionary.string` is slow on tensors because it takes them element by
-element.
+It imports nothing of fairseq: so a worker that needs neither a tokenizer nor a subword codec starts in a tenth of a
+second. Strings are made from lists of ids: `fairseq.data.Dictionary.string` is slow on tensors, which it reads element
+by element.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 _SPACES = re.compile(r"\s+")
 
-# What `--post-process` names, as far as it is done here; a dictionary object of fairseq does the others.
+# The values of `--post-process` that are handled here; a dictionary object of fairseq handles the others.
 POST_PROCESSORS: dict[str | None, Callable[[str], str]] = {
     None: lambda text: text,
     "none": lambda text: text,
@@ -27,7 +27,7 @@ POST_PROCESSORS: dict[str | None, Callable[[str], str]] = {
 
 @dataclass(frozen=True)
 class Symbols:
-    """What `string` of a plain fairseq dictionary needs, and nothing else."""
+    """The data of a plain fairseq dictionary that its method `string` needs."""
 
     symbols: list[str]
     bos: int
@@ -64,7 +64,7 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Batch:
-    """A generated batch as plain data; one entry a sentence in each list."""
+    """A generated batch as plain data; each list has one entry per sentence."""
 
     ids: list[int]
     sources: list[list[int]] | None  # may be padded
@@ -76,7 +76,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the scorer needs of one sentence: of tokens and words what is scored, the other is empty."""
+    """The data of one sentence for the scorer: tokens or texts, whichever is scored; the other is empty."""
 
     target: str
     hypothesis: str
@@ -93,7 +93,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Format:
-    """What of a run decides about its lines. Sent once to each worker."""
+    """The settings of a run that decide how lines look; sent once to each worker."""
 
     source: Any  # Symbols, a fairseq dictionary, or None
     target: Any  # Symbols or a fairseq dictionary
@@ -111,12 +111,12 @@ class Format:
 
     @property
     def by_words(self) -> bool:
-        """Whether words are scored: subwords were joined or words replaced, so tokens are not what is scored."""
+        """Whether words are scored instead of tokens, as subwords were joined or words replaced."""
         return self.align_dict is not None or self.post_process is not None
 
 
 def build(form: Format) -> Callable[[Batch], Lines]:
-    """The handler of a worker."""
+    """Make the handler of a worker."""
     return _Writer(form).batch
 
 
@@ -197,10 +197,10 @@ class _Writer:
 
 
 def _replace_unknown(text: str, source: str, alignment: list[Any], align_dict: Mapping[str, str], unk_word: str) -> str:
-    """Unknown words become the translation of the source word they are aligned to, or that word itself.
+    """Replace unknown words by the translation of the source word they are aligned to, or by that word itself.
 
-    Needs a hard alignment, pairs (source word, target word); stock raises an IndexError without one and a TypeError
-    with one, here an unknown word without a partner stays.
+    This needs a hard alignment, pairs (source word, target word). Stock raises an IndexError without one and a
+    TypeError with one; here an unknown word that is not aligned stays.
     """
     words = _SPACES.sub(" ", text).strip().split()
     partners = {pair[1]: pair[0] for pair in alignment if isinstance(pair, (tuple, list)) and len(pair) == 2}

@@ -1,4 +1,4 @@
-"""fairseq's task, models, data and scorer, loaded in stock's order."""
+"""Loads fairseq's task, models, data and scorer, in stock's order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fastgen.pipeline.fairseq import lines, options
 
 @dataclass
 class Loaded:
-    """A task, its models and what decodes with them."""
+    """A task, with models, generator, batches and scorer."""
 
     cfg: Any
     task: Any
@@ -39,12 +39,12 @@ class Loaded:
 
 
 def check(cfg: Any) -> None:
-    """What can be refused before anything is loaded; InputError."""
+    """Raise InputError for all that can be refused before anything is loaded."""
     options.check(cfg)
 
 
 def load(cfg: Any, logger: Logger) -> Loaded:
-    """In stock's order, so that random numbers and log lines are stock's too."""
+    """Load all in stock's order, so that random numbers and log lines are stock's, too."""
     utils.import_user_module(cfg.common)
     if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
         np.random.seed(cfg.common.seed)
@@ -138,7 +138,7 @@ def _name(choice: Any) -> str:
 
 @contextlib.contextmanager
 def _loading(what: str) -> Iterator[None]:
-    """Errors of fairseq while it reads `what` become one sentence: it raises bare Exceptions for bad input."""
+    """Turn errors of fairseq while it reads `what` into an InputError: it raises bare Exceptions for bad input."""
     try:
         yield
     except InputError:
@@ -148,7 +148,7 @@ def _loading(what: str) -> Iterator[None]:
 
 
 def _load_models(paths: list[str], **options: Any) -> tuple[list[Any], Any]:
-    """Also where fastgen is disabled, since torch >= 2.6 refuses fairseq's checkpoints otherwise."""
+    """Load models, with the allow-list even if fastgen is disabled: torch >= 2.6 refuses the checkpoints without."""
     with _loading(f"the checkpoint {os.pathsep.join(paths)}"):
         return checkpoints.loading(checkpoint_utils.load_model_ensemble)(paths, **options)
 
@@ -197,7 +197,7 @@ def _format(cfg: Any, task: Any, generator: Any, tokenizer: Any, subwords: Any, 
 
 
 def plain_dictionary(dictionary: Any, post_process: str | None) -> Any:
-    """The strings of `dictionary` alone, where that is all that its `string` uses; else the object itself."""
+    """The dictionary as `Symbols`, if its method `string` is fairseq's own; else the object itself."""
     kind = type(dictionary)
     own = any(getattr(kind, name) is not getattr(Dictionary, name) for name in ("string", "__getitem__", "unk_string"))
     if own or post_process not in lines.POST_PROCESSORS:
@@ -208,7 +208,7 @@ def plain_dictionary(dictionary: Any, post_process: str | None) -> Any:
 
 
 def can_travel(form: lines.Format) -> bool:
-    """Whether workers can have `form`: some subword codecs hold objects that can't be pickled."""
+    """Whether `form` can be sent to workers: some subword codecs hold objects that can't be pickled."""
     try:
         pickle.dumps(form)
     except (TypeError, AttributeError, pickle.PicklingError):

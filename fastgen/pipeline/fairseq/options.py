@@ -1,4 +1,4 @@
-"""Flags of fairseq-generate that can't work, refused in a sentence before anything is loaded."""
+"""Refuses flags of fairseq-generate that can't work, in a sentence, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastgen.pipeline.errors import InputError
 
 
 def check(cfg: Any) -> None:
-    """What fairseq-generate asserts or fails at, and files that must be there."""
+    """Raise InputError for flags at which fairseq-generate would fail, and for missing files."""
     _check_search(cfg.generation)
     _check_numbers(cfg)
     _check_files(cfg)

@@ -1,4 +1,4 @@
-"""Where lines and log lines go: standard output, or the file of --results-path."""
+"""Writes lines and log lines to standard output, or to the file of --results-path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastgen.pipeline.resume import Journal
 
 
 class Output:
-    """Standard output, or a results file, which stays as it is until `opened`."""
+    """Standard output, or a results file, which is not changed until `opened`."""
 
     def __init__(self, journal: Journal | None = None) -> None:
         self.journal = journal
@@ -24,19 +24,19 @@ class Output:
 
     @contextlib.contextmanager
     def opened(self, handler: logging.StreamHandler[Any]) -> Iterator[None]:
-        """Results can be written; log lines go where `handler` has them go."""
+        """Inside the block, results can be written; log lines go where `handler` sends them."""
         if self.journal is None:
             yield
             return
         with self.journal.opened() as file:
             if handler.stream is self._early:
                 handler.setStream(file)
-            # What loading says is already in the results of a run that is resumed.
+            # If the run is resumed, the results already contain the log lines of loading.
             (sys.stderr if self.journal.resuming else file).write(self._early.getvalue())
             yield
 
     def write(self, text: str) -> None:
-        """All of `text`, or InputError."""
+        """Write all of `text`, or raise InputError."""
         if self.journal is not None:
             self.journal.write(text)
             return
@@ -45,22 +45,22 @@ class Output:
             sys.stdout.flush()
 
     def note(self, **facts: Any) -> None:
-        """Into the journal: everything up to here is written, and the `facts` hold."""
+        """Note in the journal that everything up to here is written, with `facts`."""
         if self.journal is not None:
             self.journal.batch(**facts)
 
 
 class _Handler(logging.StreamHandler):  # generic only since Python 3.11
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: where a log line can't be written, a result can't either, and that ends the run."""
+        """Do nothing: if a log line can't be written, a result can't either, and that ends the run."""
 
 
 @contextlib.contextmanager
 def logging_to(results: TextIO) -> Iterator[logging.StreamHandler[Any]]:
-    """Log lines as fairseq-generate has them, and where it has them.
+    """Log in the form of fairseq-generate, and to the same stream.
 
-    It means to have them among the results, but where an import has set up logging before (in fairseq 0.12.3.1 one
-    does, unless tensorboardX is installed) they come out on standard error.
+    It is meant to log to the results, but if an import has set up logging before (in fairseq 0.12.3.1 one does, unless
+    tensorboardX is installed) it logs to standard error.
     """
     root = logging.getLogger()
     handler = _Handler(sys.stderr if root.handlers else results)
@@ -69,7 +69,7 @@ def logging_to(results: TextIO) -> Iterator[logging.StreamHandler[Any]]:
     )
     before, level = list(root.handlers), root.level
     for other in before:
-        if type(other) is logging.StreamHandler:  # the import's; it would say everything again, hydra's chatter too
+        if type(other) is logging.StreamHandler:  # the import's, which would log all again, hydra's lines, too
             root.removeHandler(other)
     root.addHandler(handler)
     root.setLevel(os.environ.get("LOGLEVEL", "INFO").upper())

@@ -1,4 +1,4 @@
-"""One run of fastgen-generate: load, generate, write, and sum up as fairseq-generate does."""
+"""One run of fastgen-generate: loads, generates, writes, and ends with fairseq-generate's summary."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.workers import WorkerPool
 
-STOCK_TOKENS = 12000  # what fairseq-generate takes when neither --batch-size nor --max-tokens is given
+STOCK_TOKENS = 12000  # max_tokens of fairseq-generate if neither --batch-size nor --max-tokens is given
 
-# What decides about the results; in these, a run may be resumed with other values of _FREE only.
+# Sections whose options decide the results: a resumed run may only have other values of the options in _FREE.
 _SECTIONS = ("common", "common_eval", "generation", "dataset", "task", "bpe", "tokenizer", "scoring")
 _FREE = {
     "no_progress_bar", "log_interval", "log_format", "log_file", "num_workers", "data_buffer_size", "cpu",
@@ -47,7 +47,7 @@ _BLEU_OF_SUBWORDS = (
 
 
 def run(cfg: Any, own: Settings) -> int:
-    """To standard output or to --results-path; `own` are fastgen's flags. Returns the exit code."""
+    """Generate, to standard output or to --results-path; `own`: fastgen's flags. Returns the exit code."""
     check(cfg)
     if cfg.common_eval.results_path is None:
         _Run(cfg, own, Output()).run()
@@ -64,7 +64,7 @@ def run(cfg: Any, own: Settings) -> int:
 
 
 def _settings(cfg: Any, own: Settings) -> dict[str, Any]:
-    """What must be the same for a run to be resumed."""
+    """The settings that must be the same for a run to be resumed."""
     settings: dict[str, Any] = {
         "auto": own.auto,
         "refill": own.refill,
@@ -72,7 +72,7 @@ def _settings(cfg: Any, own: Settings) -> dict[str, Any]:
     }
     for section in _SECTIONS:
         value = cfg[section]
-        if value is None:  # no subword codec, for one
+        if value is None:  # such as no subword codec
             continue
         plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else vars(value)
         settings.update({f"{section}.{name}": str(plain[name]) for name in plain if name not in _FREE})
@@ -80,7 +80,7 @@ def _settings(cfg: Any, own: Settings) -> dict[str, Any]:
 
 
 def _files(cfg: Any, values: list[Any]) -> list[Path]:
-    """What decides about the results and can be replaced: checkpoints, codes, dictionaries, data of the subset."""
+    """Files that decide the results and might be replaced: checkpoints, codes, dictionaries, data of the subset."""
     paths = [Path(path) for value in values for path in str(value).split(os.pathsep) if os.path.isfile(path)]
     for folder in str(getattr(cfg.task, "data", None) or "").split(os.pathsep):
         if os.path.isdir(folder):
@@ -94,7 +94,7 @@ class _Run:
         self.logger = logging.getLogger("fairseq_cli.generate")
         self.sentences, self.tokens, self.seconds = 0, 0, 0.0
         self.has_target = True
-        self.next = 0  # the number of the first batch that is to be generated
+        self.next = 0  # the number of the first batch to generate
         self.random_state: str | None = None
 
     def run(self) -> None:
@@ -109,12 +109,12 @@ class _Run:
             self._restore()
             if self.next:
                 _warn(OTHER_DIGITS)
-            with self.output.opened(handler):  # not before: what is refused leaves an earlier run's results alone
+            with self.output.opened(handler):  # only now: a refused run must not change an earlier run's results
                 self._generate(loaded, batches)
                 self._summary()
 
     def _restore(self) -> None:
-        """Go on from what an earlier run noted of the batches."""
+        """Restore the state that an earlier run noted in the journal."""
         if self.output.journal is None:
             return
         with self.output.journal.earlier() as records:
@@ -150,7 +150,7 @@ class _Run:
         with WorkerPool(workers, lines.build, loaded.form) as pool:
 
             def post_process(generated: tuple[lines.Batch, Done] | None) -> tuple[Future[Any], Done] | None:
-                if generated is None or generated[1].number < self.next:  # of an earlier run
+                if generated is None or generated[1].number < self.next:  # an earlier run has it
                     return None
                 batch, done = generated
                 progress.update(done.sentences, done.tokens)
@@ -170,7 +170,7 @@ class _Run:
                 progress.close()
 
     def _write(self, result: lines.Lines, done: Done) -> None:
-        """In the writing thread, batch after batch."""
+        """Write one batch; called in the writing thread, in order."""
         self.output.write(result.text)
         for scored in result.scored:
             self.scoring.add(scored)
@@ -181,7 +181,7 @@ class _Run:
         self.output.note(**vars(done), scored=[list(vars(scored).values()) for scored in result.scored])
 
     def _summary(self) -> None:
-        """As fairseq-generate ends, word for word: scripts look for these lines."""
+        """Write the last lines of fairseq-generate, word for word: scripts look for them."""
         cfg, seconds = self.cfg, max(self.seconds, 1e-9)
         self.logger.info("NOTE: hypothesis and token scores are output in base 2")
         self.logger.info(

@@ -1,4 +1,4 @@
-"""References and hypotheses on their way to fairseq's scorer."""
+"""Passes references and hypotheses to fairseq's scorer."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from fastgen.pipeline.fairseq.lines import Scored
 
 
 class Scoring:
-    """Feeds stock's scorer, sentence by sentence and in order: it holds state, and the dictionary grows."""
+    """Feeds stock's scorer sentence by sentence, in order: the scorer has a state, and the dictionary grows."""
 
     def __init__(self, scorer: Any, dictionary: Any, *, by_words: bool) -> None:
-        """`by_words` as in Format: words that the dictionary doesn't know are added to it."""
+        """`by_words`: as in Format; words that the dictionary doesn't know are added to it."""
         self._scorer, self._dictionary, self._by_words = scorer, dictionary, by_words
         self._by_text = hasattr(scorer, "add_string")
         self._stock = type(dictionary).encode_line is Dictionary.encode_line
 
     def add(self, scored: Scored) -> None:
-        """The best hypothesis of a sentence and its reference."""
+        """Add the best hypothesis and the reference of a sentence."""
         if self._by_text:
             self._scorer.add_string(scored.target, scored.hypothesis)
         elif not self._by_words:
             self._scorer.add(_ids(scored.target_tokens), _ids(scored.hypothesis_tokens))
         else:
-            # In stock's order, all hypotheses: BLEU's hash of n-grams has collisions, so even the number that a new
-            # word gets can show in the score.
+            # All hypotheses in stock's order: BLEU's hash of n-grams has collisions, so even the number of a new word
+            # can change the score.
             self._learn(scored.texts[0])
             target = self._encode(scored.target)
             self._scorer.add(target, self._encode(scored.hypothesis))
@@ -46,7 +46,7 @@ class Scoring:
             self._encode(line)
 
     def _encode(self, line: str) -> torch.Tensor:
-        """Encode a line as fairseq's `encode_line`, with the tensor filled at once."""
+        """Encode a line as fairseq's `encode_line` does, but fill the tensor at once."""
         dictionary = self._dictionary
         if not self._stock:
             return dictionary.encode_line(line, add_if_not_exist=True)

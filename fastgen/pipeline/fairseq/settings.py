@@ -1,4 +1,4 @@
-"""What a run of fastgen-generate is asked for besides fairseq's own configuration."""
+"""The settings of a run of fastgen-generate besides fairseq's own configuration."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""A corpus generated with a model of transformers: what fastgen-generate-transformers does."""
+"""Generates a corpus with a model of transformers, for the command fastgen-generate-transformers."""

@@ -1,4 +1,4 @@
-"""Batches of records of like length."""
+"""Makes batches of records of like length."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _ENCODED = 64  # records that a worker tokenises at once
 
 @dataclass
 class Batch:
-    """Records that are generated in one go; those that can't be used only pass through."""
+    """Records that are generated in one call; those that can't be used only pass through."""
 
     records: list[Record]
-    number: int  # the least index: seeds the sampling
-    size: int  # records that decode together: the others wait for room
+    number: int  # the lowest index, which seeds the sampling
+    size: int  # how many records decode together; the others wait for room
 
 
 @dataclass
 class Source:
-    """Reads and tokenises windows of records in the reading thread; `cut` makes batches of them in the calling one."""
+    """Reads and tokenises windows of records in the reading thread; `cut` makes batches in the calling thread."""
 
     records: Iterator[Record]
     pool: WorkerPool
-    limit: int | None  # tokens of an input
+    limit: int | None  # most tokens of an input
     fixed: int  # the size of a batch without `auto`
     auto: AutoBatch | None
     by_tokens: bool  # sizes are padded tokens, not records
     policy: failures.Policy
     refill: bool = False
-    finished: set[int] = field(default_factory=set)  # records that an earlier run did
-    first: int = 0  # a multiple of WINDOW
+    finished: set[int] = field(default_factory=set)  # indices of records that an earlier run has done
+    first: int = 0  # the record to begin with, a multiple of WINDOW
 
     def __iter__(self) -> Iterator[list[Record]]:
         records = islice(self.records, self.first, None)
@@ -50,7 +50,7 @@ class Source:
             yield window
 
     def cut(self, window: list[Record]) -> Iterator[Batch]:
-        """Batches of records of like length, without those that an earlier run did."""
+        """Cut a window into batches of records of like length, without records that an earlier run has done."""
         end, problem = next(
             ((place, why) for place, record in enumerate(window) if (why := self.policy.problem(record)) is not None),
             (len(window), None),
@@ -76,13 +76,13 @@ class Source:
                     record.refuse("the text has no tokens")
 
     def _batches(self, records: list[Record]) -> Iterator[Batch]:
-        # The longest first: what doesn't fit into memory shows at once. The order of the input breaks ties.
+        # The longest first: so a batch that doesn't fit into memory shows at once. Ties are in the order of the input.
         records = sorted(records, key=lambda record: -len(record.tokens))
         if self.auto is not None:
             records = [record for record in records if record.index not in self.finished]
         position = 0
         while position < len(records):
-            # The longest first: as many of those that follow fit as well.
+            # The following records are not longer, so as many of them fit, too.
             size = len(self._take(records, position))
             is_full = self.refill and (self.auto is None or self.auto.settled)
             batch = records[position : position + size * (STRETCH if is_full else 1)]
@@ -96,19 +96,19 @@ class Source:
         return list(records[position : position + max(1, size // longest)])
 
     def succeeded(self, records: Sequence[Record], speed: float) -> None:
-        """A batch of these records was generated, at `speed`."""
+        """Note that a batch of these records was generated, at `speed`."""
         if self.auto is not None:
             self.auto.succeeded(self._units(records), speed)
 
     def failed(self, records: Sequence[Record]) -> None:
-        """A batch of these records ran out of memory."""
+        """Note that a batch of these records ran out of memory."""
         if self.auto is not None:
             self.auto.failed(self._units(records))
 
     def failed_full(self, records: Sequence[Record]) -> None:
-        """It ran out of memory while a batch was kept full with these records."""
+        """Note that memory ran out while a batch was kept full with these records."""
         self.failed(records)
-        self.refill = self.auto is not None  # else it would again
+        self.refill = self.auto is not None  # with a fixed size it would run out again
 
     def _units(self, records: Sequence[Record]) -> int:
         return len(records) * (max(len(record.tokens) for record in records) if self.by_tokens else 1)

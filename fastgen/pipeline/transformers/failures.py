@@ -1,4 +1,4 @@
-"""What becomes of records that can't be used, and of blank lines: --on-error."""
+"""Decides what becomes of records that can't be used, and of blank lines: --on-error."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TOGETHER = 256  # records that the scan tokenises at once
 
 
 class Policy(NamedTuple):
-    """What becomes of each kind of line: STOP, BLANK or SKIP."""
+    """What to do with each kind of line: STOP, BLANK or SKIP."""
 
-    errors: str  # of lines that can't be used
-    blanks: str  # of lines without text
+    errors: str  # for lines that can't be used
+    blanks: str  # for lines without text
 
     def problem(self, record: Record) -> str | None:
         """The sentence that ends the run at this record; None if the run goes on."""
@@ -28,12 +28,12 @@ class Policy(NamedTuple):
         return None
 
     def leaves_out(self, record: Record) -> bool:
-        """Whether the output has nothing of this record."""
+        """Whether the output leaves this record out."""
         return not record.usable and (self.blanks if record.error is None else self.errors) == SKIP
 
 
 def policy_of(chosen: str | None, form: str) -> Policy:
-    """As --on-error says, for an output of this form; by default text has no place for an error, and the run stops."""
+    """The policy of --on-error for this form of output; by default an error stops a run with text output."""
     if chosen is not None:
         return Policy(chosen, chosen)
     return Policy(STOP if form == TEXT else BLANK, BLANK)
@@ -42,7 +42,7 @@ def policy_of(chosen: str | None, form: str) -> Policy:
 def outputs_of(
     record: Record, found: Iterator[tuple[str, float | None]], per_record: int
 ) -> list[tuple[str, float | None]]:
-    """The next `per_record` texts and scores that were `found`; of a record that can't be used as many empty ones."""
+    """The next `per_record` texts and scores in `found`, or as many empty ones if the record can't be used."""
     return [next(found) if record.usable else ("", None) for _ in range(per_record)]
 
 
@@ -50,24 +50,24 @@ class Lengths(NamedTuple):
     """How long an input may be."""
 
     limit: int  # tokens
-    count_tokens: Callable[[list[str]], list[int]]  # of each of these texts
+    count_tokens: Callable[[list[str]], list[int]]  # counts the tokens of each text
 
 
 def scan(records: Iterable[Record], policy: Policy, lengths: Lengths | None = None) -> None:
-    """See all records before the model is loaded: what would end the run hours later ends it now.
+    """Check all records before the model is loaded: a record that would end the run hours later ends it now.
 
-    Texts are tokenised only if they have more bytes than the model has room for tokens: a token has a byte at least, so
-    all others fit (but for characters that a tokenizer takes apart: these show when they are generated).
+    Texts are tokenised only if they have more bytes than the model has room for tokens: a token has at least a byte, so
+    all others fit (except texts with characters that a tokenizer splits: these fail when they are generated).
 
     Args:
-        lengths: None if every length will do.
+        lengths: the limit; None if there is none.
 
     Raises:
         InputError: the first record at which the policy stops.
     """
     if STOP not in policy:
         return
-    # What surrounds a text, a prefix and special tokens, is counted with the shortest one.
+    # A prefix and special tokens around a text are counted with the shortest text.
     room = None if lengths is None else lengths.limit - lengths.count_tokens(["a"])[0]
     long: list[Record] = []
     for record in records:

@@ -1,4 +1,4 @@
-"""From batches of records to tokens and scores."""
+"""Generates tokens and scores for batches of records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fastgen.pipeline.transformers.records import Record
 
 @dataclass
 class Rows:
-    """Tokens of every hypothesis of a batch, record after record, and their scores."""
+    """The tokens and scores of all hypotheses of a batch, record by record."""
 
     rows: list[list[int]]
     scores: list[float | None]
@@ -42,26 +42,26 @@ class Generator:
         warn: Callable[[str], None],
         tokenizer: Any = None,
     ) -> None:
-        """`tokenizer` is needed for `stop_strings` alone."""
+        """`tokenizer`: needed only for `stop_strings`."""
         self._model, self._config, self.source = model, config, source
         self._seed, self.has_scores, self._warn = seed, scores, warn
-        self.progress: Callable[[int, int], None] = lambda records, tokens: None  # told of records as they are ready
+        self.progress: Callable[[int, int], None] = lambda records, tokens: None  # called when records are ready
         self.per_record = int(config.num_return_sequences or 1)
-        # Else the log-probabilities of all tokens would be kept at each step: 64 MB for 64 sentences and 5 beams.
+        # Without this the log-probabilities of all tokens would be kept: 64 MB a step for 64 sentences and 5 beams.
         config._fastgen_sequence_scores_only = scores
         self._options = {"generation_config": config, "return_dict_in_generate": scores, "output_scores": scores}
         if config.stop_strings:
             self._options["tokenizer"] = tokenizer
 
     def why_not_refilled(self, wished: bool | None) -> str | None:
-        """Why batches are not to be kept full, or None."""
+        """Why batches are not kept full, or None."""
         with _refusals():
             return offline.why_not_refilled(self._model, [self._config.pad_token_id], wished, self._options)
 
     def __call__(self, batch: Batch) -> Rows:
-        """All hypotheses of `batch`; a record that doesn't fit into memory alone gets its `error` set, and none."""
+        """Generate all hypotheses of `batch`; a record that doesn't fit into memory alone gets an `error` and none."""
         if self._config.do_sample:
-            # By batch, not by run: a run that is resumed draws the same numbers.
+            # Seeded for each batch, so that a resumed run draws the same numbers.
             torch.manual_seed(((self._seed << 32) + batch.number) % 2**63)
         full = self._refilled(batch) if batch.size < len(batch.records) else {}
         rest = [record for record in batch.records if record.index not in full]
@@ -75,7 +75,7 @@ class Generator:
         )
 
     def _refilled(self, batch: Batch) -> dict[int, Hypotheses]:
-        """The records that were done before memory ran out, by their indices."""
+        """Generate with the batch kept full; returns hypotheses by record index, not all if memory runs out."""
         full: dict[int, Hypotheses] = {}
         try:
             for part, found in self._generated(batch.records, batch.size, refill=True):
@@ -85,7 +85,7 @@ class Generator:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-        release_memory()  # outside of the handler: its traceback holds the tensors
+        release_memory()  # after the `except` block, as the traceback holds the tensors
         self.source.failed_full(batch.records)
         self._warn(f"out of memory while {batch.size} records were kept in a batch: going on without refill")
         return full
@@ -122,7 +122,7 @@ class Generator:
     def _generated(
         self, records: Sequence[Record], size: int, *, refill: bool = False
     ) -> Iterator[tuple[list[Record], list[Hypotheses]]]:
-        """Records and what was found for each, as it is ready; `size` of them decode together."""
+        """Yield records and the hypotheses of each, as soon as they are ready; `size` records decode together."""
         tokens = [record.tokens for record in records]
         with _refusals():
             for part, output, longest in offline.generated(
@@ -133,7 +133,7 @@ class Generator:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """What transformers says to a combination of flags, as a sentence for the user."""
+    """Turn an error of transformers about a combination of flags into an InputError."""
     try:
         yield
     except ValueError as error:

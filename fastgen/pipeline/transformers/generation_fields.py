@@ -1,4 +1,4 @@
-"""The fields of transformers' GenerationConfig, read from the class: their types, and values that no model takes."""
+"""The fields of transformers' GenerationConfig: reads types from the class, and refuses values that no model takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastgen.pipeline.errors import InputError
 _POSITIVE = ("num_beams", "num_return_sequences", "max_new_tokens")
 _SAMPLING = "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff".split()
 _BEAMS = ("length_penalty", "early_stopping")
-# Set by the command: it needs the sequences, and asks for scores itself.
+# These are set by the command, which needs the sequences and decides about scores.
 _OURS = {"return_dict_in_generate", "output_scores", "transformers_version"}
 _DOCUMENTED = re.compile(r"^\s+([a-z_]+):? ?\(([^,)\n]+)", re.MULTILINE)
 _KINDS = ("bool", "int", "float", "str")
@@ -20,7 +20,7 @@ _KINDS = ("bool", "int", "float", "str")
 def field_types() -> dict[str, str]:
     """Each public field and its type: "bool", "int", "float", "str", or "literal" for anything else.
 
-    From the default value where there is one, else from the class's documentation of the field.
+    The type is that of the documentation, else that of the default value.
     """
     from transformers import GenerationConfig
 
@@ -32,19 +32,19 @@ def field_types() -> dict[str, str]:
     for name, value in defaults.items():
         if name in _OURS:
             continue
-        # `early_stopping` is False by default, and may be "never": what the documentation says goes first.
+        # `early_stopping` is False by default, and may be "never": the documentation has priority.
         kind = documented.get(name) or type(value).__name__
         types[name] = kind if kind in _KINDS else "literal"
     return types
 
 
 def flag_of(field: str) -> str:
-    """How the commands write a field's name."""
+    """The command-line flag of a field."""
     return "--" + field.replace("_", "-")
 
 
 def check(fields: dict[str, Any], shown: Callable[[str], str]) -> None:
-    """InputError for values that no model takes; `shown`: how the user wrote a field's name."""
+    """Raise InputError for values that no model takes; `shown`: returns a field's name as the user wrote it."""
     for name, value in fields.items():
         if name in _POSITIVE and isinstance(value, int) and value < 1:
             raise InputError(f"{shown(name)} must be at least 1, not {value}.")
@@ -53,7 +53,7 @@ def check(fields: dict[str, Any], shown: Callable[[str], str]) -> None:
 
 
 def without_effect(fields: dict[str, Any], config: Any) -> str | None:
-    """A sentence on fields that say something about another search than the one asked for; None without such.
+    """A sentence on fields that have no effect in the search asked for; None if all have.
 
     Args:
         config: the model's GenerationConfig with these fields.
@@ -69,6 +69,6 @@ def without_effect(fields: dict[str, Any], config: Any) -> str | None:
 
 
 def token_ids(value: Any) -> list[int]:
-    """The token ids of a field that holds one or several; none if the field holds anything else."""
+    """The token ids in a field that holds one id or several; an empty list if the field holds anything else."""
     ids = value if isinstance(value, list) else [value]
     return ids if all(type(i) is int for i in ids) else []

@@ -1,4 +1,4 @@
-"""Hypotheses of each record, from what `generate` returns."""
+"""Splits the output of `generate` into the hypotheses of each record."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Hypotheses(NamedTuple):
 
 
 def hypotheses_of(model: Any, config: Any, output: Any, longest: int) -> list[Hypotheses]:
-    """The hypotheses of each record.
+    """The hypotheses of each record, from the output for a batch.
 
     Args:
         config: the GenerationConfig; with `return_dict_in_generate` and `output_scores` there are scores.
-        output: what `model.generate` returned for it.
-        longest: tokens of the prompts, with their padding.
+        output: what `model.generate` returned.
+        longest: number of tokens of each prompt, padding included.
     """
     count = int(config.num_return_sequences or 1)
     sequences = output if isinstance(output, Tensor) else output.sequences
@@ -32,11 +32,11 @@ def hypotheses_of(model: Any, config: Any, output: Any, longest: int) -> list[Hy
 
 
 def _scores(model: Any, config: Any, output: Any) -> list[float | None]:
-    """The search's own score; without beams the sum of the log-probabilities of the tokens."""
+    """The scores of beam search; without beams, the sums of the tokens' log-probabilities."""
     scores = getattr(output, "sequences_scores", None)
     if scores is None:
         steps = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
-        # After its end a row is padding, whose probabilities don't count.
+        # After the end token a row is padding, whose probabilities don't count.
         ends = torch.tensor(_ends(config.eos_token_id), device=steps.device)
         ended = torch.isin(output.sequences[:, -steps.shape[1] :], ends).cumsum(-1)  # [B, T]
         after = torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=-1) > 0
@@ -45,7 +45,7 @@ def _scores(model: Any, config: Any, output: Any) -> list[float | None]:
 
 
 def without_tail(row: list[int], pad: int) -> list[int]:
-    """The row without the padding at its end."""
+    """The row without padding at the end."""
     end = len(row)
     while end and row[end - 1] == pad:
         end -= 1

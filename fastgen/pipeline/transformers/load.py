@@ -1,4 +1,4 @@
-"""The model, its limits, and what it is asked to generate."""
+"""Loads the model, finds length limits, and makes the generation config."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from huggingface_hub.utils import logging as hub_logging
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
 
 import fastgen.models.unilm
-import fastgen.models.vae  # noqa: F401  # both make themselves known to transformers' Auto classes
+import fastgen.models.vae  # noqa: F401  # both register with transformers' Auto classes
 from fastgen.pipeline.errors import InputError, first_line, why_unloadable
 from fastgen.pipeline.transformers.generation_fields import flag_of, token_ids
 
 _PATIENCE_SECONDS = 5.0
-# What transformers raises for names, folders and files that it can't use.
+# The errors that transformers raises for names, folders and files that it can't use.
 _UNLOADABLE = (
     OSError,
     ValueError,
@@ -45,10 +45,10 @@ def find_device(name: str | None) -> torch.device:
 
 
 def check_path(name: str, what: str) -> None:
-    """InputError if `name` can only be a path, and nothing is there: transformers would call it a name that is bad.
+    """Raise InputError if `name` can only be a path and does not exist: transformers would call it a bad name.
 
     Args:
-        what: the argument that it is.
+        what: the name of the argument, for the message.
     """
     is_path = name.startswith((".", "~")) or os.path.isabs(name) or name.count("/") > 1 or "\\" in name
     # os.path's functions answer for any name; those of pathlib raise for one that is too long.
@@ -58,13 +58,13 @@ def check_path(name: str, what: str) -> None:
 
 def load_config(name: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)  # else it would ask
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)  # without this it would ask
     except _UNLOADABLE as error:
         raise InputError(f"Cannot load the model {name!r}: {first_line(error)}.") from error
 
 
 def load_model(name: str, config: Any, dtype: str, device: torch.device) -> Any:
-    """The model as its config says, seq2seq or causal, ready to generate."""
+    """Load the model, seq2seq or causal as the config says, ready to generate."""
     from safetensors import SafetensorError
 
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -78,7 +78,7 @@ def load_model(name: str, config: Any, dtype: str, device: torch.device) -> Any:
 
 
 def source_limit(config: Any, tokenizer: Any, new_tokens: int) -> int | None:
-    """How many tokens of input the model and the tokenizer have room for; None: no limit known."""
+    """How many input tokens the model and the tokenizer have room for; None if no limit is known."""
     limits = [] if tokenizer.model_max_length > 10**9 else [int(tokenizer.model_max_length)]
     if positions := getattr(config, "max_position_embeddings", None):
         limits.append(positions if config.is_encoder_decoder else positions - new_tokens)
@@ -92,10 +92,10 @@ def source_limit(config: Any, tokenizer: Any, new_tokens: int) -> int | None:
 
 @contextlib.contextmanager
 def asking_the_hub(names: Iterable[str], warn: Callable[[str], None]) -> Iterator[None]:
-    """Inside, the hub's client keeps its retries to itself; if it takes long, one sentence says what is waited for.
+    """Inside the block, the hub's client does not log retries; if it takes long, one sentence says what is awaited.
 
     Args:
-        names: what is loaded; of folders nothing is said.
+        names: the names that are loaded; local folders are not mentioned.
     """
     asked = [name for name in names if not os.path.isdir(name)]
     if not asked or constants.HF_HUB_OFFLINE:
@@ -115,10 +115,10 @@ def asking_the_hub(names: Iterable[str], warn: Callable[[str], None]) -> Iterato
 
 
 def checked(name: str, config: Any, flags: dict[str, Any]) -> GenerationConfig:
-    """What will be asked for, before the weights are loaded; InputError for flags that contradict each other."""
+    """The generation config before the weights are loaded; InputError for flags that contradict each other."""
     try:
         own = GenerationConfig.from_pretrained(name)
-    except OSError:  # of an older model; its config has them
+    except OSError:  # an older model, whose config has the fields
         own = GenerationConfig.from_model_config(config)
     except (ValueError, TypeError) as error:
         raise InputError(f"Cannot load the model {name!r}: {first_line(error)} (generation_config.json).") from error
@@ -130,7 +130,7 @@ def checked(name: str, config: Any, flags: dict[str, Any]) -> GenerationConfig:
 
 
 def _merged(own: GenerationConfig, flags: dict[str, Any]) -> GenerationConfig:
-    """The model's own with the user's flags over it."""
+    """The model's generation config, with the user's flags over it."""
     try:
         return GenerationConfig.from_dict({**own.to_dict(), **flags})
     except (ValueError, TypeError) as error:
@@ -144,21 +144,21 @@ def generation_config(
     language: int | None,
     shown: Callable[[str], str] = flag_of,
 ) -> GenerationConfig:
-    """The model's own, with the user's flags over it; `shown`: how the user writes a field's name."""
+    """The model's generation config, with the user's flags over it; `shown`: returns a field's name for the user."""
     merged = _merged(model.generation_config, flags)
     if language is not None and "forced_bos_token_id" not in flags:
         merged.forced_bos_token_id = language
     if merged.pad_token_id is None:
         merged.pad_token_id = _pad_token(tokenizer, model)
     if "max_new_tokens" in flags and "max_length" not in flags:
-        merged.max_length = None  # else both are given, and transformers warns at every batch
+        merged.max_length = None  # with both given, transformers warns at every batch
     _check_tokens(model, flags, shown)
     _check_length(model, merged, shown)
     return merged
 
 
 def _check_tokens(model: Any, flags: dict[str, Any], shown: Callable[[str], str]) -> None:
-    """Tokens that the model is fed. One that ends a sentence may be any: -1 is a way to say none."""
+    """Refuse unknown tokens that the model would be fed. An end token may be any number: -1 means none."""
     size = model.get_input_embeddings().num_embeddings
     for name, value in flags.items():
         if not name.endswith("_token_id") or name == "eos_token_id" or value is None:
@@ -168,13 +168,13 @@ def _check_tokens(model: Any, flags: dict[str, Any], shown: Callable[[str], str]
 
 
 def decoder_room(model: Any) -> int | None:
-    """How many tokens an encoder-decoder can generate; None if it computes its positions, and may go on."""
+    """How many tokens an encoder-decoder can generate; None if positions are computed, without a limit."""
     if not model.config.is_encoder_decoder or not hasattr(model, "get_decoder"):
-        return None  # of causal models see source_limit
+        return None  # for causal models see source_limit
     table = getattr(model.get_decoder(), "embed_positions", None)
-    if not isinstance(table, torch.nn.Embedding) or hasattr(table, "make_weight"):  # FSMT's grows
+    if not isinstance(table, torch.nn.Embedding) or hasattr(table, "make_weight"):  # FSMT's table grows
         return None
-    # The first token is the decoder's start; the last one is never fed.
+    # The first token is the decoder's start token; the last token is never fed.
     return table.num_embeddings - int(getattr(table, "offset", 0))
 
 
@@ -191,7 +191,7 @@ def _check_length(model: Any, config: GenerationConfig, shown: Callable[[str], s
 
 
 def _pad_token(tokenizer: Any, model: Any) -> int:
-    """Any token will do where there is none for padding: the mask hides it."""
+    """A token to pad with. If there is no padding token, any token will do: the mask hides it."""
     for candidate in (tokenizer.pad_token_id, model.config.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             return int(candidate)

@@ -1,4 +1,4 @@
-"""BLEU and chrF (sacrebleu) and ROUGE (rouge-score) of outputs against references."""
+"""Scores outputs against references: BLEU and chrF (sacrebleu), ROUGE (rouge-score)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROUGE = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 
 
 def check(metrics: list[str]) -> None:
-    """Before the run: the packages are there."""
+    """Raise InputError, before the run, for unknown metrics and missing packages."""
     for metric in metrics:
         if metric not in METRICS:
             raise InputError(f"Unknown metric {metric!r}: choose from {', '.join(METRICS)}.")
@@ -26,7 +26,7 @@ def check(metrics: list[str]) -> None:
 
 
 def read_references(path: Path, expected: int) -> list[str]:
-    """One reference a line, as many as there are inputs."""
+    """Read references, one a line, as many as there are inputs."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -42,7 +42,7 @@ def read_references(path: Path, expected: int) -> list[str]:
 
 
 def score(outputs: list[str], references: list[str], metrics: list[str]) -> list[str]:
-    """A line for every metric; BLEU and chrF as sacrebleu prints them, ROUGE's mean F1 with stemming."""
+    """A line for each metric: BLEU and chrF as sacrebleu prints them, ROUGE as mean F1 with stemming."""
     lines: list[str] = []
     if "bleu" in metrics:
         from sacrebleu.metrics import BLEU

@@ -1,4 +1,4 @@
-"""What a run needs before its first batch: tokenizer, model, generation config, sizes of batches."""
+"""Prepares a run up to the first batch: tokenizer, model, generation config, sizes of batches."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ AUTO = "auto"
 
 
 class Prepared(NamedTuple):
-    """What can be known, and refused, before the weights are loaded."""
+    """All that can be found out, and refused, before the weights are loaded."""
 
     device: Any
     config: Any
     given: dict[str, Any]  # fields of GenerationConfig
     tokenizer: Any
     spec: tokenizing.TokenizerSpec
-    language: int | None  # the token of the output's
-    limit: int | None  # tokens of an input
+    language: int | None  # the token of the output's language
+    limit: int | None  # most tokens of an input
 
     def token_counter(self) -> Callable[[list[str]], list[int]]:
-        """What says how many tokens each of some texts has as an input of the model."""
-        handle = tokenizing.handler(self.tokenizer, self.spec)  # once: it looks for the language in the vocabulary
+        """A function that counts the tokens of each of some texts, as inputs of the model."""
+        handle = tokenizing.handler(self.tokenizer, self.spec)  # once: it searches the vocabulary for the language
         return lambda texts: [len(tokens) for tokens in handle(tokenizing.Encode(texts))]
 
 
 def prepared(settings: ModelSettings, warn: Callable[[str], None] = lambda text: None) -> Prepared:
-    """What these settings need before the weights are loaded; InputError for what can't be used."""
+    """Prepare these settings as far as possible without the weights; InputError for what can't be used."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device, given = find_device(settings.device), settings.generation
@@ -78,11 +78,11 @@ def generator_of(
     finished: Callable[[int], set[int]] = lambda first: set(),
     first: int = 0,
 ) -> Generator:
-    """The model, loaded, and the batches of `source` that it is for, `.source`.
+    """Load the model and make a Generator, whose `.source` makes batches of `source`.
 
     Args:
-        form: of the output. Text has no place for errors or scores.
-        finished: the records from a given one on that an earlier run did.
+        form: form of the output. Text has no place for errors or scores.
+        finished: returns the records, from a given one on, that an earlier run has done.
         first: the record to begin with, a multiple of `batches.WINDOW`.
     """
     model = load_model(settings.model, known.config, settings.dtype, known.device)

@@ -1,4 +1,4 @@
-"""Inputs and outputs of fastgen-generate-transformers: text with one record a line, JSONL, or (with Ray) Parquet."""
+"""Reads and writes records of fastgen-generate-transformers: text, one a line, JSONL, or (with Ray) Parquet."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
 
 @dataclass
 class Record:
-    """One line of the input and what became of it."""
+    """One line of the input, with the error if it can't be used."""
 
     index: int
     path: str
     text: str = ""
     name: Any = None  # "id" of a JSONL record
-    before: int = 0  # records of the files before this one
-    file: str | None = None  # to be named in JSONL output, where the input is several
+    before: int = 0  # number of records in earlier files
+    file: str | None = None  # to be named in JSONL output, if the input is several files
     error: str | None = None
     blank: bool = False  # nothing to generate from, and no error: an ordinary line of a text
     tokens: list[int] = field(default_factory=list)
-    crc: int = 0  # of the line
+    crc: int = 0  # CRC of the line
 
     @property
     def line(self) -> int:
@@ -40,7 +40,7 @@ class Record:
         return self.error is None and not self.blank
 
     def refuse(self, why: str) -> None:
-        """Mark as failed, with a sentence that names file and line."""
+        """Mark the record as failed, with a sentence that names file and line."""
         self.error = f"{self.path}, line {self.line}: {why}."
 
 
@@ -50,7 +50,7 @@ def format_of(path: str | Path) -> str:
 
 
 def count_lines(path: Path) -> int:
-    """The number of records; InputError if there is none."""
+    """The number of records in a file; InputError if there is none."""
     lines, last = 0, b"\n"
     try:
         with open(path, "rb") as file:
@@ -66,23 +66,23 @@ def count_lines(path: Path) -> int:
 
 
 def read(path: Path, form: str, *, text_field: str = "text") -> Iterator[Record]:
-    """The records; a line that can't be used has its `error` set, a sentence with file and line."""
+    """Yield the records of a file; for a line that can't be used `error` is a sentence with file and line."""
     with open(path, "rb") as file:
         yield from parsed(file, str(path), form, text_field=text_field)
 
 
 def line_crc(line: bytes) -> int:
-    """Tells whether a line has changed; the line end does not count, which the last line may lack."""
+    """The CRC of a line, without the line end, which the last line may lack."""
     return zlib.crc32(line.rstrip(b"\r\n"))
 
 
 def chained(crc: int, line_crc: int) -> int:
-    """The CRC of some lines and the line after them: from the CRC of the lines, 0 of none, and that of the line."""
+    """The CRC of some lines and one more, from the CRC of the lines (0 if there are none) and the line's CRC."""
     return zlib.crc32(line_crc.to_bytes(4, "little"), crc)
 
 
 def lines_crc(lines: Iterable[bytes]) -> int:
-    """The CRC of all these lines, one after the other."""
+    """The CRC of all these lines, chained."""
     crc = 0
     for line in lines:
         crc = chained(crc, line_crc(line))
@@ -99,7 +99,7 @@ def parsed(
     before: int = 0,
     file: str | None = None,
 ) -> Iterator[Record]:
-    """The records of these lines, the first of which has the index `first`; `before` and `file`: see Record."""
+    """Yield the records of these lines, with indices from `first` on; `before` and `file`: see Record."""
     for index, raw in enumerate(lines, first):
         record = Record(index, path, before=before, file=file, crc=line_crc(raw))
         if record.line == 1:
@@ -133,13 +133,13 @@ def _fill(record: Record, line: str, form: str, text_field: str) -> None:
         fill_text(record, text)
     else:
         record.refuse(f"not an object with the text in its field {text_field!r}")
-    if why := _unwritable(record.name):  # of a failed record as well: its name is written too
+    if why := _unwritable(record.name):  # of a failed record, too, as its name is written
         record.name = None
         record.refuse(why)
 
 
 def fill_text(record: Record, text: str) -> None:
-    """The text of a record; refused if it could not be written again."""
+    """Set the text of a record; it is refused if it could not be written back."""
     record.text = text
     record.blank = not text.strip()
     if why := _unwritable(text):
@@ -147,7 +147,7 @@ def fill_text(record: Record, text: str) -> None:
 
 
 def _unwritable(value: Any) -> str:
-    """Why it can't be written back as JSON in UTF-8; "" if it can. Python reads more than that."""
+    """Why a value can't be written back as JSON in UTF-8, though Python could read it; "" if it can."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -158,9 +158,9 @@ def _unwritable(value: Any) -> str:
 
 
 def render(record: Record, outputs: list[tuple[str, float | None]], form: str) -> str:
-    """The lines of one record, with a line end; of a failed one the error in JSONL, and in text what `outputs` say."""
+    """The output lines of a record, with line ends; for a failed one the error in JSONL, and `outputs` in text."""
     if form == TEXT:
-        # A line is a record: line ends inside of a text would shift all that follow.
+        # A line is a record: a line end inside a text would shift all following records.
         return "".join(" ".join(text.splitlines()) + "\n" for text, _ in outputs)
     fields: dict[str, Any] = (
         {"line": record.line} if record.file is None else {"file": record.file, "line": record.line}

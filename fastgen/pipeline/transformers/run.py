@@ -1,4 +1,4 @@
-"""One run of fastgen-generate-transformers: read, tokenise, generate, detokenise, write, compare with references."""
+"""One run of fastgen-generate-transformers: reads, tokenises, generates, detokenises, writes, scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastgen.pipeline.transformers.writer import Writer
 from fastgen.pipeline.workers import WorkerPool
 
 WORKERS = 2
-# Settings that don't change what a run writes: a run may be resumed with others.
+# Settings that don't change a run's output, so that a run may be resumed with other values.
 _FREE = set(
     """workers resume overwrite on_error quiet references metrics output ray actors cpus_per_actor
     gpus_per_actor""".split()
@@ -33,7 +33,7 @@ def run(settings: RunSettings) -> int:
     source, output = Path(settings.input), Path(settings.output)
     form = settings.output_format or records.format_of(output)
     total = records.count_lines(source)
-    references, wanted = references_of(settings, total)  # what can be refused is refused before anything slow
+    references, wanted = references_of(settings, total)  # bad settings are refused before anything slow
     if output.exists() and output.samefile(source):
         raise InputError(f"{settings.output} is the input: choose another file for the output.")
     decisive = decisive_settings(settings) | contents(*files_of_model(settings))
@@ -49,7 +49,7 @@ def run(settings: RunSettings) -> int:
 
 
 def _check_input(settings: RunSettings, writer: Writer) -> None:
-    """InputError if lines that an earlier run has done are others now; all others may have been mended."""
+    """Raise InputError if lines that an earlier run has done have changed; other lines may have been corrected."""
     with open(settings.input, "rb") as lines:
         if not writer.knows(lines):
             raise InputError(
@@ -71,7 +71,7 @@ def _check_complete(settings: RunSettings, facts: dict[str, Any], total: int) ->
 
 
 def references_of(settings: RunSettings, total: int) -> tuple[list[str], list[str]]:
-    """The references, and the metrics that are wanted."""
+    """The references, and the names of the metrics to show."""
     wanted = [metric for metric in settings.metrics.split(",") if metric]
     if settings.references is None:
         return [], wanted
@@ -82,16 +82,16 @@ def references_of(settings: RunSettings, total: int) -> tuple[list[str], list[st
 
 
 def decisive_settings(settings: RunSettings) -> dict[str, Any]:
-    """The settings that decide what a run writes, by their names."""
+    """The settings that decide a run's output, by name."""
     decisive = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _FREE}
     decisive |= {f"generation.{name}": value for name, value in decisive.pop("generation").items()}
     decisive["input"] = str(Path(settings.input))  # "./lines.txt" is "lines.txt"
-    # Between the others one may change: what was written is the same.
+    # The other values of --on-error write the same, so a resumed run may have another of them.
     return decisive | {"on_error": failures.SKIP if settings.on_error == failures.SKIP else None}
 
 
 def files_of_model(settings: RunSettings) -> list[Path]:
-    """What decides about the results and can be replaced; of a name on the hub, nothing."""
+    """Local files that decide the results and might be replaced; none for a name on the hub."""
     output = Path(settings.output).name
     paths: list[Path] = []
     for name in {settings.model, settings.tokenizer or settings.model}:
@@ -101,7 +101,7 @@ def files_of_model(settings: RunSettings) -> list[Path]:
 
 
 def _generate(settings: RunSettings, form: str, total: int, writer: Writer, journal: Journal) -> None:
-    from fastgen.pipeline.transformers import prepare  # brings torch, which a driver of Ray does without
+    from fastgen.pipeline.transformers import prepare  # imports torch, which a driver of Ray does not need
 
     def read() -> Iterator[records.Record]:
         form = settings.input_format or records.format_of(settings.input)
@@ -111,7 +111,7 @@ def _generate(settings: RunSettings, form: str, total: int, writer: Writer, jour
     lengths = None if known.limit is None or settings.truncate else failures.Lengths(known.limit, known.token_counter())
     failures.scan(islice(read(), writer.next, None), writer.policy, lengths)
     workers = WORKERS if settings.workers is None else settings.workers
-    with WorkerPool(workers, tokenizing.build, known.spec) as pool:  # starts while the model is loaded
+    with WorkerPool(workers, tokenizing.build, known.spec) as pool:  # workers start while the model is loaded
         generator = prepare.generator_of(
             settings,
             known,
@@ -141,21 +141,21 @@ def _generate(settings: RunSettings, form: str, total: int, writer: Writer, jour
             return pool.submit(tokenizing.Decode(found.rows)), (batch.records, found.scores, generator.per_record)
 
         try:
-            with journal.opened():  # not before: what is refused leaves an earlier run's results alone
+            with journal.opened():  # only now: a refused run must not change an earlier run's results
                 run_stages(generator.source, generate, writer.write, cut=generator.source.cut, depth=2)
         finally:
             progress.close()
 
 
 def _nothing() -> Future[list[str]]:
-    """The texts of a batch that has nothing to detokenise."""
+    """A future without texts, for a batch that has nothing to detokenise."""
     future: Future[list[str]] = Future()
     future.set_result([])
     return future
 
 
 def summary(settings: RunSettings, form: str, total: int, failed: int, references: list[str], wanted: list[str]) -> int:
-    """Shows failures and metrics; returns the exit code."""
+    """Show failures and metrics; returns the exit code."""
     if failed:
         say(f"{failed} of {counted(total, 'record')} failed.")
     if references and failed < total:

@@ -1,4 +1,4 @@
-"""What a run is asked for."""
+"""The settings of a run over a corpus with a model of transformers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The model, how its tokenizer is used, and what the search is asked for."""
+    """The settings of model, tokenizer and search."""
 
     model: str  # name or folder
     tokenizer: str | None = None  # the model's by default
     task_prefix: str = ""  # put before each input
-    source_lang: str | None = None  # as the tokenizer calls it
+    source_lang: str | None = None  # the tokenizer's name of it
     target_lang: str | None = None
     dtype: str = "auto"  # as the model was saved; or float32, float16, bfloat16
     device: str | None = None  # by default CUDA if there is a device
@@ -24,7 +24,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(ModelSettings):
-    """A run over a corpus, as `fastgen-generate-transformers` is asked for one; its --help describes each field."""
+    """The settings of a run; `fastgen-generate-transformers --help` describes each field."""
 
     input: str  # with Ray a folder or a URI, too
     output: str

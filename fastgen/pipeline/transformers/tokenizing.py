@@ -1,4 +1,4 @@
-"""What the workers of fastgen-generate-transformers do: text to tokens, and tokens to text."""
+"""Turns text into tokens and tokens into text, in the workers of fastgen-generate-transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastgen.pipeline.errors import InputError, counted, first_line
 
 
 class TokenizerSpec(NamedTuple):
-    """How to load the tokenizer; sent to each worker."""
+    """How to load and use the tokenizer; sent to each worker."""
 
     name: str
     task_prefix: str = ""
@@ -31,14 +31,14 @@ class Decode:
 
 
 def load_tokenizer(spec: TokenizerSpec) -> Any:
-    """The tokenizer with its languages set; InputError if it can't be loaded or doesn't know them."""
+    """Load the tokenizer and set the source language; InputError if it can't be loaded or doesn't know it."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(spec.name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         why = first_line(error).rstrip(": ")
-        if isinstance(error, TypeError):  # transformers 4 opens a file of no name
+        if isinstance(error, TypeError):  # transformers 4 opens a file without a name
             raise InputError(f"{spec.name} has no tokenizer ({why}): --tokenizer names another.") from error
         raise InputError(f"Cannot load the tokenizer {spec.name!r}: {why}; --tokenizer names another.") from error
     if spec.source_lang is not None:
@@ -52,26 +52,25 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
 
 
 def check_fits(tokenizer: Any, config: Any, name: str) -> None:
-    """InputError if the tokenizer, which is called `name`, can't be the model's."""
+    """Raise InputError if the tokenizer, named `name`, can't be the model's."""
     if why := why_unfit(tokenizer, config):
         raise InputError(f"{name} {why}: --tokenizer names the tokenizer that the model was trained with.")
 
 
 def why_unfit(tokenizer: Any, config: Any) -> str | None:
-    """Why a tokenizer can't be the model's, by their numbers of tokens; None if it may be."""
+    """Why a tokenizer can't be the model's, judged by the numbers of tokens; None if it may be."""
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # transformers makes up an empty one
         return "has no tokenizer"
     parts = (getattr(config, "encoder", None), config.get_text_config(), config)
     sizes = [size for part in parts for kind in ("vocab_size", "src_vocab_size") if (size := getattr(part, kind, None))]
-    # A model often has some more, since their number is rounded up; and tokens that are added to a tokenizer may be
-    # used by nobody.
+    # A model often has some more tokens, as their number is rounded up, and tokens added to a tokenizer may be unused.
     if sizes and not (sizes[0] / 2 <= len(tokenizer) and tokenizer.vocab_size <= sizes[0]):
         return f"has a tokenizer of {counted(len(tokenizer), 'token')}, and the model has {sizes[0]}"
     return None
 
 
 def target_language(tokenizer: Any, language: str) -> tuple[int | None, str]:
-    """The token to force first, or else a prefix for the input, that choose the language of the output."""
+    """How to choose the output's language: the token to force first, or else a prefix for the input."""
     if hasattr(tokenizer, "get_lang_id"):  # m2m_100
         try:
             return int(tokenizer.get_lang_id(language)), ""
@@ -86,14 +85,14 @@ def target_language(tokenizer: Any, language: str) -> tuple[int | None, str]:
 
 
 def build(spec: TokenizerSpec) -> Callable[[Encode | Decode], Any]:
-    """The handler of a worker."""
-    # Each worker is one stage of a pipeline that has its processes already.
+    """Make the handler of a worker."""
+    # The pipeline has several workers already: no further threads in each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return handler(load_tokenizer(spec), spec)
 
 
 def handler(tokenizer: Any, spec: TokenizerSpec) -> Callable[[Encode | Decode], Any]:
-    """What encodes and decodes as `spec` says, with the tokenizer that it names."""
+    """A function that encodes and decodes with `tokenizer`, as `spec` says."""
     prefix = spec.task_prefix
     if spec.target_lang is not None:
         prefix = target_language(tokenizer, spec.target_lang)[1] + prefix

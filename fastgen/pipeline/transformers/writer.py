@@ -1,4 +1,4 @@
-"""The output file, in the order of the input."""
+"""Writes the output file, in the order of the input."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SHOWN_ERRORS = 10
 class Writer:
     """Puts results back into the order of the input; runs in the writing thread.
 
-    What can't be written yet, because an earlier record is still to come, is kept in the journal.
+    Results that can't be written yet, as an earlier record is missing, are kept in the journal.
     """
 
     def __init__(self, form: str, policy: Policy, journal: Journal) -> None:
-        """Goes on from what the journal's earlier run noted, if there was one."""
+        """Restores the state that an earlier run noted in `journal`, if there was one."""
         self._form, self.policy, self._journal = form, policy, journal
         self.next = self.failed = self.errors_shown = 0
         self._crc = 0  # of the input's lines before `next`
@@ -34,7 +34,7 @@ class Writer:
         self._note_facts()
 
     def knows(self, lines: Iterable[bytes]) -> bool:
-        """Whether the lines of the input that need not be done again are those that an earlier run has done."""
+        """Whether the input lines that an earlier run has done are unchanged."""
         rest = iter(lines)
         if records.lines_crc(islice(rest, self.next)) != self._crc:
             return False
@@ -54,14 +54,14 @@ class Writer:
         return {*range(first, self.next), *self._held}
 
     def write(self, texts: list[str], note: tuple[list[records.Record], list[float | None], int]) -> None:
-        """`texts` of a batch, `per_record` for each record that can be used."""
+        """Write a batch: `texts` are `per_record` for each record that can be used."""
         batch, scores, per_record = note
         pairs = iter(zip(texts, scores, strict=True))
         new: list[tuple[int, str, int]] = []
         for record in batch:
             outputs = outputs_of(record, pairs, per_record)
             if record.index < self.next or record.index in self._held:
-                continue  # of an earlier run
+                continue  # an earlier run has it
             self._show(record)
             self.failed += record.error is not None
             is_out = self.policy.leaves_out(record)

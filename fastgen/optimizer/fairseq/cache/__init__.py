@@ -1,1 +1,1 @@
-"""Slim caches for the host's attention."""
+"""Slim caches for fairseq's attention."""

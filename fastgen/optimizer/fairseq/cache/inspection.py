@@ -1,4 +1,4 @@
-"""How exact slim caches of a generator's models are: each layer's attention, tried on real activations."""
+"""Measures how exact slim caches of a generator's models are, layer by layer, on real activations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def inspect(generator: Any, sample: Mapping[str, Any]) -> Inspection:
 
 
 def _first_sentences(generator: Any, sample: Mapping[str, Any]) -> Request:
-    """A request for a few sentences of the sample; of a language model, with its prompts as fairseq's task has them."""
+    """A request for a few sentences of the sample; a language model's prompts are made as fairseq's task makes them."""
     if "net_input" not in sample:
         raise ValueError("A sample without net_input says nothing of what the models are to read.")
     request = Request(generator, dict(sample), None, None, None)

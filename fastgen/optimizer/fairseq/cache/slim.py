@@ -1,4 +1,4 @@
-"""Slim caches for the host's attention modules."""
+"""Slim caches for fairseq's attention modules."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fastgen.optimizer.fairseq.model.views import is_plain, replaced
 from fastgen.optimizer.fairseq.request import Request, calls_back
 from fastgen.replay import store
 
-SENTENCES = 2  # are looked at, of the call that keys and values alone are judged on
-# Keys and values that are stored stay what they were made of, and those that follow from something else would not.
+SENTENCES = 2  # of a call on which caches of keys or values alone are judged
+# Stored keys and values do not follow a later edit of a weight; those that a slim cache computes would.
 _EDITABLE = "code of yours runs between the steps, and might edit the weights"
 _AUTOCAST = "what autocast rounds are keys and values"
 
 
 def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
-    """Which caches of a call are slim, and what speaks for it; `source`: see `Request.source`."""
+    """Which caches of a call are slim, and why, in words; `source`: see `Request.source`."""
     wanted = _wanted()
     if wanted == "kv":
         return Choice(), None
@@ -57,20 +57,20 @@ def plan_for(request: Request, source: Tensor) -> tuple[Choice, str | None]:
 
 
 def _wanted() -> str:
-    """The cache asked for; the first layer's keys for all are for transformers' models."""
+    """The cache that the user asks for; "h" counts as "k", as only transformers' models have "h"."""
     wanted = config.current().cache
     return "k" if wanted == "h" else wanted
 
 
 def fixed_choice(device: torch.device) -> Choice:
-    """Which caches the sentences of many calls share: slim ones where the user asks for them."""
+    """The caches of a batch that many calls share: slim ones only where the user asks for them."""
     wanted = _wanted()
     is_slim = wanted != "auto" and not torch.is_autocast_enabled(device.type)
     return planner.asked_for(wanted) if is_slim else Choice()
 
 
 def slim_of(module: Any, kind: str) -> Slim | None:
-    """How this attention module attends to a cache of this kind; None if it stores keys and values."""
+    """The slim cache of this kind for an attention module; None if the module stores keys and values."""
     if kind == "kv" or not _is_plain(module):
         return None
     if kind in ("k", "v") and _reason(module, kind) is not None:
@@ -87,7 +87,7 @@ def slim_of(module: Any, kind: str) -> Slim | None:
 
 @dataclass(frozen=True)
 class _Judged:
-    weights: Hashable  # as they were
+    weights: Hashable  # state of the weights when they were judged
     reasons: dict[str, str | None]  # why a cache of a kind is refused, None if it is not
     caches: dict[tuple[str, float], Slim] = field(default_factory=dict)  # by kind and threshold: they invert a weight
 
@@ -98,7 +98,7 @@ _UNTRIED = "none of its outputs has been looked at yet: that of this call will b
 
 @keeper
 def release() -> None:
-    """Forget what has been judged, and the inverted weights with it."""
+    """Forget all judgements, and the inverted weights with them."""
     _judged.clear()
 
 
@@ -108,7 +108,7 @@ def _reason(module: nn.Module, kind: str) -> str | None:
 
 
 def _reasons(decoder: Any, kind: str) -> list[str]:
-    """Why some of the decoder's attentions do not have a cache of this kind."""
+    """Why some of the decoder's attention modules cannot have a cache of this kind."""
     return [reason for module in _modules(decoder) if kind in ("k", "v") and (reason := _reason(module, kind))]
 
 
@@ -118,7 +118,7 @@ def _refused(decoder: Any, kind: str) -> str | None:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether plain linear layers make this attention module's keys and values, and nothing but these its scores."""
+    """Whether plain linear layers make the module's keys and values, and scores depend on nothing but keys."""
     return not attends_in_streams(module) and all(map(is_plain, _layers(module)))
 
 
@@ -132,7 +132,7 @@ def _modules(decoder: Any) -> list[Any]:
 
 
 def look_at(request: Request, hypotheses: list[Any]) -> None:
-    """Where keys or values alone are wanted, judge them on what this call has found, once for a model's weights."""
+    """If caches of keys or values alone are wanted, judge them on this call's output, once for a model's weights."""
     kind = _wanted()
     if kind not in ("k", "v") or torch.is_autocast_enabled(hypotheses[0][0]["tokens"].device.type):
         return
@@ -141,35 +141,35 @@ def look_at(request: Request, hypotheses: list[Any]) -> None:
         try:
             read(request, hypotheses, models, _Noting())
             for owner in (*models, request.generator.model):
-                store.drop(owner)  # steps recorded with weights inverted before: no call will take them again
-        except Exception as error:  # of the host's own code, as is all that is tried: what was searched for is found
+                store.drop(owner)  # steps recorded with the old inverted weights: no call will take them again
+        except Exception as error:  # the host's code may raise anything, and the call itself has succeeded
             report.log(f"{request.model_name} stores keys and values: a trial failed ({type(error).__name__}: {error})")
 
 
 def _untriable(request: Request) -> str | None:
-    """Why the models must not read anything but what the search asks: a trial would show."""
+    """Why the models must not read anything but the search's inputs, so that there is no trial; None if they may."""
     ensemble = request.generator.model
     if reason := called_one_by_one(ensemble):
         return reason
     attentions = [module for model in ensemble.models for module in _modules(model.decoder)]
-    if not all(map(_reads_plainly, attentions)):  # a whole target is read by other code of theirs than a step's
+    if not all(map(_reads_plainly, attentions)):  # their code for a whole target differs from that for a step
         return "something else than plain linear layers is in its attention"
     encoders = [(model, model.encoder) for model in ensemble.models] if ensemble.has_encoder() else []
     return next((reason for model, encoder in encoders if (reason := watched(model, encoder))), None)
 
 
-# At an attention module and what it is given; None where something else than plain linear layers projects.
+# Called with an attention module and a sample of its inputs, None where something else than linear layers projects.
 Look = Callable[[Any, "Sample | None"], None]
 
 
 class _Noting:
-    """Judges keys and values alone on every sample, and keeps why they are refused."""
+    """Judges caches of keys alone and of values alone on every sample, and keeps the reasons against them."""
 
     def __init__(self) -> None:
         self._reasons: dict[nn.Module, dict[str, str | None]] = {}
 
     def __call__(self, module: nn.Module, sample: Sample | None) -> None:
-        if sample is None:  # it keeps its keys and values in any case
+        if sample is None:  # the module stores keys and values in any case
             return
         reasons = self._reasons.setdefault(module, {})
         for kind in ("k", "v"):
@@ -179,7 +179,7 @@ class _Noting:
 
 @torch.no_grad()
 def read(request: Request, hypotheses: list[Any], models: list[Any], look: Look) -> None:
-    """Have these models of the request read what its first sentences have come to, and `look` at each attention."""
+    """Let these models read the hypotheses of the first sentences, and call `look` for each attention module."""
     generator = request.generator
     for sentence in range(min(SENTENCES, len(hypotheses))):
         one = request.inputs_of(slice(sentence, sentence + 1))
@@ -228,7 +228,7 @@ class _LookedAt:
 
 
 def _state_of(module: nn.Module) -> Hashable:
-    """Changes with the weights that keys and values are projected by."""
+    """A value that changes with the weights of the key and value projections."""
     return state_of_weights(parameter for layer in _layers(module) for parameter in layer.parameters())
 
 
@@ -237,7 +237,7 @@ def _layers(module: Any) -> tuple[Any, Any]:
 
 
 def _projections(module: Any) -> Projections:
-    """Views of the weights, of which a later change is seen."""
+    """Views of the key and value projections' weights, which follow later changes."""
     layers, heads = _layers(module), module.num_heads
     weights = (layer.weight.unflatten(0, (heads, -1)) for layer in layers)
     biases = (None if layer.bias is None else layer.bias.unflatten(0, (heads, -1)) for layer in layers)

@@ -1,1 +1,1 @@
-"""The host's loop and ours over the beam tree, alone and several at once."""
+"""Decoding loops over the beam tree, the host's and ours, for one call and for several calls at once."""

@@ -1,4 +1,4 @@
-"""Runs the model over the sentences of several searches at once."""
+"""Runs the model's steps for the sentences of several searches at once."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from fastgen.optimizer.fairseq.request import Request
 
 
 class BatchDecoder:
-    """One tree for the sentences of several parts, each at its own position."""
+    """Decodes the sentences of several parts over one tree, each part at another position."""
 
     def __init__(self, request: Request, rows: int) -> None:
-        """`rows`: sentences to make room for at once."""
+        """`rows`: number of sentences to allocate memory for at first."""
         assert request.source is not None
         inner, device = request.generator.model, request.source.device
         self.parts: list[Part] = []  # in the order of their rows
@@ -51,12 +51,12 @@ class BatchDecoder:
         self._self_attention = [layer.self_attn for layer in layers_of(decoder)]
         self._cross_attention = [layer.encoder_attn for layer in layers_of(decoder) if layer.encoder_attn is not None]
         self._seats = [(RowPool(rows, buffers), RowPool(rows, buffers)) for _ in self._cross_attention]
-        self._capacity = 0  # source positions that the seats have room for
+        self._capacity = 0  # source positions for which memory is allocated
         self._hidden = torch.empty(0, 0, dtype=torch.bool, device=device)  # [B, N], the sources' padding
 
     @torch.no_grad()
     def regroup(self, entering: list[Part]) -> None:
-        """Do what the parts' searches have noted, drop the sentences that have left and take in new parts'."""
+        """Reorder beams as the parts' searches ask, drop sentences that have left, and take in new parts' sentences."""
         beams, first = self._beams, 0
         rows = torch.arange(self._tree.batch * beams, device=self._device)
         stay = [rows[:0]]
@@ -77,7 +77,7 @@ class BatchDecoder:
         self.parts = [*(part for part in self.parts if not part.ended), *entering]
         staying = torch.cat(stay)
         if entering or len(staying) < first:
-            self._products.look_again()  # whoever takes results, or brings samples, may have edited weights
+            self._products.look_again()  # the code that takes results, or brings samples, may have edited weights
             self._session.measure()
             self._tree.regroup(staying, [self._new_tree(part) for part in entering])
             for attention, layer in zip(self._self_attention, self._tree.layers, strict=True):
@@ -86,7 +86,7 @@ class BatchDecoder:
                 self._move_sources(staying, entering)
 
     def _new_tree(self, part: Part) -> BeamTree:
-        """A tree of the part's sentences, which have no token yet."""
+        """A tree for the part's sentences, which have no token yet."""
         tree = BeamTree(part.sentences, self._beams, 1)
         for attention in self._self_attention:
             attention.begin(tree, part.step.encoder_out["encoder_out"][0])
@@ -105,7 +105,7 @@ class BatchDecoder:
         self._hidden = torch.cat([_with_columns(mask, length) for mask in hidden])
         bias, is_padded = None, bool(self._hidden.any())
         self._capacity = max(self._capacity, length)
-        latent: tuple[Tensor, ...] | None = None  # of slim caches: one for all layers
+        latent: tuple[Tensor, ...] | None = None  # of slim caches, shared by all layers
         for attention, seats in zip(self._cross_attention, self._seats, strict=True):
             reads_source = attention.slim is not None and attention.slim.kind == "x"
             stored = latent if reads_source else None
@@ -126,10 +126,10 @@ class BatchDecoder:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of the model for all parts, and of each part's search."""
+        """Do one step of the model for all parts, and one step of each part's search."""
         tokens = torch.cat([part.step.tokens[:, -1:] for part in self.parts])
         self._session.advance(tokens[:, 0])
-        sources = [{"encoder_out": [tokens], "encoder_padding_mask": []}]  # the layers have keys of the sources
+        sources = [{"encoder_out": [tokens], "encoder_padding_mask": []}]  # the layers have the sources' keys already
         with self._arena:
             scores, weights = self._model.forward_decoder(tokens, sources, [{}], self.parts[0].step.temperature)
         self.steps += 1
@@ -140,7 +140,7 @@ class BatchDecoder:
             first = rows.stop
 
     def _at_each_position(self, tokens: Tensor, incremental_state: Any = None) -> Tensor:
-        """The embedding of every part's position, `[rows, 1, C]`."""
+        """The position embeddings of all rows, `[rows, 1, C]`, each at the position of its part."""
         each = [self._positions(part.step.tokens, incremental_state=incremental_state) for part in self.parts]
         return torch.cat(
             [one.expand(len(part.step.tokens), -1, -1) for one, part in zip(each, self.parts, strict=True)]
@@ -152,7 +152,7 @@ class BatchDecoder:
         report.record(report.Call("fairseq", self._name, "compat", None, sentences, self._beams, *how))
 
     def close(self) -> None:
-        """Let go of all keys and values."""
+        """Free all keys and values."""
         self._tree.close()
         arena.settle()
         for seats in self._seats:
@@ -161,5 +161,5 @@ class BatchDecoder:
 
 
 def _with_columns(mask: Tensor, length: int) -> Tensor:
-    """Cut off, or filled up with True, to this length."""
+    """`mask` cut off, or filled up with True, to `length` columns."""
     return mask[:, :length] if mask.shape[1] >= length else F.pad(mask, (0, length - mask.shape[1]), value=True)

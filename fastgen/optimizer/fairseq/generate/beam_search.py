@@ -1,4 +1,4 @@
-"""Our loop in place of the host's `_generate`: plain beam search, on a GPU with nothing that waits for the device."""
+"""Our loop in place of the host's `_generate`: plain beam search, which on a GPU does not wait for the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastgen.optimizer.fairseq.request import Request, has_own_blocker, is_own, 
 
 
 def unsupported_reason(request: Request) -> str | None:
-    """Why the host's own loop has to run over the tree; None if ours can take its place."""
+    """Why the host's loop has to run over the tree; None if our loop can replace it."""
     generator, strategy = request.generator, request.generator.search
     if type(strategy) is not search.BeamSearch or strategy.stop_on_max_len or not is_own(strategy, search, "step"):
         return f"the search is {type(strategy).__name__} with rules of its own, not plain beam search"
@@ -49,7 +49,7 @@ def _is_prefill(variables: dict[str, Any]) -> bool:
 
 @phases.marked(phases.LOOP, first=_is_prefill)
 def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[list[dict[str, Any]]] | None:
-    """What the host's `_generate` returns; None if `ensemble` turns out not to fit. `blocker`: of repeated n-grams."""
+    """Do what the host's `_generate` does; None if `ensemble` turns out not to fit. `blocker`: of repeated n-grams."""
     generator = request.generator
     policy = CollectingPolicy(generator.len_penalty, generator.normalize_scores, request.max_steps - 1)
     assert generator.min_len <= policy.max_length, "min_len cannot be larger than max_len, please adjust these!"
@@ -67,7 +67,7 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
         log_probs, attention = ensemble.forward_decoder(chosen.running(), encoder_outs, states, generator.temperature)
         log_probs = _allowed(generator, chosen.step, log_probs, prefix, policy.max_length)
         if prefix is not None and any(ends[chosen.step : chosen.step + 1]):
-            # Then all beams end, and are to be equal. The host leaves their attention as it is.
+            # Where a prefix ends, all beams end and have to be equal. The host leaves the beams' attention as it is.
             ending = prefix[:, chosen.step].eq(generator.eos)
             chosen.level(ending)
             beams = log_probs.unflatten(0, (chosen.batch, chosen.beams))
@@ -86,7 +86,7 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
 
 
 def _allowed(generator: Any, step: int, log_probs: Tensor, prefix: Tensor | None, max_length: int) -> Tensor:
-    """What the host makes of the log-probabilities `[B*M, V]` before it chooses; `prefix`: int64 `[B, P]`."""
+    """Change log-probabilities `[B*M, V]` as the host does before it chooses tokens; `prefix`: int64 `[B, P]`."""
     log_probs.masked_fill_(log_probs.isnan(), -math.inf)
     log_probs[:, generator.pad] = -math.inf
     log_probs[:, generator.unk] -= generator.unk_penalty

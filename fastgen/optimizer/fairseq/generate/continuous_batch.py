@@ -1,7 +1,7 @@
-"""A batch kept full: several samples decode together, and as their sentences finish the next sample joins in.
+"""Keeps a batch full: several samples decode together, and when sentences finish the next sample joins in.
 
-Each sample has a search of its own, the host's loop, suspended at every step; the tree and the model's forward passes
-are shared.
+Each sample has a search of its own, the host's loop, which is suspended at every step; all samples share one tree and
+the model's forward passes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastgen.optimizer.fairseq.generate.batch_decoder import BatchDecoder
 from fastgen.optimizer.fairseq.generate.joining import Part, source_of
 from fastgen.optimizer.fairseq.request import unsupported_decoder
 
-_PARTS = 4  # a batch is refilled by so much of it at a time
+_PARTS = 4  # a batch is refilled in so many parts
 _MOST_SAMPLES = 8  # at once: each adds its own few small operations to a step
 
 
@@ -46,7 +46,7 @@ def unrefillable(generator: Any) -> str | None:
 
 
 def why_not_refilled(generator: Any, wished: bool | None) -> str | None:
-    """Why batches of this generator are not to be kept full, or None; by default they are where it pays, on a GPU."""
+    """Why batches of this generator are not kept full, or None; by default they are on a GPU, where it pays."""
     if wished is False:
         return "it was not asked for"
     if reason := unrefillable(generator):
@@ -59,9 +59,9 @@ def why_not_refilled(generator: Any, wished: bool | None) -> str | None:
 def in_order(
     infer: Callable[[dict[str, Any]], list[Any]], samples: Sequence[dict[str, Any]]
 ) -> Generator[list[Any], None, None]:
-    """What `infer(sample)`, see `run`, returns for each of `samples`, in their order; parts of them decode together.
+    """Yield what `infer(sample)`, see `run`, returns for each of `samples`, in order; parts of samples decode together.
 
-    As many sentences and padded source tokens as the largest samples have do so at once.
+    As many sentences and padded source tokens as the largest samples have decode at once.
     """
     shapes = [source_of(sample).shape[:2] for sample in samples]
     parts = [in_parts(sample, -(-shape[0] // _PARTS)) for sample, shape in zip(samples, shapes, strict=True)]
@@ -82,7 +82,7 @@ def in_order(
 def run(
     infer: Callable[[dict[str, Any]], list[Any]], samples: Iterable[dict[str, Any]], sentences: int, tokens: int
 ) -> Generator[tuple[int, list[Any]], None, None]:
-    """What `infer(sample)`, which generates once, returns for each of `samples`, with its number, as it is ready.
+    """Yield what `infer(sample)`, which generates once, returns for each of `samples`, with a number, when ready.
 
     All are generated with the same generator, one that is not `unrefillable`. A sample begins when there is room for
     its sentences among the `sentences` that decode together, of as many padded source `tokens` at most.
@@ -133,7 +133,7 @@ def _has_room(live: list[Part], sample: dict[str, Any], sentences: int, tokens: 
 
 
 def in_parts(sample: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    """The sample in parts of `size` sentences, which are padded as they were: the host looks at the padded length."""
+    """Split the sample in parts of `size` sentences, with the same padding: the host looks at the padded length."""
     count = len(source_of(sample))
     return [_rows(sample, slice(first, first + size), count) for first in range(0, count, size)]
 

@@ -1,4 +1,4 @@
-"""One sample's search among others that share the model's steps: the host's loop, suspended at every step."""
+"""One sample's search in a batch of several: the host's loop, suspended at every step that the samples share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _local = threading.local()
 
 
 def source_of(sample: dict[str, Any]) -> Tensor:
-    """The encoder's input, `[B, N, ...]`."""
+    """The encoder's input in a sample, `[B, N, ...]`."""
     source = Request(None, sample, None, None, None).source
     assert source is not None
     return source
@@ -26,16 +26,16 @@ def source_of(sample: dict[str, Any]) -> Tensor:
 
 @dataclass
 class Step:
-    """What a search asks its model."""
+    """The inputs of one model step that a search asks for."""
 
     tokens: Tensor  # int64 [B*M, length], the hypotheses so far
     encoder_out: dict[str, list[Tensor]]
-    parents: Tensor | None  # int64 [B*M], the rows of the step before that they continue; None at first
+    parents: Tensor | None  # int64 [B*M], the rows of the previous step that the hypotheses continue; None at first
     temperature: float
 
 
 class Part(Suspendable):
-    """One sample's search."""
+    """One sample's search, which runs in a thread of its own."""
 
     request: Request
     step: Step
@@ -43,7 +43,7 @@ class Part(Suspendable):
     def __init__(self, infer: Callable[[dict[str, Any]], list[Any]], number: int, sample: dict[str, Any]) -> None:
         super().__init__(lambda: self._infer(infer, sample))
         self.number = number
-        # Sentences in the joint tree, or that will be; positions of their source, later of the encoder's output.
+        # Sentences in the joint tree, or to be added; positions of the source, later of the encoder output.
         self.sentences, self.width = source_of(sample).shape[:2]
 
     def _infer(self, infer: Callable[[dict[str, Any]], list[Any]], sample: dict[str, Any]) -> list[Any]:
@@ -51,21 +51,21 @@ class Part(Suspendable):
         return infer(sample)
 
     def proceed(self, answer: tuple[Tensor, Tensor | None] | None) -> None:
-        """Go on with the scores of the step, up to the next one unless that was the last."""
+        """Give the search the scores of the step, and run it to the next step or the end."""
         step = self.resume(answer)
         if not self.ended:
             self.step = step
 
 
 def joining() -> Part | None:
-    """The part whose search begins now in this thread; it is told only once."""
+    """The part whose search begins now in this thread; each part is returned only once."""
     part: Part | None = getattr(_local, "part", None)
     _local.part = None
     return part
 
 
 class JoiningEnsemble(StandIn):
-    """Stands in for the generator's `model` in one part's search, and has the joint tree asked."""
+    """Replaces the generator's `model` in one part's search, and passes each step on to the joint tree."""
 
     def __init__(self, request: Request, part: Part, shortlist: Shortlist | None) -> None:
         super().__init__(request, shortlist)

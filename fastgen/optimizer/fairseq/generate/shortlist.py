@@ -1,8 +1,8 @@
-"""The best tokens of each row in place of all: the host's loop and its search then work on a handful of columns.
+"""Gives the host's loop only the best tokens of each row, so that it works on a handful of columns.
 
-Beside the model, a step of the host's loop is some ten passes over the scores `[B*M, V]`: normalise, look for NaN, add
-the beams' scores, choose the best of `M * V`. What it then chooses is among the best `2M` of each row and the tokens
-that the loop itself treats apart (padding, the end, the unknown word).
+Besides the model, a step of the host's loop makes some ten passes over the scores `[B*M, V]`: normalise, look for NaN,
+add the beams' scores, choose the best of `M * V`. The chosen tokens are among the best `2M` of each row and those that
+the loop treats apart (padding, the end token, the unknown word).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fastgen.optimizer.fairseq.request import Request, has_own_blocker, is_own, 
 
 __phase__ = phases.CHOICE
 
-_MOST_SPECIAL = 16  # tokens that are columns whatever their score
+_MOST_SPECIAL = 16  # tokens that have a column whatever their score
 _SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")
-_HOMES = (fairseq_model, fairseq_decoder, transformer_base)  # whose softmax is a plain one
+_HOMES = (fairseq_model, fairseq_decoder, transformer_base)  # modules whose softmax is a plain one
 
 
 def is_shortened(generator: Any) -> bool:
-    """Whether this generator's steps can be: plain beam search with one model, whose scores are a plain softmax."""
+    """Whether this generator can use a shortlist: plain beam search with one model and a plain softmax."""
     model, special = generator.model.single_model, max(generator.pad, generator.eos, generator.unk) + 1
     return (
         type(generator.search) is search.BeamSearch
@@ -54,26 +54,26 @@ def _is_softmax(model: Any) -> bool:
 
 
 def unnormalised(model: Any) -> Any:
-    """A view of the model that leaves its logits as they are."""
+    """A view of the model that returns logits without normalising them."""
     return standing_in(model, get_normalized_probs=lambda output, log_probs, sample: output[0])
 
 
 class Shortlist:
-    """Stands in for the generator's `search`, and its n-gram blocker, during one call."""
+    """Replaces the generator's `search`, and the n-gram blocker, during one call."""
 
     def __init__(self, request: Request, view: Any) -> None:
-        """`view`: of the request's generator, for this call, which is to use this."""
+        """`view`: this call's view of the request's generator, which will use this shortlist."""
         from fastgen import ops
 
-        self.inner, self.steps = request.generator.search, 0  # steps: those that were shortened
+        self.inner, self.steps = request.generator.search, 0  # steps: number of shortened ones
         self._ops, self._model, self._blocker = ops, request.generator.model.single_model, view.repeat_ngram_blocker
-        self._view = weakref.ref(view)  # it refers to us: what a call has held goes with it
+        self._view = weakref.ref(view)  # weakly, as it refers to us: a call's memory is to be freed with the view
         self._vocabulary, self._wanted = view.vocab_size, 2 * request.beams + 1  # one more, to see a tie at the end
         device = next(self._model.parameters()).device
         self._special = torch.arange(max(view.pad, view.eos, view.unk) + 1, device=device)
         self._forced_steps = 0 if request.prefix_tokens is None else request.prefix_tokens.shape[1]
-        self._tokens: Tensor | None = None  # int64 [B*M, W], the columns' tokens; None where there are all
-        self._all: Callable[[], Tensor] | None = None  # the scores of all, float32 [B*M, V]
+        self._tokens: Tensor | None = None  # int64 [B*M, W], the columns' tokens; None for all tokens
+        self._all: Callable[[], Tensor] | None = None  # the scores of all tokens, float32 [B*M, V]
         view.__dict__["search"] = self
         if self._blocker is not None:
             view.__dict__["repeat_ngram_blocker"] = self.block
@@ -82,7 +82,7 @@ class Shortlist:
         return getattr(self.inner, name)
 
     def of(self, tokens: Tensor, logits: Tensor) -> Tensor:
-        """The log-probabilities `[B*M, W]` of each row's best tokens, or of all, `[B*M, V]`, where there's need.
+        """The log-probabilities `[B*M, W]` of each row's best tokens, or of all tokens, `[B*M, V]`, where needed.
 
         `tokens`: int64 `[B*M, step + 1]`, the hypotheses; `logits`: `[B*M, V]`, changed where n-grams are banned.
         """
@@ -95,7 +95,7 @@ class Shortlist:
             self._all = functools.partial(_normalised, self._model, logits)
             log_probs, best, log_sum_exp = self._ops.topk_log_softmax(logits, count)
             highest, first = log_probs[:, :1], logits.gather(1, best[:, :1])
-        else:  # what is banned counts in the sum
+        else:  # banned tokens count in the log-sum-exp
             highest, best, log_sum_exp = self._ops.topk_log_softmax(logits, 1)
             first = logits.gather(1, best)
             self._blocker.ban(tokens, logits, step)
@@ -105,7 +105,7 @@ class Shortlist:
         if not bool(log_sum_exp.isfinite().all()):
             return self._all()
         special = _beside(logits[:, : len(self._special)], first, highest)
-        log_probs = log_probs.masked_fill(best < len(self._special), -torch.inf)  # they have columns of their own
+        log_probs = log_probs.masked_fill(best < len(self._special), -torch.inf)  # these have own columns
         self._take(torch.cat([self._special.expand(len(best), -1), best], dim=1))
         return torch.cat([special, log_probs], dim=1)
 
@@ -116,7 +116,7 @@ class Shortlist:
         view.__dict__["vocab_size"] = self._vocabulary if columns is None else columns.shape[1]
 
     def block(self, tokens: Tensor, lprobs: Tensor, *args: Any) -> Tensor:
-        """The host's: `lprobs` `[B*M, W or V]` without n-grams that were there before."""
+        """Replaces the host's n-gram blocker: returns `lprobs`, `[B*M, W or V]`, with repeated n-grams banned."""
         if self._tokens is not None:  # `of` has banned them
             return lprobs
         banned: Tensor = self._blocker(tokens, lprobs, *args)
@@ -125,16 +125,16 @@ class Shortlist:
     def step(
         self, step: int, lprobs: Tensor, scores: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The host's: scores, tokens and parents of the best 2M candidates, each `[B, 2M]`.
+        """Replaces the host's `step`: scores, tokens and parents of the best 2M candidates, each `[B, 2M]`.
 
-        `lprobs`: `[B, M, W]`, what `of` returned and the loop has changed since; `scores`: `[B, M, step]`.
+        `lprobs`: `[B, M, W]`, the result of `of`, which the loop may have changed; `scores`: `[B, M, step]`.
         """
         if self._tokens is None:
             return self.inner.step(step, lprobs, scores, *args, **kwargs)
         batch, beams, width = lprobs.shape
         totals = lprobs[:, :1] if step == 0 else lprobs + scores[:, :, step - 1, None]  # at first all beams are equal
         best, place = totals.flatten(1).topk(self._wanted)
-        # Which of equal scores come first is for the host's own search to say.
+        # The host's own search decides which of equal scores come first.
         if not bool((best[:, :-1] > best[:, 1:]).all()):
             return self.inner.step(step, self._with_all(lprobs), scores, *args, **kwargs)
         self.steps += 1
@@ -143,7 +143,7 @@ class Shortlist:
         return best[:, :-1], self._tokens[rows, place[:, :-1] % width], parents
 
     def _with_all(self, lprobs: Tensor) -> Tensor:
-        """The scores of all tokens, `[B, M, V]`, with what the loop has done to these, `[B, M, W]`."""
+        """The scores of all tokens, `[B, M, V]`, with the loop's changes to the shortened `lprobs`, `[B, M, W]`."""
         assert self._all is not None
         special, rows = len(self._special), lprobs.flatten(0, 1)
         everything = self._all()
@@ -155,11 +155,11 @@ class Shortlist:
 
 
 def _normalised(model: Any, logits: Tensor) -> Tensor:
-    """Log-probabilities `[B*M, V]` as the host makes them."""
+    """Log-probabilities `[B*M, V]`, computed from logits by the host."""
     scores: Tensor = model.get_normalized_probs((logits[:, None], None), log_probs=True, sample=None)
     return scores[:, -1]
 
 
 def _beside(logits: Tensor, first: Tensor, highest: Tensor) -> Tensor:
-    """The log-probabilities of logits, given one, `[B*M, 1]`, and its own: less a large sum, digits would be lost."""
+    """Log-probabilities of logits, from one logit and its own, `[B*M, 1]`: less a large sum, digits would be lost."""
     return highest + (logits - first)

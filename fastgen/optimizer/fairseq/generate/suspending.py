@@ -1,4 +1,4 @@
-"""Functions of the host's that are suspended in the middle, which only a thread of their own can be."""
+"""Suspends functions of the host in the middle, by running each in a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 
-class _Abandoned(BaseException):  # no `except Exception` of the host's is to see it
-    """Ends a function that nobody waits for any more."""
+class _Abandoned(BaseException):  # no `except Exception` of the host is to catch it
+    """Raised in a suspended function to end it, when nobody waits for the result any more."""
 
 
 class Stopped(Exception):
-    """A function has raised `error`, a StopIteration: raised as it is, it would end the generator that resumed it."""
+    """Wraps a StopIteration of a function: raised as it is, it would end the generator that resumed the function."""
 
     def __init__(self, error: StopIteration) -> None:
         super().__init__(error)
@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 class Suspendable:
-    """A function in a thread of its own, which never runs beside the one that resumes it: it waits or we do."""
+    """A function in a thread of its own; either that thread or the one that resumes it runs, never both."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.ended = False
@@ -35,11 +35,11 @@ class Suspendable:
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._device = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self._inference = torch.is_inference_mode_enabled()
-        context = contextvars.copy_context()  # the caller's settings
+        context = contextvars.copy_context()  # with the caller's settings
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="fastgen-suspended", daemon=True)
 
     def resume(self, answer: Any = None) -> Any:
-        """Let it run, at first or on with this answer, to what it asks next (returned) or its end (see `ended`).
+        """Start the function, or resume it with `answer`; returns its next question, None once it has `ended`.
 
         Raises what the function raises; a StopIteration as `Stopped`.
         """
@@ -58,7 +58,7 @@ class Suspendable:
         return None
 
     def ask(self, question: Any) -> Any:
-        """Called by the function, in its thread: suspend it until there is an answer."""
+        """Called by the function, in its own thread: suspend the function until there is an answer."""
         self._questions.put(("asked", question))
         answer = self._answers.get()
         if isinstance(answer, _Abandoned):
@@ -66,7 +66,7 @@ class Suspendable:
         return answer
 
     def close(self) -> None:
-        """End it where it is suspended."""
+        """End the function where it is suspended."""
         if self._thread.is_alive():
             self._answers.put(_Abandoned())
             self._thread.join()
@@ -83,7 +83,7 @@ class Suspendable:
 
     @contextlib.contextmanager
     def _as_the_caller(self) -> Iterator[None]:
-        """What torch keeps for each thread."""
+        """Set what torch keeps for each thread, CUDA stream and inference mode, as in the caller's thread."""
         with contextlib.ExitStack() as stack:
             if self._device is not None:
                 stack.enter_context(torch.cuda.stream(self._device))

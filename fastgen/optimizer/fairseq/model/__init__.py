@@ -1,1 +1,1 @@
-"""The host's models over the beam tree: attention, decoder, encoder."""
+"""Runs fairseq's models over the beam tree: attention, decoder, encoder."""

@@ -22,10 +22,10 @@ __phase__ = phases.BY_LINE
 
 
 class _TreeAttention:
-    """Stands in for one attention module during one call: its projections, the tree's keys and values."""
+    """Replaces one attention module during one call: uses the module's projections and the tree's keys and values."""
 
     def __init__(self, module: Any, session: Session, slim: Slim | None) -> None:
-        """`slim`: how it attends where neither keys nor values are stored."""
+        """`slim`: the slim cache of this module; None if keys and values are stored."""
         self._module, self._session, self.slim = module, session, slim
         self._heads, self._size, self._scale = module.num_heads, module.head_dim, module.scaling
 
@@ -34,23 +34,23 @@ class _TreeAttention:
 
     @property
     def stores(self) -> int:
-        """How many tensors are stored of each position."""
+        """How many tensors are stored for each position."""
         return 2 if self.slim is None else 1
 
     def _get_input_buffer(self, incremental_state: Any) -> dict[str, Any]:
-        """What the host's cache holds: nothing."""
+        """The content of the host's cache: nothing, as the tree holds all."""
         return {}
 
     def _queries(self, query: Tensor) -> Tensor:
-        """`[1, B*M, C]` -> `[B*M, H, 1, D]`; several streams of a beam, as ProphetNet's, become rows side by side."""
+        """Project queries, `[1, B*M, C]` -> `[B*M, H, 1, D]`; ProphetNet's streams of a beam become adjacent rows."""
         return self._module.q_proj(query).transpose(0, 1).reshape(-1, self._heads, 1, self._size)
 
     def _output(self, rows: Tensor, streams: int = 1) -> Tensor:
-        """`[B*M, 1, H, D]` -> `[1, B*M, C]`."""
+        """Project the output, `[B*M, 1, H, D]` -> `[1, B*M, C]`."""
         return self._module.out_proj(rows.flatten(1).unflatten(0, (-1, streams)).transpose(0, 1))
 
     def _latent(self, inputs: Tensor) -> Tensor:
-        """What a slim cache stores of the layer's `inputs`, `[length, rows, C]`."""
+        """What a slim cache stores for the layer's `inputs`, `[length, rows, C]`: the inputs, keys or values."""
         projection = {"k": "k_proj", "v": "v_proj"}.get(self.slim.kind) if self.slim is not None else None
         return inputs if projection is None else getattr(self._module, projection)(inputs)
 
@@ -60,14 +60,14 @@ class _TreeAttention:
 
 
 class TreeSelfAttention(_TreeAttention):
-    """Self-attention: of all positions of a prompt at first, then of the tokens that the beams have chosen."""
+    """Self-attention over the tree: of all prompt positions at first, then of one token of each beam in each step."""
 
     def __init__(self, module: Any, session: Session, slim: Slim | None = None) -> None:
         super().__init__(module, session, slim)
         self.layer: TreeLayer | None = None
 
     def __call__(self, query: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """`query`: `[1, B*M, C]` in a step, `[P, B, C]` for the prompt; the output has its shape."""
+        """`query`: `[1, B*M, C]` in a step, `[P, B, C]` for the prompt; the output has the same shape."""
         tree = self._session.tree
         if not tree.steps:
             return self._prompt(query), None
@@ -79,7 +79,7 @@ class TreeSelfAttention(_TreeAttention):
         return self._output(attend(queries, stored, self.slim, mask, self._scale)), None
 
     def _new(self, query: Tensor) -> tuple[Tensor, ...]:
-        """What a step stores, each `[B, H, M, D]`."""
+        """The tensors that a step stores, each `[B, H, M, D]`."""
         tree, module = self._session.tree, self._module
         if self.slim is not None:
             return (self._latent(query).view(tree.batch, 1, tree.beams, -1),)
@@ -90,7 +90,7 @@ class TreeSelfAttention(_TreeAttention):
         return keys, values
 
     def begin(self, tree: BeamTree, like: Tensor) -> None:
-        """Give `tree`, whose sentences have no token yet, its next layer."""
+        """Add the next layer to `tree`, whose sentences have no token yet."""
         layer, heads, size = TreeLayer(tree, slim=self.slim), self._heads, self._size
         shape = (tree.batch, heads, 0, size) if self.slim is None else (tree.batch, 1, 0, heads * size)
         layer.prefill(*(like.new_empty(shape) for _ in range(self.stores)))
@@ -115,10 +115,10 @@ class TreeSelfAttention(_TreeAttention):
 
 
 class TreeCrossAttention(_TreeAttention):
-    """Attention to the source, one row of keys for all beams of a sentence."""
+    """Cross-attention, with one row of keys for all beams of a sentence."""
 
     def __init__(self, module: Any, session: Session, shared: Shared, slim: Slim | None = None) -> None:
-        """`shared`: by the layers of a model."""
+        """`shared`: tensors that the layers of a model share."""
         super().__init__(module, session, slim)
         self.source: Source | None = None
         self.shared = shared
@@ -133,9 +133,9 @@ class TreeCrossAttention(_TreeAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend from `query` `[1, B*M, C]`, or `[S, B*M, C]` of `S` streams.
 
-        `key`, the source `[N, B, C]`, and its padding, nonzero `[B, N]`, are looked at in the first step only.
-        Returns the output and the weights of each head, `[H, B*M, S, N]`, if they are wanted. Weights averaged
-        over the heads, which the host asks every layer for, are looked at by nobody.
+        `key`, the encoder output `[N, B, C]`, and the padding mask, nonzero `[B, N]`, are read in the first step only.
+        Returns the output and the weights of each head, `[H, B*M, S, N]`, if they are wanted. The host also asks
+        every layer for weights averaged over the heads, but never reads them.
         """
         self.see(key, key_padding_mask)
         assert self.source is not None
@@ -152,15 +152,15 @@ class TreeCrossAttention(_TreeAttention):
         return self._output(output, streams), weights.transpose(0, 1).flatten(1, 2).unflatten(1, (-1, streams))
 
     def see(self, source: Tensor, padding: Tensor | None, is_masked: bool = False) -> None:
-        """Attend to this source, `[N, B, C]`, from now on, unless there is one already; see `project`."""
+        """Attend to this encoder output, `[N, B, C]`, from now on, unless there is one already; see `project`."""
         if self.source is None:
             self.source = self.project(source, padding, is_masked)
             self._session.sources.append(self.source)
 
     def project(self, source: Tensor, padding: Tensor | None, is_masked: bool = False) -> Source:
-        """The keys and values of `source`, `[N, B, C]`; see `__call__`.
+        """Project the encoder output `source`, `[N, B, C]`, to what is stored of it; see `__call__`.
 
-        `is_masked`: with a mask, even if that hides nothing.
+        `is_masked`: make a mask even if nothing is padding.
         """
         bias = None if padding is None else self.shared.bias(padding, source.dtype, is_masked)
         if self.slim is not None:
@@ -173,13 +173,13 @@ class TreeCrossAttention(_TreeAttention):
 
 
 class Shared:
-    """What the layers of a model derive from a source and its padding, once for all."""
+    """Tensors that a model's layers derive from the encoder output and the padding mask, made once for all layers."""
 
     def __init__(self) -> None:
         self._derived: dict[int, tuple[Tensor, Tensor | None]] = {}  # by id of the tensor that comes first
 
     def bias(self, padding: Tensor, dtype: torch.dtype, is_masked: bool) -> Tensor | None:
-        """What is added to the scores, `[B, 1, 1, N]`, from `padding` `[B, N]`; None if that hides nothing, unless it
+        """The mask added to scores, `[B, 1, 1, N]`, made from `padding` `[B, N]`; None if nothing is padding, unless it
         `is_masked` in any case."""
         if id(padding) not in self._derived:
             hidden = padding.bool()
@@ -188,7 +188,7 @@ class Shared:
         return self._derived[id(padding)][1]
 
     def latent(self, source: Tensor) -> Tensor:
-        """`source` `[N, B, C]` as a slim cache stores it, `[B, 1, N, C]`."""
+        """The encoder output `source`, `[N, B, C]`, as a slim cache stores it, `[B, 1, N, C]`."""
         if id(source) not in self._derived:
             self._derived[id(source)] = source, source.transpose(0, 1)[:, None]
         latent = self._derived[id(source)][1]
@@ -196,5 +196,5 @@ class Shared:
         return latent
 
     def release_shared(self) -> None:
-        """Let go of all."""
+        """Free all shared tensors."""
         self._derived.clear()

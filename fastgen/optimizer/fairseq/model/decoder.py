@@ -1,4 +1,4 @@
-"""What the host's search sees as its models: the same ones, over the tree."""
+"""Stand-ins for the models of the host's search, which run the same models over the tree."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from fastgen.replay.recorded_call import RecordedCall
 from fastgen.replay.replayer import Replayer
 from fastgen.report import FallbackError
 
-_PROMPT_LOGITS = 2**24  # computed at a time: all positions of long prompts would take gigabytes
+_PROMPT_LOGITS = 2**24  # logits computed at a time: all positions of long prompts would take gigabytes
 
 
 class StandIn:
-    """Stands in for the generator's `model`: the encoder's output keeps one row per sentence.
+    """Replaces the generator's `model`: the encoder output keeps one row per sentence.
 
-    Whatever else the host asks is answered by its own ensemble.
+    All other attributes are those of the host's ensemble.
     """
 
     def __init__(self, request: Request, shortlist: Shortlist | None) -> None:
@@ -56,7 +56,7 @@ class StandIn:
             with arena.of(self.inner.models[0]):
                 outputs = with_own_products(self.inner).forward_encoder(net_input)
         finally:
-            arena.settle()  # of the activations
+            arena.settle()  # the activations are free now
         if self.inner.has_encoder():
             self.reason = _misfit(outputs, self._batch)
         if self.reason and config.current().strict:
@@ -71,7 +71,7 @@ class StandIn:
 
 
 class TreeEnsemble(StandIn):
-    """Stands in during one call: decoder steps run over the tree, and reordering edits the ancestry."""
+    """Replaces the generator's `model` in one call: decoder steps run over the tree, reordering edits the ancestry."""
 
     def __init__(self, request: Request, shortlist: Shortlist | None) -> None:
         super().__init__(request, shortlist)
@@ -83,15 +83,15 @@ class TreeEnsemble(StandIn):
         tree = BeamTree(request.batch, request.beams, request.max_steps, buffers, is_static)
         self.session = Session(tree, request.generator.pad, source.device)
         self._products = products_for(request)
-        self.choice, self.plan = plan_for(request, source)  # which caches are slim, and what speaks for it
+        self.choice, self.plan = plan_for(request, source)  # which caches are slim, and why
         models = [
             standing_in(model, decoder=over_the_tree(model.decoder, self.session, self.choice, self._products))
             for model in self.inner.models
         ]
         shown = models if shortlist is None else [unnormalised(models[0])]
         own = [layer.self_attn.slim for model in models for layer in layers_of(model.decoder)]
-        self._own_caches = tuple(map(identity_of, own))  # with the steps' other inputs they decide which recording fits
-        # With no modules of its own: what is kept with a recording must not keep the model alive.
+        self._own_caches = tuple(map(identity_of, own))  # a recording fits only if these are equal
+        # Without modules: what is kept with a recording must not keep the model alive.
         self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0], _modules={})
         self._replayed = ReplayedSteps(self._over_the_tree, self.replayer) if self.replayer else None
         self._recorded: RecordedCall | None = None  # if it may share captured steps with other calls
@@ -124,9 +124,9 @@ class TreeEnsemble(StandIn):
         return outputs
 
     def _take_up(self, encoder_outs: Any) -> None:
-        """Go on with a recording that an earlier call has kept, if there is one of these shapes."""
+        """Take over captured steps of an earlier call, if there are some for these shapes."""
         assert self._replayed is not None and self.replayer is not None
-        # A language model that is fused in runs over the same tree.
+        # A fused language model runs over the same tree.
         may_share = self.request.generator.lm_model is None
         self._width = len(source_of(encoder_outs[0])[0]) if encoder_outs else None
         self._replayed.see(encoder_outs, store.SOURCE_STEP if may_share else None)
@@ -143,7 +143,7 @@ class TreeEnsemble(StandIn):
         self._recorded.retain_buffers(self.session.tree)
 
     def search(self, policy: CollectingPolicy) -> FairseqBeamSearch:
-        """Our loop's search; where its steps are replayed, perhaps one that has been kept."""
+        """The search of our loop, perhaps one kept from an earlier call, with captured steps."""
         request, replayer = self.request, self.replayer
         tokens = {"start": request.start, "end": request.generator.eos, "pad": request.generator.pad}
         if replayer is not None:
@@ -157,20 +157,20 @@ class TreeEnsemble(StandIn):
         return self._search[1]
 
     def store_graph(self) -> None:
-        """The call has succeeded: keep its captured steps for later ones."""
+        """Keep the captured steps of this call, which has succeeded, for later calls."""
         if self._recorded is not None:
             models = self.inner.models
             self._recorded.store(self.session.tree, self._state(), self._how(), lambda: guards_of_steps(models))
 
     def _shrink(self, replayer: Replayer) -> None:
-        """Sentences leave."""
+        """Note that sentences leave: steps captured so far do not fit any more."""
         tree = self.session.tree
         if self._recorded is not None and tree.retained.is_on and not tree.evictions:
             self._recorded.has_room_for_two(tree, self._state(), self._search and self._search[1])
         replayer.shrink()
 
     def close(self) -> None:
-        """Let go of all keys and values."""
+        """Free all keys and values."""
         if self.replayer is not None:
             self.replayer.close()
         if self._recorded is None or not self._recorded.is_stored:
@@ -178,7 +178,7 @@ class TreeEnsemble(StandIn):
 
     @property
     def owner(self) -> torch.nn.Module:
-        """What keeps the recordings: the model or, of several, the generator's ensemble."""
+        """The module that keeps recordings: the model or, if there are several, the generator's ensemble."""
         models = self.inner.models
         owner: torch.nn.Module = models[0] if len(models) == 1 else self.inner
         return owner
@@ -188,9 +188,9 @@ class TreeEnsemble(StandIn):
         return State(self.session, self._replayed, self._products, self._search)
 
     def _how(self) -> Hashable:
-        """What calls that share captured steps have in common besides shapes and surroundings."""
+        """A key that must be equal for calls that share captured steps, besides shapes and surroundings."""
         temperature, averaged = self.request.generator.temperature, type(self.inner).forward_decoder
-        # An ensemble's models may be exchanged while others hold on to the old ones.
+        # The models in an ensemble may be exchanged while other code holds on to the old ones.
         models = tuple(map(id, self.inner.models))
         return temperature, averaged, models, self.shortlist is None, self._own_caches
 
@@ -232,7 +232,7 @@ class TreeEnsemble(StandIn):
 
 
 class TreeLanguageModel:
-    """Stands in for the language model that is fused in: it reads one token a step instead of all of them again."""
+    """Replaces the fused language model: reads one token in each step instead of all tokens again."""
 
     def __init__(self, inner: Any, ensemble: TreeEnsemble) -> None:
         self.inner, self._ensemble = inner, ensemble
@@ -248,10 +248,10 @@ class TreeLanguageModel:
 
 
 class Prompt:
-    """The forced beginning of decoder-only models: read in one pass, once per sentence."""
+    """The forced prefix of decoder-only models, which is read in one pass, once per sentence."""
 
     def __init__(self, models: list[Any], tokens: Tensor) -> None:
-        """`models`: over the tree; `tokens`: int64 `[B, P]`, with no padding."""
+        """`models`: views that run over the tree; `tokens`: int64 `[B, P]`, without padding."""
         self.length = tokens.shape[1]
         self._models = models
         self._features = [model.decoder.extract_features(tokens, None)[0] for model in models]  # each [B, P, C]
@@ -283,7 +283,7 @@ class Prompt:
 
 
 def products_for(request: Request) -> LinearDispatcher:
-    """The linear layers' dispatcher of one decoder in one call."""
+    """The dispatcher of linear layers for one decoder in one call."""
     products = LinearDispatcher(config.current().packing)
     if calls_back(request) or is_interrupted(request):
         products.expect_edits()
@@ -291,9 +291,9 @@ def products_for(request: Request) -> LinearDispatcher:
 
 
 def over_the_tree(decoder: Any, session: Session, choice: Choice, products: LinearDispatcher) -> Any:
-    """The decoder with attention over the session's tree and products of its own; the decoder itself stays as it is.
+    """A view of the decoder with attention over the session's tree and with our products; the decoder is not changed.
 
-    `choice`: which of its caches are slim.
+    `choice`: which caches of the decoder are slim.
     """
     shared = Shared()
     layers = []
@@ -317,7 +317,7 @@ def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Line
 
 
 def _misfit(encoder_outs: Any, batch: int) -> str | None:
-    """Why these encoder outputs can't be attended to over the tree; None if they can."""
+    """Why the tree's cross-attention can't use these encoder outputs; None if it can."""
     for output in encoder_outs:
         if not isinstance(output, dict) or not {"encoder_out", "encoder_padding_mask"} <= output.keys():
             return "its encoder returns something else than fairseq's Transformer encoder"

@@ -1,4 +1,4 @@
-"""The state of one generation: the tree, and cross-attention's keys and values beside it."""
+"""The state of one generation: the tree, and the keys and values of cross-attention."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ __phase__ = phases.CACHE
 
 
 class Source:
-    """What cross-attention of one layer attends to, one row per sentence."""
+    """The tensors that cross-attention of one layer reads, one row per sentence."""
 
     def __init__(self, stored: tuple[Tensor, ...], bias: Tensor | None, slim: Slim | None = None) -> None:
-        """`stored`: keys and values or, with a `slim` cache, the source itself, each `[B, H, N, D]`; `bias`
+        """`stored`: keys and values or, with a `slim` cache, what it stores, each `[B, H, N, D]`; `bias`
         `[B, 1, 1, N]` is added to the scores."""
         self.stored, self.bias, self.slim = stored, bias, slim
 
 
 class Session:
-    """One call of `_generate`. All models of an ensemble grow the same beams, so they share the ancestry."""
+    """The state of one call of `_generate`. All models of an ensemble have the same beams, so they share one tree."""
 
     def __init__(self, tree: BeamTree, pad: int, device: torch.device) -> None:
         self.tree = tree
         self.sources: list[Source] = []
-        self.cache_bytes = 0  # the most so far
-        self.cache = ""  # what is stored of each position
+        self.cache_bytes = 0  # the largest so far
+        self.cache = ""  # what is stored for each position, in one word
         self._pad, self._device = pad, device
-        self._whole: list[tuple[tuple[Tensor, ...], Tensor | None]] | None = None  # the sources before sentences left
+        self._whole: list[tuple[tuple[Tensor, ...], Tensor | None]] | None = None  # of sources before sentences left
 
     def begin_decoding(self) -> None:
-        """Begin decoding: the prompt, if there is one, has been read."""
+        """Begin decoding, once the prompt, if there is one, has been read."""
         self.tree.begin_decoding(device=self._device)
 
     def advance(self, last: Tensor) -> None:
         """Open the next step, in which every beam reads its last token, int64 `[B*M]`."""
         tree = self.tree
         tree.advance()
-        # A beam that was fed padding writes keys that nobody may see, itself included.
+        # A beam that was fed padding writes keys that no beam may see, not even the beam itself.
         own = tree.ancestry()[:, :, tree.used - tree.beams : tree.used]
         own &= last.ne(self._pad).view(tree.batch, 1, tree.beams)
 
@@ -66,7 +66,7 @@ class Session:
         return stay
 
     def restore_first_buffers(self) -> None:
-        """Have the buffers again that it had before the tree grew or sentences left."""
+        """Return to the buffers that the session had before the tree grew or sentences left."""
         self.tree.restore_first_buffers()
         if self._whole is not None:
             for source, (stored, bias) in zip(self.sources, self._whole, strict=True):
@@ -74,11 +74,11 @@ class Session:
             self._whole = None
 
     def stored(self) -> list[Tensor]:
-        """What cross-attention's caches hold, masks included."""
+        """All tensors of the cross-attention caches, masks included."""
         return [*self._of_sources().values()]
 
     def _of_sources(self) -> dict[int, Tensor]:
-        """The sources' tensors by id: layers share some."""
+        """The tensors of all sources by id, each once, as layers share some."""
         tensors = [tensor for source in self.sources for tensor in (*source.stored, source.bias)]
         return {id(tensor): tensor for tensor in tensors if tensor is not None}
 
@@ -88,10 +88,10 @@ class Session:
 
     @property
     def retained_bytes(self) -> int:
-        """The bytes that the session keeps, buffers that the tree has outgrown included."""
+        """Bytes that the session keeps, buffers that the tree has outgrown included."""
         return self.tree.retained_bytes + sum(tensor.nbytes for tensor in self.stored())
 
     def measure(self) -> None:
-        """Note how many bytes keys and values take, or what is stored in their place."""
+        """Note how many bytes the caches take, and what they store."""
         self.cache_bytes = max(self.cache_bytes, self.nbytes)
         self.cache = kind_of((layer.slim for layer in self.tree.layers), (source.slim for source in self.sources))

@@ -1,4 +1,4 @@
-"""ProphetNet over the beam tree: a main stream, which writes keys and values, and one beside it that predicts.
+"""ProphetNet's attention over the beam tree: a main stream writes keys and values, a second stream predicts.
 
 `B` sentences, `M` beams, `S` streams (two, the main one first), `H` heads, `D` head size, `C = H * D`.
 """
@@ -19,12 +19,12 @@ from fastgen.optimizer.fairseq.model.attention import TreeSelfAttention
 
 __phase__ = phases.BY_LINE
 
-_HOME = "fastgen.models.prophetnet"  # which nobody has to load who has no such model
+_HOME = "fastgen.models.prophetnet"  # loaded only by users of such models
 STREAMS = 2
 
 
 def has_streams(decoder: Any) -> bool:
-    """Whether the decoder's steps have a stream that predicts beside the one that reads."""
+    """Whether the decoder is a ProphetNet's, whose steps have a main stream and one that predicts."""
     home = sys.modules.get(f"{_HOME}.decoder")
     return home is not None and isinstance(decoder, home.NgramTransformerDecoder)
 
@@ -35,7 +35,7 @@ def attends_in_streams(attention: Any) -> bool:
 
 
 def decoder_class(decoder: Any) -> type:
-    """The class whose methods a decoder must have for its steps to be known."""
+    """The class whose methods a decoder must have to run over the tree."""
     if has_streams(decoder):
         known: type = sys.modules[f"{_HOME}.decoder"].NgramTransformerDecoder
         return known
@@ -43,7 +43,7 @@ def decoder_class(decoder: Any) -> type:
 
 
 def attention_class(decoder: Any) -> type:
-    """The class of attention to earlier tokens that the decoder's layers must have."""
+    """The class of self-attention that the decoder's layers must have."""
     if has_streams(decoder):
         known: type = sys.modules[f"{_HOME}.attention"].NgramMultiheadAttention
         return known
@@ -51,11 +51,11 @@ def attention_class(decoder: Any) -> type:
 
 
 class TreeStreamAttention(TreeSelfAttention):
-    """N-gram self-attention of a step: both streams attend to the tree's slots, which the main stream wrote, and the
-    predicting one to its own key too, which nobody needs again."""
+    """N-gram self-attention of a step: both streams attend to the tree's slots, which the main stream writes; the
+    predicting stream attends to its own key, too, which is not stored."""
 
     def __call__(self, query: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """`query`: `[S, B*M, C]`; the output has its shape."""
+        """`query`: `[S, B*M, C]`; the output has the same shape."""
         module, tree = self._module, self._session.tree
         queries, keys, values = [
             projection(query).unflatten(2, (self._heads, self._size)).permute(1, 2, 0, 3)
@@ -76,7 +76,7 @@ class TreeStreamAttention(TreeSelfAttention):
         return module.out_proj(rows.flatten(2).transpose(0, 1)), None
 
     def _biases(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added to the scores of the slots, `[B, H, M, S, width]`, and of own keys, `[B*M, H, S - 1]`."""
+        """Biases of the scores of the slots, `[B, H, M, S, width]`, and of the streams' own keys, `[B*M, H, S - 1]`."""
         tree, mask = self._session.tree, self._session.tree.mask(None, query.dtype)
         relative = self._module.relative_linear(query).unflatten(2, (self._module.buckets, self._heads))
         buckets = tree.of_step(("buckets", id(self._module.bucket_of)), self._buckets)
@@ -85,8 +85,8 @@ class TreeStreamAttention(TreeSelfAttention):
         return folded.gather(4, index) + mask[:, :, :, None], relative[1:, :, 0].permute(1, 2, 0)
 
     def _buckets(self) -> Tensor:
-        """The bucket of each slot's distance, for each stream, int64 `[B or 1, S, width]`; any where nobody looks."""
+        """The bucket of each slot's distance, by stream, int64 `[B or 1, S, width]`; arbitrary for unseen slots."""
         tree, table = self._session.tree, self._module.bucket_of
         back = tree.position - tree.positions()
-        # What is predicted is one position later.
+        # The predicted token is one position later.
         return table[torch.stack([back, back + 1], dim=1).clamp(0, len(table) - 1)]

@@ -1,4 +1,4 @@
-"""Views of modules: for one call, with some attributes of their own, while the modules stay as they are."""
+"""Views of modules for one call, with some attributes replaced; the modules themselves are not changed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fastgen.patching.replaced_code import is_replaced
 
 
 class Proxy:
-    """Stands in for a model or a generator, with some attributes of its own.
+    """Stands for a model or a generator, with some attributes replaced.
 
-    All others, methods among them, are those of the object itself: what they write to `self` stays there, and an
-    attribute of its own is found before a property of the object's class.
+    All other attributes and methods are those of the object itself: what a method writes to `self` stays on the object.
+    A replaced attribute is found before a property of the object's class.
     """
 
     def __init__(self, inner: Any, attributes: dict[str, Any]) -> None:
-        """It does not keep `inner` alive: what is kept with a recording must not."""
+        """Refers to `inner` weakly: what is kept with a recording must not keep a model alive."""
         vars(self).update(attributes, _inner=weakref.ref(inner))
 
     def __getattr__(self, name: str) -> Any:
@@ -32,7 +32,7 @@ class Proxy:
 
 
 def standing_in(inner: Any, **attributes: Any) -> Any:
-    """A stand-in for a model or a generator, or for what another one stands in for."""
+    """A proxy of a model or a generator with these attributes; a proxy of a proxy has the attributes of both."""
     if isinstance(inner, Proxy):
         own = dict(vars(inner))
         return Proxy(own.pop("_inner")(), own | attributes)
@@ -40,10 +40,10 @@ def standing_in(inner: Any, **attributes: Any) -> Any:
 
 
 def replaced(module: Any, **attributes: Any) -> Any:
-    """A view of a module of the host's in which these attributes are others.
+    """A view, a shallow copy, of a module of the host in which these attributes are replaced.
 
-    They lie beside the submodules, which the view shares with the module, and are found before them. What its methods
-    write to `self` is lost: no method may be the user's.
+    They are found before submodules of the same names, which the view shares with the module. What the view's methods
+    write to `self` is lost, so no method may be the user's.
     """
     view = copy.copy(module)
     view.__dict__.update(attributes)
@@ -51,7 +51,7 @@ def replaced(module: Any, **attributes: Any) -> Any:
 
 
 def with_products(module: Any, products: LinearDispatcher) -> Any:
-    """A view of a module whose own linear layers multiply by `products`, but for those with hooks."""
+    """A view of a module whose direct linear layers, except those with hooks, multiply by `products`."""
     linear = {name: child for name, child in module.named_children() if is_plain(child)}
     return replaced(
         module, **{name: replaced(child, forward=_forward(child, products)) for name, child in linear.items()}
@@ -59,13 +59,13 @@ def with_products(module: Any, products: LinearDispatcher) -> Any:
 
 
 def with_layers(part: Any, layers: list[Any]) -> Any:
-    """The host's list of the layers of `part` with these in it: to iterate over it may draw random numbers."""
+    """A view of the host's list of layers of `part`, with `layers` in it; iterating over it may draw random numbers."""
     return replaced(part.layers, _modules={str(place): layer for place, layer in enumerate(layers)})
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether it does what torch's own linear layer does, and nobody watches."""
-    # Weight normalisation computes the weight anew before each call, and it is no parameter then.
+    """Whether a layer is torch's own linear layer, unchanged and without hooks."""
+    # Under weight normalisation the weight is computed anew before each call, and is no parameter.
     return (
         type(layer) is nn.Linear
         and "forward" not in vars(layer)
@@ -77,10 +77,10 @@ def is_plain(layer: Any) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module is watched: hooks are to see the module itself, not a view."""
+    """Whether the module has hooks: these must see the module itself, not a view."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _forward(layer: nn.Linear, products: LinearDispatcher) -> Callable[[Tensor], Tensor]:
     stock: Any = nn.Linear.forward
-    return lambda rows: products(layer, rows, stock)  # of the layer itself: copies outlive the views
+    return lambda rows: products(layer, rows, stock)  # of the layer itself: packed copies outlive views

@@ -1,1 +1,1 @@
-"""Decode steps that are captured once and replayed, and what those read and write."""
+"""Decode steps of fairseq's models that are captured once and replayed, and the state of captured steps."""

@@ -1,4 +1,4 @@
-"""Whether a model of fairseq is still what it was."""
+"""Guards that tell whether a model of fairseq is still as it was when steps were captured."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ _HOST = Host(packages=("fairseq", "fastgen"), configs=(argparse.Namespace, Fairs
 
 
 def guards_of_steps(models: Iterable[Any]) -> ModelGuards:
-    """Guards of what the models' steps may read: each decoder, and how the model itself normalises scores."""
+    """Guards of all that the models' steps may read: the decoders, and the models, which normalise scores."""
     return ModelGuards([module for model in models for module in (model, *model.decoder.modules())], _HOST)

@@ -1,4 +1,4 @@
-"""What the steps of a call read and write, besides the model and the inputs of each step."""
+"""The state that a call's steps read and write, besides the model and the inputs of each step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fastgen.optimizer.fairseq.replay.steps import ReplayedSteps
 
 @dataclass
 class State:
-    """The state that captured steps read and write; a later call of the same shapes puts its source here."""
+    """The state that captured steps read and write; a later call of the same shapes fills it anew."""
 
     session: Session  # the tree, and cross-attention's keys and values
     replayed: ReplayedSteps  # the model's views
     products: LinearDispatcher
-    search: tuple[Hashable, FairseqBeamSearch] | None = None  # our loop's, by what it is for
+    search: tuple[Hashable, FairseqBeamSearch] | None = None  # our loop's search, with a key of what it can be used for
 
     def fill(self, other: State) -> None:
-        """Begin anew, in place, with the source of a state of the same `shape`."""
+        """Begin anew, in place, with the encoder output of `other`, a state of the same `shape`."""
         tree = self.session.tree
         tree.reset_from(other.session.tree)
         tree.max_steps = other.session.tree.max_steps
@@ -31,13 +31,13 @@ class State:
             mine.copy_(theirs)
 
     def restore_first_buffers(self) -> None:
-        """Have the buffers again that it had before it grew or sentences left."""
+        """Return to the buffers that the state had before it grew or sentences left."""
         self.session.restore_first_buffers()
         if self.search is not None:
             self.search[1].restore_first_buffers()
 
     def shape(self) -> Hashable:
-        """What states must have in common for one to be filled with the other."""
+        """A key that must be equal for two states if one is to be filled from the other."""
         tree = self.session.tree
         return (
             (tree.batch, tree.beams, tree.capacity, tree.prompt_length),
@@ -49,6 +49,6 @@ class State:
         return self.session.retained_bytes + (0 if self.search is None else self.search[1].state.nbytes)
 
     def close(self) -> None:
-        """Let go of all keys and values."""
+        """Free all keys and values."""
         self.session.tree.close()
         self.session.sources.clear()

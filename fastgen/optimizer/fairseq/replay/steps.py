@@ -1,4 +1,4 @@
-"""Decode steps that are captured once and replayed: the host's decoder as a function of tensors alone."""
+"""Runs the host's decoder as a function of tensors alone, so that decode steps can be captured and replayed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fastgen.replay.replayer import Replayer
 
 
 def replayer_for(request: Request) -> Replayer | None:
-    """What replays this call's steps; None where they run by themselves."""
+    """The replayer of this call's steps; None if they are not replayed."""
     ensemble, source = request.generator.model, request.source
     assert source is not None
     rows, steps = request.batch * request.beams, request.max_steps
     if not statistics.are_wanted(ensemble.single_model, source.device.type, request.batch, rows, steps):
         return None
-    if config.current().cache_threshold:  # what is left out differs from step to step
+    if config.current().cache_threshold:  # which weights are left out differs from step to step
         return None
-    if torch.is_autocast_enabled(source.device.type):  # it would cast anew what was cast
+    if torch.is_autocast_enabled(source.device.type):  # a replay would not cast weights again
         return None
-    # Who watches expects the model to be called; so does who may change it meanwhile, as this search's function may.
+    # Code that watches the model expects it to be called; so does this search's function, which may change the model.
     if type(request.generator.search) is search.PrefixConstrainedBeamSearch:
         return None
     if called_one_by_one(ensemble):
@@ -44,11 +44,11 @@ class ReplayedSteps:
     """The steps of one call on a static tree."""
 
     def __init__(self, ensemble: Any, replayer: Replayer) -> None:
-        """`ensemble`: a view of the host's, whose decoders run over the tree."""
+        """`ensemble`: a view of the host's ensemble, whose decoders run over the tree."""
         self.replayer = replayer
         self._embed = [model.decoder.embed_positions for model in ensemble.models]
-        self._positions: list[Tensor | None] = []  # of the step under way
-        self._padding: list[Tensor] = []  # of the sources seen: what derives from one goes by its id
+        self._positions: list[Tensor | None] = []  # position embeddings of the current step
+        self._padding: list[Tensor] = []  # padding masks, kept alive: tensors derived from them are found by id
         models = [
             standing_in(model, decoder=self._of_tensors(model.decoder, number))
             for number, model in enumerate(ensemble.models)
@@ -58,13 +58,13 @@ class ReplayedSteps:
     def __call__(
         self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float, epoch: Hashable
     ) -> tuple[Tensor, Tensor | None]:
-        """What the ensemble's `forward_decoder` returns for `tokens`, int64 `[B*M, length]`."""
+        """Do what the ensemble's `forward_decoder` does for `tokens`, int64 `[B*M, length]`."""
 
         def step(inputs: Any) -> Any:
             last, self._positions = inputs
             return self._ensemble.forward_decoder(last, encoder_outs, incremental_states, temperature)
 
-        # How many tokens came before is a number to the host, and would be baked in.
+        # The number of earlier tokens is a Python number in the host, and would be baked in.
         positions = [
             None if embed is None else embed(tokens, incremental_state=state)
             for embed, state in zip(self._embed, incremental_states, strict=True)
@@ -73,9 +73,9 @@ class ReplayedSteps:
         return result
 
     def see(self, encoder_outs: Any, multiple: int | None = None) -> None:
-        """Project the source before the first step: whether any of it is padding is waited for.
+        """Project the encoder output before the first step, as that waits to know whether anything is padding.
 
-        `multiple`: it is padded to a multiple of so many positions, and always masked, for others to take its place.
+        `multiple`: pad it to a multiple of so many positions and always mask it, so that later calls fit.
         """
         for model, outputs in zip(self._ensemble.models, encoder_outs, strict=False):
             source, padding = source_of(outputs)
@@ -91,8 +91,8 @@ class ReplayedSteps:
                     layer.encoder_attn.see(source, padding, is_masked=multiple is not None)
 
     def _of_tensors(self, decoder: Any, number: int) -> Any:
-        """The decoder without its look at whether any token is padding, which the tree hides in any case."""
-        if has_streams(decoder):  # does not look
+        """A view of the decoder that does not ask whether any token is padding, which the tree hides in any case."""
+        if has_streams(decoder):  # it does not ask
             return replaced(decoder, embed_positions=lambda *_, **__: self._positions[number])
 
         def extract_features(tokens: Tensor, encoder_out: Any = None, **_: Any) -> tuple[Tensor, dict[str, Any]]:
@@ -118,5 +118,5 @@ class ReplayedSteps:
 
 
 def source_of(encoder_out: Any) -> tuple[Any, Any]:
-    """The encoder's output `[N, B, C]` and its padding `[B, N]`, of which there may be none."""
+    """The encoder output `[N, B, C]` and the padding mask `[B, N]`, each of which may be None."""
     return next(iter(encoder_out["encoder_out"]), None), next(iter(encoder_out["encoder_padding_mask"]), None)

@@ -1,4 +1,4 @@
-"""How exact slim caches of a model are: each layer's attention, tried on real activations."""
+"""Measures how exact slim caches of a model are, layer by layer, on real activations."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fastgen.optimizer.transformers.model.session import Session, scale_of
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.support import unsupported_reason
 
-_STEPS, _FEW_STEPS = 24, 6  # tokens that are generated to be looked at; few where nothing is inverted
-_POSITIONS = 64  # of a prompt with them, at most
+_STEPS, _FEW_STEPS = 24, 6  # tokens to generate as input of the trial; few if no weight is inverted
+_POSITIONS = 64  # of the prompt and these tokens, at most
 
 
 def inspect(model: Any, inputs: Mapping[str, Any]) -> Inspection:
@@ -49,7 +49,7 @@ def inspect(model: Any, inputs: Mapping[str, Any]) -> Inspection:
 def inspect_request(
     request: Request, stock: Callable[..., Any], kinds: Iterable[str], is_sparse: bool = False
 ) -> list[Layer]:
-    """Every layer that can have a slim cache of one of these kinds, on a few sentences of the request.
+    """Judge every layer that can have a slim cache of one of these kinds, on a few sentences of the request.
 
     `is_sparse`: with a threshold.
     """
@@ -58,7 +58,7 @@ def inspect_request(
     ours = sample_of(request, LogitsProcessorList(), steps)
     with contextlib.closing(TreeDecoder(ours)) as decoder:
         run = beam_search.fast(ours, decoder) if ours.is_beam_search else beam_search.compat(ours, decoder, stock)
-    ours = sample_of(request, LogitsProcessorList(), steps)  # anew: a run may change it
+    ours = sample_of(request, LogitsProcessorList(), steps)  # again, as a run may change the request
     inputs: dict[str, Any] = {"use_cache": False}
     tokens, kwargs = run.sequences if ours.is_beam_search else run.sequences[:: ours.beams], ours.model_kwargs
     if ours.model.config.is_encoder_decoder:
@@ -82,7 +82,7 @@ def inspect_request(
 
 
 class _Capturing(Session):
-    """Looks at a forward pass, and changes nothing."""
+    """Judges the attention modules during a forward pass, which it does not change."""
 
     def __init__(self, model: Any, kinds: Iterable[str], is_sparse: bool) -> None:
         self._is_sparse = is_sparse
@@ -92,7 +92,7 @@ class _Capturing(Session):
         self._first_across: Projections | None = None
         attentions = list(slim.attention_modules(model))
         super().__init__(BeamTree(1, 1, 1), facts_of(model), dict.fromkeys(attentions, slim.LayerCaches()))
-        self.products = LinearDispatcher("off")  # which only note what goes in
+        self.products = LinearDispatcher("off")  # overridden only to note the inputs of projections
         for module in attentions:
             self.products.override(slim.projecting_layers(module)[0], self._noting(module))
 
@@ -120,9 +120,9 @@ class _Capturing(Session):
 
     def _judged(self, module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Layer:
         inputs, is_rotary = self._inputs.pop(module), slim.is_rotary(module)
-        # Something may stand between the encoder's output and the decoder.
+        # A model may have layers between the encoder output and the decoder.
         is_cross_attn = inputs is self.slim.source or inputs.shape[1] != query.shape[2]
-        if mask is None and not is_cross_attn:  # then it is for the attention function to be causal
+        if mask is None and not is_cross_attn:  # then the attention function itself is causal
             mask = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
         bias = additive_mask(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
         if (position_bias := kwargs.get("position_bias")) is not None:

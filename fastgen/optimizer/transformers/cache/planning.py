@@ -1,4 +1,4 @@
-"""Which caches a call has."""
+"""Decides which attention modules have slim caches in a call."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Caches:
-    """What a call's attention modules store."""
+    """The slim caches of a call."""
 
-    layer_caches: dict[nn.Module, LayerCaches]  # those whose caches are slim
-    plan: str | None = None  # what speaks for it, or against others
+    layer_caches: dict[nn.Module, LayerCaches]  # the modules that have slim caches
+    plan: str | None = None  # the reasons, in words
 
 
 def plan_for(request: Request, stock: Callable[..., Any]) -> Caches:
-    """Which caches one call has; `stock` is the host's `_beam_search` or `_sample`."""
+    """The caches of one call; `stock` is the host's `_beam_search` or `_sample`."""
     model, wanted = request.model, config.current().cache
     if wanted == "kv":
         return Caches({})
@@ -52,7 +52,7 @@ def plan_for(request: Request, stock: Callable[..., Any]) -> Caches:
 
 
 def fixed_for(request: Request, stock: Callable[..., Any]) -> Caches:
-    """Which caches many calls share, of which this is the first: slim ones where the user asks for them."""
+    """The caches that many calls share, of which this is the first: slim ones only where the user asks for them."""
     wanted = config.current().cache
     return Caches({}) if wanted in ("auto", "kv") else _admitted(request, stock, planner.asked_for(wanted), None)
 
@@ -60,29 +60,29 @@ def fixed_for(request: Request, stock: Callable[..., Any]) -> Caches:
 @dataclass(frozen=True)
 class _Judged:
     choice: Choice
-    state: Hashable  # of the model's weights, and what was asked for
+    state: Hashable  # of the model's weights and the user's settings
     caches: Caches
 
 
-# Keys and values that are stored stay what they were made of, and those that follow from something else would not.
+# Stored keys and values do not follow a later edit of a weight; those that a slim cache computes would.
 _EDITABLE = "code of yours runs between the steps, and might edit the weights"
 _VIEWS = Choice("x", "e")
-_OF_VIEWS = [Choice(*kinds) for kinds in itertools.product(("kv", "x"), ("kv", "e"))]  # they invert nothing
+_OF_VIEWS = [Choice(*kinds) for kinds in itertools.product(("kv", "x"), ("kv", "e"))]  # these invert no weight
 _judged: weakref.WeakKeyDictionary[Any, _Judged] = weakref.WeakKeyDictionary()
 
 
 @keeper
 def release() -> None:
-    """Forget what has been judged, and the inverted weights with it."""
+    """Forget all judgements, and the inverted weights with them."""
     _judged.clear()
 
 
 def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan: str | None) -> Caches:
-    """As far as each layer's attention is exact enough: tried on a few sentences, once for a model's weights."""
+    """The caches of layers that are exact enough with them: tried on a few sentences, once for a model's weights."""
     model, threshold = request.model, config.current().cache_threshold
     if reason := slim.unsupported_reason(model):
         return Caches({}, reason)
-    # One call may plan for X and the next for E: both are tried at once.
+    # One call may want X and the next E: both are tried at once.
     wanted, choice = choice, _VIEWS if choice in _OF_VIEWS else choice
     # Another implementation of attention may compute something else.
     how = (choice, threshold, model.dtype, getattr(model.config, "_attn_implementation", None))
@@ -90,7 +90,7 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
     judged = _judged.get(model)
     if judged is None or judged.state != state:
         if judged is not None and judged.choice not in _OF_VIEWS:
-            store.drop(model)  # steps recorded with weights inverted before: no call will take them again
+            store.drop(model)  # steps recorded with the old inverted weights: no call will take them again
         try:
             caches = _judge(request, stock, choice, threshold)
         except Exception as error:  # the call itself may succeed, and if not, will say so
@@ -102,7 +102,7 @@ def _admitted(request: Request, stock: Callable[..., Any], choice: Choice, plan:
 
 
 def _those(layer_caches: dict[nn.Module, LayerCaches], wanted: Choice) -> dict[nn.Module, LayerCaches]:
-    """The wanted ones of the caches of X and E."""
+    """Those of the caches of X and E that are wanted."""
     is_wanted = {"self_attn": wanted.self_attn != "kv", "cross_attn": wanted.cross_attn != "kv"}
     return {
         module: its
@@ -118,11 +118,11 @@ def _judge(request: Request, stock: Callable[..., Any], choice: Choice, threshol
     reasons = [
         slim.unsupported_kind(module, kind) for module in slim.attention_modules(request.model) for kind in kinds
     ]
-    if all(reasons):  # nothing need be tried
+    if all(reasons):  # no trial is needed
         return Caches({}, reasons[0])
     layer_caches: dict[nn.Module, LayerCaches] = {}
     refused = []
-    first: Layer | None = None  # that attends to the source
+    first: Layer | None = None  # the first cross-attention layer
     for layer in inspect_request(request, stock, sorted(kinds), is_sparse=threshold > 0):
         wanted = choice.cross_attn if layer.is_cross_attn else choice.self_attn
         if wanted == "h" and first is None:
@@ -153,7 +153,7 @@ def _cache_of(layer: Layer, kind: str, first: Layer | None, threshold: float) ->
 
 
 def _state_of(model: Any) -> Hashable:
-    """Changes with the weights that keys and values are projected by."""
+    """A value that changes with the weights of the key and value projections."""
     return state_of_weights(p for module in slim.attention_modules(model) for p in _parameters(module))
 
 

@@ -1,7 +1,7 @@
-"""Slim caches for the host's attention modules.
+"""Slim caches for transformers' attention modules.
 
-The modules hand keys and values to the cache, already projected. So while a session runs, the layers that project to
-them note what the cache is to store in their place, and those whose result nobody needs return nothing but a shape.
+The host's modules give the cache keys and values, already projected. So while a session runs, the key and value
+projections note what the cache has to store instead, and those whose result is not needed return an empty shape.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from fastgen.optimizer.transformers.versions import FINDS_EAGER
 
 
 class Noted(NamedTuple):
-    """What a layer's cache is about to be updated with, in place of keys and values."""
+    """The vectors with which a layer's cache is to be updated next, in place of keys and values."""
 
-    module: nn.Module  # the attention
+    module: nn.Module  # the attention module
     slim: Slim
     rows: Tensor  # [rows, P, C]
 
 
 @dataclass(frozen=True)
 class LayerCaches:
-    """How one attention module stores what it attends to; None: keys and values."""
+    """The slim caches of one attention module; None: keys and values are stored."""
 
     self_attn: Slim | None = None
     cross_attn: Slim | None = None
@@ -50,16 +50,16 @@ class SlimCaches:
     """The slim caches of one session."""
 
     is_needed: bool = False  # by any layer
-    source: Tensor | None = None  # the encoder's output, [B, N, C], if it matters; None until the prompt is read
+    source: Tensor | None = None  # the encoder output, [B, N, C], if it is needed; None until the prompt is read
     prompt_tokens: int = 0
     is_stepping: bool = False
     noted: Noted | None = None
-    rotation: tuple[Tensor, Tensor] | None = None  # cosine and sine, [rows or 1, P, R], of the forward pass under way
+    rotation: tuple[Tensor, Tensor] | None = None  # cosine and sine, [rows or 1, P, R], of the current forward pass
     _is_rotation_stored: bool = False
-    _source_layers: dict[nn.Module, Any] = field(default_factory=dict)  # slim ones, by attention module
+    _source_layers: dict[nn.Module, Any] = field(default_factory=dict)  # with slim caches, by attention module
 
     def install(self, layer_caches: Mapping[nn.Module, LayerCaches], products: LinearDispatcher) -> None:
-        """See to the projections of these attention modules."""
+        """Override the key and value projections of these attention modules."""
         self.is_needed = True
         for module, its in layer_caches.items():
             attention = _Attention(self, module, its)
@@ -71,7 +71,7 @@ class SlimCaches:
                 products.override(values, attention.values)
 
     def take(self, states: tuple[Tensor, Tensor]) -> Tensor:
-        """What is to be stored in this update of a cache, `[rows, 1, P, C]`, with these keys and values."""
+        """What this update of a cache stores for these keys and values, `[rows, 1, P, C]`."""
         assert self.noted is not None, "a slim layer's cache was updated without its projections"
         (_, slim, rows), self.noted = self.noted, None
         if getattr(slim, "is_stored_rotated", False):
@@ -79,7 +79,7 @@ class SlimCaches:
         return rows[:, None]
 
     def rotate(self, tree: BeamTree) -> None:
-        """Store the rotation of the positions that the forward pass under way reads, once for all layers."""
+        """Store the rotation of the positions of the current forward pass, once for all layers."""
         if self._is_rotation_stored:
             return
         assert self.rotation is not None, "a rotary layer was called without its rotation"
@@ -94,36 +94,36 @@ class SlimCaches:
         self._is_rotation_stored = True
 
     def note_rotation(self, rotation: tuple[Tensor, Tensor]) -> None:
-        """All layers of a forward pass are given the same object."""
+        """Note the rotation of a forward pass, whose layers all get the same object."""
         if self.rotation is not rotation:
             self.rotation, self._is_rotation_stored = rotation, False
 
     def attend_by(self, layer: Any) -> None:
-        """From now on the layer's module attends to the source as this slim layer stores it."""
+        """From now on the attention module of this cache layer attends to what the layer stores."""
         self._source_layers[layer.module] = layer
 
     def seen_source(self) -> Tensor:
-        """The source, which somebody attends to."""
+        """The encoder output; an error if there is none."""
         assert self.source is not None
         return self.source
 
     def source_layer(self, module: nn.Module) -> Any:
-        """What this attention module's slim cache stores of the source; None if it has keys and values."""
+        """The cross-attention cache layer of this module if it has a slim cache, else None."""
         return self._source_layers.get(module)
 
     def encoded_layer(self, module: nn.Module) -> Any:
-        """What this module stores of the source, if the prompt, too, attends to the source itself; else None."""
+        """The cache layer of this module if the prompt, too, attends to the encoder output itself; else None."""
         layer = self.source_layer(module)
         return layer if layer is not None and self.reads_encoded(layer.slim) else None
 
     def reads_encoded(self, slim: Slim) -> bool:
-        """Whether the prompt, too, attends to the source itself: a long one does so faster by keys and values that are
-        dropped again."""
+        """Whether the prompt, too, attends to the encoder output itself: for a long prompt it is faster to project keys
+        and values, and drop them again."""
         return slim.kind == "x" and self.prompt_tokens < slim.projections.key.shape[1]
 
 
 class _Attention:
-    """In place of the products of one attention module's projections."""
+    """Replaces the products of one attention module's key and value projections."""
 
     def __init__(self, caches: SlimCaches, module: nn.Module, layer_caches: LayerCaches) -> None:
         self._caches, self._module, self._layer_caches = caches, module, layer_caches
@@ -134,7 +134,7 @@ class _Attention:
             return product()
         keys = product() if self._shows(slim, rows, "k") else _of_shape(rows, slim.projections.key)
         if slim.kind != "v":
-            self._note(slim, keys if slim.kind == "k" else rows)  # of "h" somebody else stores them
+            self._note(slim, keys if slim.kind == "k" else rows)  # with "h" the first layer stores them
         return keys
 
     def values(self, rows: Tensor, product: Callable[[], Tensor]) -> Tensor:
@@ -151,7 +151,7 @@ class _Attention:
         projections = [slim.projections.key, slim.projections.value]
         sizes = [weight.shape[0] * weight.shape[1] for weight in projections]
         weight = self._layer.weight if isinstance(self._layer, Conv1D) else self._layer.weight.t()  # [in, out]
-        sizes.insert(0, weight.shape[1] - sum(sizes))  # the queries', none of a source
+        sizes.insert(0, weight.shape[1] - sum(sizes))  # the queries' size, 0 in cross-attention
         shown = [True, *(self._shows(slim, rows, which) for which in "kv")]
         if all(shown):
             output = product()
@@ -171,7 +171,7 @@ class _Attention:
         return self._layer_caches.cross_attn if rows is self._caches.source else self._layer_caches.self_attn
 
     def _shows(self, slim: Slim, rows: Tensor, which: str) -> bool:
-        """Whether somebody needs the keys, or the values, of these rows."""
+        """Whether the keys ("k"), or the values ("v"), of these rows are needed."""
         if rows is self._caches.source:
             return not self._caches.reads_encoded(slim)
         return not self._caches.is_stepping or slim.kind == which
@@ -181,12 +181,12 @@ class _Attention:
 
 
 def _of_shape(rows: Tensor, weight: Any) -> Tensor:
-    """Zeros of the shape of a product with `weight`, `[H, D, C]`, that take no memory."""
+    """Zeros in the shape of a product with `weight`, `[H, D, C]`, expanded so that they take no memory."""
     return rows.new_zeros(1).expand(*rows.shape[:-1], weight.shape[0] * weight.shape[1])
 
 
 def rotary_seams(attentions: Iterable[nn.Module]) -> dict[tuple[type, str], Wrapper]:
-    """Wrappers, by class and attribute, that note the rotation which these attention modules are given."""
+    """Wrappers, by class and attribute, that note the rotation passed to these attention modules."""
     owners = {type(module) for module in attentions if is_rotary(module)}
     return {(owner, "forward"): _noting_rotation for owner in owners}
 
@@ -209,7 +209,7 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 def unsupported_kind(module: nn.Module, kind: str) -> str | None:
-    """Why this attention module, one of `attention_modules`, cannot have a cache of this kind, exactness apart."""
+    """Why this attention module, one of `attention_modules`, cannot have such a cache, apart from exactness."""
     if kind != "k" and is_rotary(module):
         return "its keys are rotated by their position"
     if kind != "x" and len(projections_of(module).key) < heads_of(module):
@@ -222,7 +222,7 @@ def attention_modules(model: Any) -> Iterator[nn.Module]:
     found = [m for m in modules.decoder_modules(model) if type(m).__name__ in ATTENTIONS]
     if not found:
         return
-    # Who is called for one attention must not be called for another, nor for its queries.
+    # A projection must not be shared with another attention module, nor with the queries.
     times = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for module in found:
         if not _misfit(module) and all(times[id(layer)] == 1 for layer in projecting_layers(module)):
@@ -246,7 +246,7 @@ def unsupported_reason(model: Any) -> str | None:
 
 
 def _misfit(module: Any) -> bool:
-    """Whether this module's keys and values are other than those of its class."""
+    """Whether this module makes keys and values otherwise than its class does."""
     layers = projecting_layers(module)
     plain = all(type(layer) in (nn.Linear, Conv1D) and type(layer.weight) is nn.Parameter for layer in layers)
     clips = getattr(getattr(module, "config", None), "clip_qkv", None) is not None
@@ -254,7 +254,7 @@ def _misfit(module: Any) -> bool:
 
 
 def heads_of(module: Any) -> int:
-    """An attention module's query heads."""
+    """The number of query heads of an attention module."""
     names = ("num_heads", "n_heads")
     return next((getattr(module, name) for name in names if hasattr(module, name)), None) or (
         module.config.num_attention_heads
@@ -262,13 +262,13 @@ def heads_of(module: Any) -> int:
 
 
 def projecting_layers(module: Any) -> list[Any]:
-    """The layers that make an attention module's keys and values."""
+    """The linear layers that make an attention module's keys and values."""
     known = ATTENTIONS[type(module).__name__]
     return [getattr(module, name) for name in dict.fromkeys((known.keys, known.values))]
 
 
 def projections_of(module: Any) -> Projections:
-    """Views of the weights, of which a later change is seen."""
+    """Views of the key and value projections' weights, which follow later changes."""
     layers = projecting_layers(module)
     size = getattr(module, "head_dim", None) or module.key_value_proj_dim
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]

@@ -1,4 +1,4 @@
-"""The tree as a transformers `Cache`, and back."""
+"""The tree as a transformers `Cache`, and a `Cache` of the host made from the tree."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def unsupported_cache(cache: Any) -> str | None:
     return None
 
 
-# Of the host's own module of caches, those that its versions so far have: not for us, but known.
+# Classes in the host's module of caches, in all versions so far, that are known, though the tree cannot replace them.
 _KNOWN = re.compile(
     "(Static|Quantized|Offloaded|Hybrid|Sink|SlidingWindow|Mtp|DFlash|EncoderDecoder|Chunked|Dynamic"
     "|Quanto|HQQ|Fp8|Linear|Dummy|BaseQuantized)"
@@ -52,7 +52,7 @@ _KNOWN = re.compile(
 
 
 def _told(kind: type, reason: str) -> str:
-    """The reason, as one of the host's version if this kind of cache is new there."""
+    """The reason, marked as due to the host's version if this kind of cache is new in it."""
     is_new = kind.__module__ == Cache.__module__ and not _KNOWN.match(kind.__name__)
     return OfThisVersion(reason) if is_new else reason
 
@@ -81,7 +81,7 @@ class _Layer(CacheLayerMixin):
         if not tree.steps:
             is_first = not self.layer.prompt_length
             self.layer.prefill(*stored)
-            # The prompt may be read in chunks, and later ones see those before.
+            # The prompt may be read in chunks, and later chunks see earlier ones.
             return states if is_first else self.layer.prompt()
         self.session.appended(self.layer)
         spanned = self.layer.append(*stored)
@@ -91,7 +91,7 @@ class _Layer(CacheLayerMixin):
     def get_seq_length(self, *args: Any) -> int:
         tree = self.session.tree
         if tree.steps:
-            # A step must not bake it in; elsewhere a number is at hand, and a tensor might have to be waited for.
+            # A captured step must not bake in a number; outside a step a number is better: reading a tensor may wait.
             return tree.position if self.session.is_active else tree.length  # type: ignore[return-value]
         return self.layer.prompt_length
 
@@ -111,17 +111,17 @@ class _Layer(CacheLayerMixin):
 
 
 def _of_width(states: Tensor, tree: BeamTree) -> Tensor:
-    """`[B*M, H, 1, D]` -> zeros of the shape of all that a step spans, `[B, H, width, D]`, that take no memory."""
+    """`[B*M, H, 1, D]` -> zeros `[B, H, width, D]`, for all slots that a step spans, that take no memory."""
     return states.new_zeros(1).expand(tree.batch, states.shape[1], tree.width, states.shape[3])
 
 
 def _count(query_length: int | Tensor) -> int:
-    """5.x says how many queries there are; 4.57 gives their positions."""
+    """The number of queries, which 5.x passes as a number, and 4.57 as a tensor of positions."""
     return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
 
 
 class TreeCache(Cache):
-    """Self-attention's cache: layers appear as the model updates them, windowed as the host's own were."""
+    """The self-attention cache: layers are made when the model updates them, with the host's sliding windows."""
 
     def __init__(self, session: Session, stock: Cache) -> None:
         super().__init__(layers=[])
@@ -140,7 +140,7 @@ class TreeCache(Cache):
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     def cover(self) -> None:
-        """Have a layer for each of the tree's."""
+        """Make a layer for each layer of the tree."""
         for layer in self.session.tree.layers[len(self.layers) :]:
             self.layers.append(_Layer(self.session, layer))
 
@@ -159,14 +159,14 @@ class TreeCache(Cache):
 
 
 class SourceLayer:
-    """What a layer stores of the source; where that is not keys and values, those have a shape and take no memory."""
+    """One layer of the cross-attention cache; with a slim cache, `keys` and `values` are zeros that take no memory."""
 
     def __init__(self, keys: Tensor, values: Tensor, *stored: Tensor) -> None:
-        """`stored`: what there is in place of `keys` and `values`."""
+        """`stored`: what is stored in place of `keys` and `values`."""
         self.tensors = [x.contiguous() for x in stored or (keys, values)]
         self._sizes = [(x.shape[1], x.shape[3]) for x in (keys, values)]
         self.slim: Slim | None = None
-        self.module: Any = None  # the attention, if it has a slim cache
+        self.module: Any = None  # the attention module, if it has a slim cache
 
     @property
     def keys(self) -> Tensor:
@@ -183,12 +183,12 @@ class SourceLayer:
         return latent.new_zeros(1).expand(latent.shape[0], heads, latent.shape[2], size)
 
     def spanned(self) -> tuple[Tensor, ...]:
-        """What attention needs, each `[B, H, N, D]`."""
+        """The tensors that attention reads, each `[B, H, N, D]`."""
         return tuple(self.tensors)
 
 
 class EncodedLayer(SourceLayer):
-    """A layer that attends to the encoder's output, which is stored elsewhere, once for all layers."""
+    """A layer that attends to the encoder output, which is stored elsewhere, once for all layers."""
 
     def __init__(self, keys: Tensor, values: Tensor, caches: SlimCaches) -> None:
         super().__init__(keys, values, keys[:0])
@@ -199,7 +199,7 @@ class EncodedLayer(SourceLayer):
 
 
 class FollowingLayer(SourceLayer):
-    """A layer that attends to what the first one has stored."""
+    """A layer that attends to what the first layer has stored."""
 
     def __init__(self, keys: Tensor, values: Tensor, first: SourceLayer) -> None:
         super().__init__(keys, values, keys[:0])
@@ -210,7 +210,7 @@ class FollowingLayer(SourceLayer):
 
 
 class _Skipped:
-    """A layer that the model does not have."""
+    """Fills the place of a layer that the model does not have."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -218,7 +218,7 @@ class _Skipped:
 
 
 class SourceCache(Cache):
-    """Cross-attention's cache."""
+    """The cross-attention cache."""
 
     layers: list[Any]
 
@@ -230,7 +230,7 @@ class SourceCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         caches, noted = self._caches, self._caches.noted
-        # A model may put something between the encoder's output and its decoder.
+        # A model may have layers between the encoder output and the decoder.
         if noted is not None and noted.slim.kind == "x" and noted.rows is not caches.source:
             noted = caches.noted = None
         if noted is None:
@@ -249,11 +249,11 @@ class SourceCache(Cache):
         return key_states, value_states
 
     def _first(self) -> SourceLayer:
-        """The layer whose keys others attend to."""
+        """The layer whose keys the following layers attend to."""
         return next(layer for layer in self.layers if layer.slim is not None and layer.slim.kind == "k")
 
     def taken_over(self, layer: Any) -> Any:
-        """A layer of another such cache, for this one's source."""
+        """A copy, without tensors, of a layer of another such cache, for this cache's encoder output."""
         layer = copy.copy(layer)
         layer.tensors = []
         if isinstance(layer, EncodedLayer):
@@ -266,10 +266,10 @@ class SourceCache(Cache):
 
 
 class TreeEncoderDecoderCache(EncoderDecoderCache):
-    """Both caches of a decoder; the source's keys are the sentence's, whatever the beams."""
+    """The two caches of a decoder; cross-attention has one row per sentence, whatever the number of beams."""
 
     cross_attention_cache: SourceCache
-    _seats: list[list[RowPool]]  # of what each layer stores, once sentences come and go
+    _seats: list[list[RowPool]]  # for the tensors of each layer, in batches that stay full
     _capacity = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -280,7 +280,7 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
             layer.tensors = [tensor.index_select(0, sentences) for tensor in layer.tensors]
 
     def regroup(self, stay: Tensor, newcomers: list[Any], length: int, rows: int) -> None:
-        """Drop all sentences but `stay` (int64 `[S]`), put those of other caches behind, all with `length` slots."""
+        """Drop all sentences but `stay` (int64 `[S]`), append those of `newcomers`, all with `length` slots."""
         others = [cache.cross_attention_cache.layers for cache in newcomers]
         mine = self.cross_attention_cache
         if not mine.layers:
@@ -298,12 +298,12 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
                 layer.tensors[place : place + 1] = [held[:, :, :length]]
 
     def close(self) -> None:
-        """Let go of the source's keys."""
+        """Free the tensors of the cross-attention cache."""
         self.cross_attention_cache.layers = []
         self._seats = []
 
     def stored(self) -> list[Tensor]:
-        """The source's keys and values, as far as there are any."""
+        """The tensors of the cross-attention cache."""
         return [tensor for layer in self.cross_attention_cache.layers for tensor in layer.tensors]
 
     @property
@@ -313,25 +313,25 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
 
 
 def tree_cache(session: Session, stock: Cache) -> Cache:
-    """An empty tree in place of the empty cache that the host has prepared."""
+    """A cache over an empty tree, in place of the empty cache that the host has prepared."""
     if isinstance(stock, EncoderDecoderCache):
         return TreeEncoderDecoderCache(TreeCache(session, stock.self_attention_cache), SourceCache(session.slim))
     return TreeCache(session, stock)
 
 
 def resized(tensor: Tensor, dim: int, length: int) -> Tensor:
-    """Cut off, or fill up with zeros, to this length along `dim`."""
+    """`tensor` cut off, or filled up with zeros, to `length` along `dim`."""
     if tensor.shape[dim] >= length:
         return tensor.narrow(dim, 0, length)
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim]))
 
 
 class _Gathered(CacheLayerMixin):
-    """A layer with one row per beam, gathered when somebody looks."""
+    """A layer with one row per beam, gathered when `keys` or `values` are first read."""
 
     def fill(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
-        """`stored`: keys and values or, of a slim cache, what they follow from, each `[B, H, slots, D]`; `index`: int64
-        `[B*M, length]`."""
+        """`stored`: keys and values or what a slim cache stores instead, each `[B, H, slots, D]`; `index`: the slots of
+        each row, int64 `[B*M, length]`."""
         self._stored, self._slim, self._index = stored, slim, index
         self.dtype, self.device = stored[0].dtype, stored[0].device
         self.is_initialized = True
@@ -343,20 +343,20 @@ class _Gathered(CacheLayerMixin):
 
 
 class _Rows(_Gathered, DynamicLayer):
-    """All positions."""
+    """A gathered layer of all positions."""
 
     def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
         super().__init__()
         self.fill(stored, slim, index)
 
     def get_seq_length(self) -> int:
-        # Nothing need be gathered for it, unless somebody has looked and may have appended since.
+        # Nothing need be gathered for this, unless keys were gathered before: the user may have appended since.
         length: int = self._index.shape[1] if vars(self).get("keys") is None else super().get_seq_length()
         return length
 
 
 class _WindowRows(_Gathered, DynamicSlidingWindowLayer):
-    """The last positions of a sliding window, as many as the host's own layer stores between two steps."""
+    """A gathered layer of a sliding window: as many positions as the host's layer stores between two steps."""
 
     def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor, window: int) -> None:
         super().__init__(sliding_window=window)
@@ -375,13 +375,13 @@ def _rows(layer: TreeLayer, paths: Tensor) -> DynamicLayer:
 
 
 def _gather(source: Tensor, index: Tensor) -> Tensor:
-    """`source` `[B, H, slots, D]`, `index` int64 `[B*M, length]` -> `[B*M, H, length, D]`."""
+    """Gather slots: `source` `[B, H, slots, D]`, `index` int64 `[B*M, length]` -> `[B*M, H, length, D]`."""
     sentences = torch.arange(index.shape[0], device=index.device) // (index.shape[0] // source.shape[0])
     return source[sentences[:, None], :, index].transpose(1, 2)
 
 
 def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
-    """What the host would have returned as its cache: one row per beam, gathered on demand."""
+    """The cache that the host would have returned: one row per beam, gathered on demand."""
     paths = tree.paths()
     own = DynamicCache()
     own.layers = [_rows(layer, paths) for layer in tree.layers]

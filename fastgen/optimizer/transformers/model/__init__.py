@@ -1,1 +1,1 @@
-"""The host's models over the beam tree: attention, the decoder's steps, the encoder."""
+"""Runs transformers' models over the beam tree: attention, the decoder's steps, the encoder."""

@@ -1,4 +1,4 @@
-"""The model as a function of tokens: the prompt at one row per sentence, then steps over the tree."""
+"""Runs the model: reads the prompt at one row per sentence, then decodes step by step over the tree."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from fastgen.replay import store
 from fastgen.replay.recorded_call import RecordedCall
 from fastgen.replay.replayer import Replayer
 
-NOT_ROWS = (versions.CACHE, "cache_position")  # of the host's inputs, those that have no row per beam
+NOT_ROWS = (versions.CACHE, "cache_position")  # inputs of the host that do not have one row per beam
 
 
 class TreeDecoder:
     """Runs a request's model over a beam tree.
 
-    The model sees what it always sees in beam search, tokens `[B*M, 1]` and the host's own inputs for them;
+    The model gets the usual inputs of beam search, tokens `[B*M, 1]` and the host's other inputs for them;
     only masks, encoder outputs and the cache have one row per sentence.
     """
 
@@ -47,10 +47,10 @@ class TreeDecoder:
         may_use_argmax_head: bool = False,
         layer_caches: Mapping[torch.nn.Module, LayerCaches] | None = None,
     ) -> None:
-        """`close` it when the call ends, however it does.
+        """Make a decoder, to be closed by `close` however the call ends.
 
-        `replayer`: of the steps on a tree of this call alone; `may_use_argmax_head`: nobody sees more of the logits
-        than which is the largest; `layer_caches`: the attention modules whose caches are slim.
+        `replayer`: replays the steps, if the tree is this call's alone; `may_use_argmax_head`: only the largest logit
+        is used; `layer_caches`: the attention modules that have slim caches.
         """
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
@@ -64,16 +64,16 @@ class TreeDecoder:
         self.cache = tree_cache(self.session, request.model_kwargs[versions.CACHE])
         self.encoder_outputs: Any = None
         self.source_mask: Any = None
-        self.search: tuple[Hashable, StaticBeamSearch] | None = None  # by what it is for
+        self.search: tuple[Hashable, StaticBeamSearch] | None = None  # with a key of what it can be used for
         self.peak_bytes = 0
         self.has_begun = False  # the prompt has been read
         self.prepared_mask: tuple[Tensor, Tensor] | None = None
-        # What a result refers to, no later call may write to; and other models may not take padding for padding.
+        # Later calls must not write to memory of a returned result; and untested models may not ignore more padding.
         is_free = not request.generation_config.return_dict_in_generate
         self._recorded: RecordedCall | None = None  # if it may share captured steps with other calls
         if replayer is not None and is_free and request.facts.is_tested:
             self._recorded = RecordedCall(self.model, replayer, self._device)
-        self._whole: State | None = None  # from before sentences left, if it is to be kept
+        self._whole: State | None = None  # the state before sentences left, if it is to be kept
         self._prompt_tokens = request.input_ids.shape[1]
         self._may_screen = may_use_argmax_head
         self._is_screened = False
@@ -81,7 +81,7 @@ class TreeDecoder:
 
     @phases.marked(phases.CACHE)
     def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The host's inputs with the expansion to beams undone, over the tree's cache."""
+        """The host's inputs, with the expansion to beams undone and with the tree's cache."""
         inputs = {
             name: value if name in NOT_ROWS else _unexpanded(value, self.beams, self.tree.batch)
             for name, value in inputs.items()
@@ -91,7 +91,7 @@ class TreeDecoder:
 
     @contextlib.contextmanager
     def reading(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Inside the block, the prompt's forward pass runs on these inputs."""
+        """Inside the block, the forward pass of the prompt runs on these inputs."""
         if self._may_screen:
             self.session.products.track_output(self.model.get_output_embeddings())
         self.encoder_outputs = inputs.get("encoder_outputs")
@@ -101,15 +101,15 @@ class TreeDecoder:
             yield
 
     def _hand_source(self) -> None:
-        """Attention to the source itself is to the encoder's output: there is no other copy of it."""
+        """Give the encoder output to slim caches that attend to it: there is no other copy."""
         if self.session.slim.is_needed and isinstance(self.encoder_outputs, dict):
             self.session.slim.source = self.encoder_outputs["last_hidden_state"]
 
     @phases.marked(phases.CACHE)
     def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
-        """Begin decoding: the prompt is in the cache; `inputs` are those it came with, from `shared`, and `logits`,
-        `[B, P', V]`, what came of them."""
-        # A bias or a scale behind the head could make another token the best.
+        """Begin decoding, once the prompt is in the cache; `inputs`: the prompt's, from `shared`; `logits`:
+        `[B, P', V]`, the prompt's."""
+        # A bias or a scale after the output layer could make another token the best.
         self._is_screened = self._may_screen and self.session.products.screen(logits)
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
         self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
@@ -119,7 +119,7 @@ class TreeDecoder:
             self._take_up()
 
     def _take_up(self) -> None:
-        """Go on with the captured steps of an earlier call, if there are any of these shapes."""
+        """Take over the captured steps of an earlier call, if there are some for these shapes."""
         assert self._recorded is not None
         self._widen_source()
         reused = self._recorded.reuse(self._state(), self._is_screened, self._own_source)
@@ -132,11 +132,11 @@ class TreeDecoder:
         self._recorded.retain_buffers(self.tree)
 
     def _own_source(self) -> None:
-        """From now on the source is in memory of its own: later calls will write to it."""
+        """Copy the encoder output and the mask, as later calls will write to this call's tensors."""
         self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
 
     def store_graph(self) -> None:
-        """The call has succeeded: keep its captured steps for later ones."""
+        """Keep the captured steps of this call, which has succeeded, for later calls."""
         if self._recorded is not None:
             state = self._whole or self._state()
             self._recorded.store(self.tree, state, self._is_screened, lambda: guards_of_steps(self.model))
@@ -147,7 +147,7 @@ class TreeDecoder:
 
     @phases.marked(phases.CACHE)
     def _widen_source(self) -> None:
-        """Pad the source on the right."""
+        """Pad the encoder output on the right, so that more calls can share captured steps."""
         outputs = self.encoder_outputs
         if not self._is_finished_here() or not isinstance(outputs, dict) or [*outputs] != ["last_hidden_state"]:
             return
@@ -165,7 +165,7 @@ class TreeDecoder:
         self._hand_source()
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Open the next step and turn the host's inputs, one row per beam, into those of the tree."""
+        """Open the next step and change the host's inputs, one row per beam, into inputs for the tree."""
         self.tree.advance()
         mask = self.tree.ancestry()[:, None]  # bool [B, 1, M, used]
         if not self.is_encoder_decoder:
@@ -176,34 +176,34 @@ class TreeDecoder:
         return inputs
 
     def _is_finished_here(self) -> bool:
-        """Whether the model is given a finished mask of the source in place of the user's, `[B, N]`."""
+        """Whether we give the model a finished source mask in place of the user's, `[B, N]`."""
         is_plain = self.source_mask is not None and self.source_mask.ndim == 2
         return is_plain and versions.TAKES_SOURCE_MASK and not self._takes_plain_mask
 
     def _padding(self) -> Tensor:
-        """The source's mask as the model takes it; the same object until sentences leave or enter."""
+        """The source mask as the model takes it; the same object until sentences leave or enter."""
         mask: Tensor = self.source_mask
         if not self._is_finished_here():
             return mask
         if self.prepared_mask is None or self.prepared_mask[0] is not mask:
-            self.prepared_mask = (mask, mask[:, None, None].bool())  # [B, 1, 1, N]: taken as it is, with no host sync
+            self.prepared_mask = (mask, mask[:, None, None].bool())  # [B, 1, 1, N]: used without a host sync
             self.session.set_source_mask(self.prepared_mask[1])
         return self.prepared_mask[1]
 
     def step(self, inputs: dict[str, Any]) -> Any:
-        """The model's outputs for the host's inputs of one step, one row per beam."""
+        """Run the model on the host's inputs of one step, one row per beam."""
         return self.run(self.model, {**inputs, "return_dict": True})
 
     @phases.marked(phases.PASS)
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """One step by the model's `forward`. The result of a replayed step is good until the next one."""
+        """Run one step by the model's `forward`. The next step may overwrite the result of a replayed one."""
         inputs = self.step_inputs(inputs)
 
         def step(inputs: dict[str, Any]) -> Any:
             with self.session.active():
                 return forward(**inputs)
 
-        # Autograd would have to see the model, and autocast casts anew what was cast.
+        # Autograd has to see the model, and a replay would not cast weights again for autocast.
         may_replay = not (torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type))
         with self._arena:
             if self.replayer is None or not may_replay:
@@ -216,11 +216,11 @@ class TreeDecoder:
         self.cache.reorder_cache(parents)
 
     def leaving(self, search: Search) -> Tensor | None:
-        """Which sentences shall leave now, bool `[B]`, if any: letting few out does not pay."""
+        """Which sentences to evict now, bool `[B]`; None if it does not pay yet."""
         return search.finished_mask() if self.tree.should_evict(search.num_finished()) else None
 
     def ended(self, search: Search) -> None:
-        """The search is done."""
+        """Called when the search is done."""
 
     @phases.marked(phases.CACHE)
     def select(self, sentences: Tensor) -> None:
@@ -246,18 +246,18 @@ class TreeDecoder:
         replayer.shrink()
 
     def cache_bytes(self) -> int:
-        """The most bytes that keys and values have taken, self- and cross-attention's."""
+        """The most bytes that the caches of self-attention and cross-attention have taken."""
         self._measure()
         return self.peak_bytes
 
     def cache_kind(self) -> str:
-        """What was stored of each position."""
+        """What was stored for each position, in one word."""
         is_split = isinstance(self.cache, TreeEncoderDecoderCache)
         across = self.cache.cross_attention_cache.layers if is_split else ()
         return kind_of((layer.slim for layer in self.tree.layers), (layer.slim for layer in across))
 
     def close(self) -> None:
-        """Let go of all keys and values; those that the result refers to live on with it."""
+        """Free all keys and values, except those that the result refers to."""
         if self.replayer is not None:
             self.replayer.close()
         if self._recorded is None or not self._recorded.is_stored:
@@ -275,8 +275,8 @@ class TreeDecoder:
 def _unexpanded(value: Any, beams: int, batch: int) -> Any:
     """Undo the host's expansion of a tensor, or of a dict of tensors in place.
 
-    In place because the host expanded it in place: the copies are freed, and encoder outputs that the
-    user passed become what they were.
+    In place because the host expanded it in place: so the copies are freed, and encoder outputs that the
+    user passed are restored.
     """
     if isinstance(value, dict):
         for name, item in list(value.items()):

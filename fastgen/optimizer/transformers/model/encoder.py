@@ -1,8 +1,8 @@
-"""The encoder with products of our own, and without padding: rows of like length are read together, each group as
-long as its longest row.
+"""Runs the encoder with our linear layers and with little padding: rows of like length are read together.
 
-Padding on the right is masked in every layer of the encoders below and shifts no position, so the states of the real
-positions are the same but for rounding. Those of padding become zeros: cross-attention masks them.
+Each group of rows is padded to its longest row. The encoders below mask padding on the right in every layer, and it
+shifts no position, so the states of real positions are the same except for rounding. States of padding become zeros:
+cross-attention masks them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fastgen.optimizer.transformers.support import unsupported_configuration
 
 __phase__ = phases.ENCODER
 
-# What encoders alone may be given. Of what they return, all with three dimensions has positions, and these with two.
+# The inputs of `run`. Of an encoder's outputs those with three dimensions have positions, and these with two.
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _SPANS = ("start_logits", "end_logits")
 _SEARCHES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _MIN_SAVING = 0.1  # of the padded batch's cost
-# What one more group costs, in tokens. Its products read all weights once more, which takes as long as multiplying
-# some tens of tokens; besides, each layer's calls cost time, worth that many multiplications of its ~12 d^2 weights.
+# The cost of one more group, in tokens. It reads all weights once more, which takes as long as multiplying some tens of
+# tokens; besides, each layer's calls take time, worth so many multiplications by the layer's ~12 d^2 weights.
 _WEIGHTS_TOKENS = 32
 _CALLS_WEIGHTS = {"cpu": 2**23}
 _CALLS_WEIGHTS_ELSEWHERE = 2**33  # an estimate: a GPU multiplies about a thousand times as fast as a core
@@ -45,10 +45,10 @@ def encode(
     input_name: str | None,
     generation_config: Any,
 ) -> dict[str, Any]:
-    """`stock`, the host's method that adds `encoder_outputs` to `model_kwargs`, once for each group of rows.
+    """Run `stock`, the host's method that adds `encoder_outputs` to `model_kwargs`, once for each group of rows.
 
-    `inputs`: tokens int64 `[B, N]`, or whatever the model reads; all but tokens is read as one group. None where a
-        model's own code has made embeddings of them.
+    `inputs`: tokens int64 `[B, N]`, or other inputs, which are read as one group; None if the model's own code has
+        embedded the tokens.
     """
     if not isinstance(inputs, Tensor) or not _is_accelerated(model, generation_config, inputs):
         return stock(model, inputs, model_kwargs, input_name, generation_config)
@@ -138,14 +138,14 @@ def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
 def _joined(
     read: Callable[[Tensor, int], Any], groups: list[tuple[list[int], int]], ids: Tensor, draws: bool = True
 ) -> Any:
-    """The outputs of all groups, each read by `read(rows, length)`, as if of the one batch `ids` `[B, N]`.
+    """Read each group by `read(rows, length)` and join the outputs, as if of one batch `ids`, `[B, N]`.
 
     `draws`: whether the encoder may draw random numbers, though in evaluation mode.
     """
     joined = None
     for rows, width in groups:
         index = torch.tensor(rows, device=ids.device)
-        # Some encoders draw a number for each layer: the random stream sees one call.
+        # Some encoders draw a number for each layer: the random stream advances as for one call.
         with torch.random.fork_rng(devices=[], enabled=draws and joined is not None):
             outputs = read(index, width)
         if joined is None:
@@ -160,7 +160,7 @@ def _joined(
 
 
 def _room(name: str, value: Tensor, batch: int, length: int) -> Tensor:
-    """Room for the output of all rows: zeros for states `[B, N, D]`, or pooled `[B, D]`; the least ones for spans."""
+    """Room for the output of all rows: zeros for states `[B, N, D]` or pooled `[B, D]`, the least number for spans."""
     if not _has_positions(name, value):
         return value.new_zeros(batch, *value.shape[1:])
     fill = torch.finfo(value.dtype).min if name in _SPANS else 0.0
@@ -174,7 +174,7 @@ def _has_positions(name: str, value: Tensor) -> bool:
 def _groups(
     model: Any, inputs: Tensor, kwargs: dict[str, Any], input_name: str | None
 ) -> list[tuple[list[int], int]] | None:
-    """The rows and the length of each group; None where the host has to read the batch as it is."""
+    """The rows and the length of each group; None if the host has to read the batch as it is."""
     mask = kwargs.get("attention_mask")
     given = {name for name, value in kwargs.items() if value is not None and not name.startswith("decoder_")}
     if not given <= {"attention_mask", "use_cache", "labels"}:
@@ -191,27 +191,26 @@ def _groups(
 
 
 def _split_by_length(encoder: Any, mask: Tensor) -> list[tuple[list[int], int]] | None:
-    """The groups of rows from a mask, `[B, N]`, of texts that are padded on the right."""
+    """The groups of rows for a padding mask, `[B, N]`, of texts that are padded on the right."""
     weights = _CALLS_WEIGHTS.get(mask.device.type, _CALLS_WEIGHTS_ELSEWHERE)
     fixed = _WEIGHTS_TOKENS + weights / (12 * encoder.config.hidden_size**2)
     return split([int(length) for length in mask.sum(1).tolist()], mask.shape[1], fixed)
 
 
 def _is_padded_right(mask: Tensor) -> bool:
-    """Whether the mask has only ones and zeros behind them, and no row of zeros."""
+    """Whether each row of the mask is ones followed by zeros, with at least one 1."""
     lengths = mask.sum(1)
     is_padded_right = mask == (torch.arange(mask.shape[1], device=mask.device) < lengths[:, None])
     return bool(is_padded_right.all() & (lengths > 0).all())
 
 
 def split(lengths: Sequence[int], width: int, fixed: float) -> list[tuple[list[int], int]] | None:
-    """The split of rows into groups, with the length of each, that costs least; None if it hardly pays.
+    """The cheapest split of rows into groups, with the length of each; None if it hardly pays.
 
-    Cost counts the tokens multiplied: a group's rows times its length, and `fixed` for the group. Attention's share
-    is left out: it is small below some thousand tokens, and what it adds speaks for shorter groups too. In the best
-    split groups are neighbours by length, and rows of equal length are together, so a dynamic programme over the
-    different lengths finds it: the best split of the shorter ones is a group, up to each, behind a best split of the
-    still shorter ones.
+    The cost is the number of tokens multiplied, a group's rows times its length, and `fixed` for each group. Attention
+    is left out: it is small below some thousand tokens, and would favour shorter groups, too. In the best split a group
+    holds neighbours by length, and rows of equal length are together, so a dynamic programme over the different lengths
+    finds it: the best split of the j shortest lengths is a last group behind the best split of the lengths before it.
     """
     by_length: dict[int, list[int]] = {}
     for row in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -238,7 +237,7 @@ def split(lengths: Sequence[int], width: int, fixed: float) -> list[tuple[list[i
 
 
 def _is_accelerated(model: Any, generation_config: Any, inputs: Tensor) -> bool:
-    """Whether the call, as far as it is known before the encoder has run, will decode over the tree."""
+    """Whether the call will decode over the tree, as far as is known before the encoder has run."""
     rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     return (
         config.current().tier != "stock"

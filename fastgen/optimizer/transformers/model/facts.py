@@ -1,4 +1,4 @@
-"""What decisions about a call ask of its model: found in one walk over its modules, kept while nothing changes."""
+"""Facts about a model that decide how calls run: found in one walk over the modules, kept until the model changes."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of one model; nothing here depends on a request."""
+    """Facts about one model that depend on no request."""
 
-    is_hosts_own: bool  # all of its forward passes are the host's, torch's or ours
-    is_tested: bool  # the same, and of a family that the test suite compares with stock
+    is_hosts_own: bool  # all forward methods are the host's, torch's or ours
+    is_tested: bool  # the same, and the test suite compares the family with stock
     foreign: list[Finding]  # foreign code that a decode step would run
-    foreign_in_encoder: list[Finding]  # the same of the encoder, as it is called before the search
-    overridden_rule: str | None  # which rule of the host's search a class of the host has changed
-    unsupported: str | None  # why it cannot decode over the tree, whatever the request
-    is_watched: bool  # whether somebody sees the calls of a step's module, or has replaced one
-    is_interrupted: bool  # whether somebody's code may run when one of these is called
+    foreign_in_encoder: list[Finding]  # foreign code that the encoder, which is called before the search, would run
+    overridden_rule: str | None  # the search rule that the model's class, though the host's, overrides
+    unsupported: str | None  # why the model cannot decode over the tree, whatever the request
+    is_watched: bool  # whether foreign code sees the calls of a step's module, or has replaced one
+    is_interrupted: bool  # whether foreign code may run when one of these is called
     is_encoder_watched: bool
-    sees_prompt_padding: bool  # tokens generated attend to the padding of a prompt
-    takes_plain_mask: bool  # its own code asks for a mask of the source in two dimensions
-    folding: dict[tuple[type, str], Wrapper]  # of classes that compute attention themselves
-    replayable: dict[tuple[type, str], Wrapper]  # of classes that would wait for a device
+    sees_prompt_padding: bool  # generated tokens attend to padding of the prompt
+    takes_plain_mask: bool  # the model's code needs a source mask in two dimensions
+    folding: dict[tuple[type, str], Wrapper]  # wrappers of classes that compute attention themselves
+    replayable: dict[tuple[type, str], Wrapper]  # wrappers of classes that would wait for a device
 
 
 def facts_of(model: Any) -> ModelFacts:
-    """The facts of the model as it is now or, inside `one_call`, as it was when they were first asked for."""
+    """The facts of the model as it is now or, inside `one_call`, as it was when first asked for."""
     known: weakref.WeakKeyDictionary[Any, ModelFacts] | None = getattr(_local, "known", None)
     if known is not None and model in known:
         return known[model]
@@ -57,9 +57,9 @@ def facts_of(model: Any) -> ModelFacts:
 
 @contextlib.contextmanager
 def one_call() -> Iterator[None]:
-    """Inside the block, a call of the host's `generate` in this thread, each model is looked at once.
+    """Inside the block, one call of the host's `generate` in this thread, each model is looked at only once.
 
-    A model that holds code of the user's is looked at each time: that code may change the model between two questions.
+    A model that holds code of the user's is looked at each time: that code may change the model in between.
     """
     before = getattr(_local, "known", None)
     _local.known = weakref.WeakKeyDictionary()
@@ -70,7 +70,7 @@ def one_call() -> Iterator[None]:
 
 
 def _looked_up(model: Any) -> tuple[ModelFacts, bool]:
-    """The facts, and whether any change of the model would be seen."""
+    """The facts, and whether guards would see any change of the model."""
     kept = _kept.get(model)
     if kept is None or kept[1] != _surroundings() or not kept[0].is_same_code():
         everything = list(model.modules())
@@ -78,7 +78,7 @@ def _looked_up(model: Any) -> tuple[ModelFacts, bool]:
         kept = guards, surroundings, _facts(model, everything)
         if guards.is_complete:
             _kept[model] = kept
-        else:  # what cannot be seen to change is looked at each time
+        else:  # guards would miss a change, so the model is looked at each time
             _kept.pop(model, None)
     return kept[2], kept[0].is_complete
 
@@ -89,12 +89,12 @@ _kept: weakref.WeakKeyDictionary[Any, tuple[ModelGuards, Any, ModelFacts]] = wea
 
 @keeper
 def release() -> None:
-    """Forget all facts: they are found again."""
+    """Forget all facts, which are found again when needed."""
     _kept.clear()
 
 
 def _surroundings() -> tuple[bool, str | None]:
-    """What is around all models: hooks on every module, and functions of torch that somebody has replaced."""
+    """What affects all models: hooks on every module, and functions of torch that somebody has replaced."""
     return nn.modules.module._has_any_global_hook(), replaced_code.replaced_function()
 
 
@@ -128,7 +128,7 @@ def _unsupported(model: Any, everything: list[nn.Module], parts: dict[str, nn.Mo
     if training := next((path for path, module in parts.items() if _is_training(module)), None):
         return f"{training} is in training mode"
     numbers = {part.layer_idx for part in parts.values() if isinstance(getattr(part, "layer_idx", None), int)}
-    if numbers and 0 not in numbers:  # which is asked for how long the cache is
+    if numbers and 0 not in numbers:  # the host asks layer 0 for the cache's length
         return "its first layer has been cut out, and the others keep their numbers"
     if reason := streams.unsupported_model(model, everything):
         return reason
@@ -147,7 +147,7 @@ def _unsupported(model: Any, everything: list[nn.Module], parts: dict[str, nn.Mo
 
 
 def _is_training(module: nn.Module) -> bool:
-    """Whether a module of the host's or torch's may compute something else than in evaluation."""
+    """Whether a module of the host's or torch's may compute otherwise than in evaluation mode."""
     if not module.training:
         return False
     if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -157,9 +157,9 @@ def _is_training(module: nn.Module) -> bool:
 
 
 def unsupported_modules(everything: Iterable[nn.Module], attention: tuple[str | None, ...] = _ATTENTION) -> str | None:
-    """Why rows of a model of these modules may depend on others or on their padding; None if they don't.
+    """Why a row may depend on other rows or on padding in a model with these modules; None if it does not.
 
-    `attention`: implementations that are known.
+    `attention`: the known implementations of attention.
     """
     for module in everything:
         if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):

@@ -1,8 +1,8 @@
-"""Attention modules that compute attention themselves instead of calling an attention function.
+"""Wrappers for modules that compute attention themselves, or that would wait for a device to know a position.
 
-Most models look their attention function up in `AttentionInterface`; the session folds it there. A few do
-not: of those the ones listed here are folded at the module's boundary, `[B*M, 1, d]` as `[B, M, d]`; a model
-with any other cannot run on the tree.
+Most models look the attention function up in `AttentionInterface`; the session folds attention there. A few do not:
+those listed here are folded at the module's boundary, `[B*M, 1, d]` as `[B, M, d]`; a model with any other attention
+module of that kind cannot run on the tree.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fastgen.optimizer.transformers.interception import Wrapper
 from fastgen.optimizer.transformers.model import streams
 from fastgen.optimizer.transformers.versions import CACHE_LENGTH, CACHE_PARAMETERS, FINDS_EAGER
 
-# Its classes have names that many have. `[1, B*M, d]` becomes `[M, B, d]`: beams as if they were positions.
+# FSMT's class names are common ones. `[1, B*M, d]` becomes `[M, B, d]`: beams are treated as positions.
 _FSMT = "transformers.models.fsmt.modeling_fsmt"
 
 # These modules would wait for a device to know a token's position.
-# Before each look-up they compare it with their table's length, to make the table longer.
+# Before each look-up they compare the position with the table's length, to make the table longer.
 # Class -> static method that numbers positions.
 _WITH_GROWING_TABLES = {"M2M100SinusoidalPositionalEmbedding": "create_position_ids_from_input_ids"}
-# They make a Python range of positions unless they are given some. Class -> the shape of those of one step.
+# These make a Python range of positions unless positions are passed. Class -> the shape of the positions of one step.
 _NUMBERING_UNLESS_TOLD = {
     "BertEmbeddings": (1, 1),
     "BertGenerationEmbeddings": (1, 1),
@@ -37,8 +37,8 @@ _NUMBERING_UNLESS_TOLD = {
     "RoCBertEmbeddings": (1, 1),
     "TrOCRLearnedPositionalEmbedding": (1,),
 }
-_NUMBERING = "LEDLearnedPositionalEmbedding"  # takes no positions, but is an embedding of them
-_MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder's output from its input's
+_NUMBERING = "LEDLearnedPositionalEmbedding"  # takes no positions, but is an embedding of positions
+_MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder output's mask from the input's
 
 
 @functools.cache
@@ -52,13 +52,13 @@ def _computes_attention_itself(forward: Any) -> bool:
 
 
 def hand_written_attention(kinds: Iterable[type]) -> dict[tuple[type, str], Wrapper]:
-    """Wrappers, by class and attribute, for modules of these classes to be folded at their boundary."""
+    """Wrappers, by class and attribute, that fold attention at the boundary of modules of these classes."""
     wrappers = {(owner, "forward"): _folding(owner) for owner in kinds}
     return {seam: wrapper for seam, wrapper in wrappers.items() if wrapper is not None}
 
 
 def _folding(owner: Any) -> Wrapper | None:
-    """What folds a class that computes attention itself; None if nothing does."""
+    """The wrapper that folds a class which computes attention itself; None if there is none."""
     if _is_fsmts(owner, "Attention"):
         return _folded_with_time_first
     if (streamed := streams.folding(owner)) is not None:
@@ -68,7 +68,7 @@ def _folding(owner: Any) -> Wrapper | None:
 
 
 def replayable_inputs(kinds: Iterable[type]) -> dict[tuple[type, str], Wrapper]:
-    """Wrappers, by class and attribute, for what would wait for a device to know a token's position or a mask."""
+    """Wrappers, by class and attribute, of methods that would wait for a device to know a position or a mask."""
     wrappers: dict[tuple[type, str], Wrapper] = {}
     for owner in kinds:
         if owner.__name__ in _WITH_GROWING_TABLES:
@@ -79,20 +79,20 @@ def replayable_inputs(kinds: Iterable[type]) -> dict[tuple[type, str], Wrapper]:
             wrappers[owner, "forward"] = _of_one_position
         elif _is_fsmts(owner, "SinusoidalPositionalEmbedding"):
             wrappers[owner, "forward"] = _of_grown_weight
-        # Once, where it is defined: subclasses would wrap the wrapped one.
+        # Only in the class that defines it: subclasses would wrap the wrapped method.
         if (base := next((base for base in owner.__mro__ if _MASK_OF_FEATURES in vars(base)), None)) is not None:
             wrappers[base, _MASK_OF_FEATURES] = _finished_mask
     return wrappers
 
 
 def unfoldable_attention(kinds: Iterable[Any]) -> str | None:
-    """The name of an attention class that cannot be folded, if there is one among these."""
+    """The name of an attention class among these that cannot be folded; None if there is none."""
     hand_written = [owner for owner in kinds if _computes_attention_itself(getattr(owner, "forward", None))]
     return next((owner.__name__ for owner in hand_written if _folding(owner) is None), None)
 
 
 def _is_fsmts(owner: Any, name: str) -> bool:
-    """Whether it is this class of FSMT, in a version that numbers a token by what is in the cache."""
+    """Whether `owner` is this class of FSMT, in a version that numbers tokens by the cache's length."""
     if owner.__name__ != name or owner.__module__ != _FSMT or not FINDS_EAGER:
         return False
     numbering = sys.modules[_FSMT].SinusoidalPositionalEmbedding.forward
@@ -100,14 +100,14 @@ def _is_fsmts(owner: Any, name: str) -> bool:
 
 
 def takes_plain_mask(kinds: Iterable[type]) -> bool:
-    """Whether the code of these classes asks for a mask of the source in two dimensions, `[B, N]`."""
+    """Whether the code of these classes needs a source mask in two dimensions, `[B, N]`."""
     return any(hasattr(owner, _MASK_OF_FEATURES) or _is_fsmts(owner, "Attention") for owner in kinds)
 
 
 def are_the_hosts_own(kinds: Iterable[Any]) -> bool:
-    """Whether the forward passes of these classes are all the host's, torch's or our own (`fastgen.models`).
+    """Whether the forward methods of these classes are all the host's, torch's or our own (`fastgen.models`).
 
-    Somebody's subclass may have other methods beside them: `foreign_code` says which matter.
+    A subclass of the user's may have other methods, too: `foreign_code` says which matter.
     """
     owners = [next(base for base in kind.__mro__ if "forward" in vars(base)) for kind in kinds]
     return {owner.__module__.partition(".")[0] for owner in owners} <= {"torch", "transformers", "fastgen"}
@@ -117,11 +117,11 @@ def is_of_tested_family(model: Any) -> bool:
     """Whether the model's family is one of those that the test suite compares with stock."""
     config = getattr(model.config, "decoder", None)
     model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
-    return model_type in FAMILIES and FINDS_EAGER  # where eager attention can't be found, not even these are sure
+    return model_type in FAMILIES and FINDS_EAGER  # where eager attention can't be found, not even these are safe
 
 
 def decoder_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules that a decode step may call: all that are not the encoder's alone."""
+    """The modules that a decode step may call: all but those that only the encoder has."""
     return (module for _, module in named_decoder_modules(model))
 
 
@@ -185,7 +185,7 @@ def _folded_with_time_first(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replayable() -> Any:
-    """The session of this thread whose step may be replayed, None elsewhere: the wrappers are there for all threads."""
+    """This thread's session, if its steps may be replayed, else None: the wrappers are there for all threads."""
     session = interception.current()
     return session if session is not None and session.tree.is_static else None
 
@@ -258,7 +258,7 @@ def _of_one_position(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finished_mask(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A mask of four dimensions, as the host makes one after looking whether there is any padding."""
+    """Wrap `stock` to return a mask of four dimensions; the host would first look whether there is any padding."""
 
     @functools.wraps(stock)
     def mask_of(self: Any, length: int, attention_mask: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

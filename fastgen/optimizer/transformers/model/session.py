@@ -1,4 +1,4 @@
-"""A decode under way: the tree, the masks and biases of its step, and how its attention is folded."""
+"""The state of a running decode: the tree, this step's masks and biases; folds attention calls of the model."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from fastgen.patching.replaced_code import is_of
 
 
 class SourceMask(NamedTuple):
-    """What hides the source's padding."""
+    """The mask of the source's padding, with the biases derived from it."""
 
     mask: Tensor | None  # bool [B, 1, 1, N]
-    biases: dict[torch.dtype, Tensor]  # of that mask: the same at every step
+    biases: dict[torch.dtype, Tensor]  # made from that mask, the same at every step
 
 
 class Session:
-    """What one decode step must know: the tree, and this step's masks and biases.
+    """The state that one decode step needs: the tree, and this step's masks and biases.
 
     While it is `active`, attention functions that a model of this thread looks up are wrapped: a call whose
     query has one row per beam and whose keys have one row per sentence is folded, any other passes through.
@@ -44,7 +44,7 @@ class Session:
     def __init__(
         self, tree: BeamTree, facts: ModelFacts, layer_caches: Mapping[torch.nn.Module, LayerCaches] | None = None
     ) -> None:
-        """`layer_caches`: the attention modules whose caches are slim, and how."""
+        """`layer_caches`: the attention modules that have slim caches, with the caches."""
         self.tree = tree
         self.products = LinearDispatcher(config.current().packing)
         self.slim = SlimCaches()
@@ -56,13 +56,13 @@ class Session:
         self.patches |= rotating
         if tree.is_static:
             self.patches |= facts.replayable
-        # Rows and position, tokens before this one, of each call; None where all rows are at the same position.
+        # Rows and position (number of earlier tokens) of each call; None if all rows are at the same position.
         self.spans: list[tuple[int, int]] | None = None
         self.knows_positions = False  # with `spans`: the host has told the positions of all rows
         self.folds = 0  # calls folded so far: proof that the path ran
-        self.held: list[Tensor] = []  # what a captured step reads, and perhaps nobody else keeps
+        self.held: list[Tensor] = []  # tensors that a captured step reads, and that perhaps nothing else keeps alive
         self.is_active = False
-        self._appended: TreeLayer | None = None  # has appended, and no attention has used it yet
+        self._appended: TreeLayer | None = None  # a layer that has appended, and that no attention has used yet
         self.source_mask = SourceMask(None, {})
         self._derived: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
@@ -79,7 +79,7 @@ class Session:
             )
 
     def folded(self) -> TreeLayer | None:
-        """Count a folded call; the layer whose self-attention it is, None for cross-attention."""
+        """Count a folded call; returns the layer whose self-attention it is, None for cross-attention."""
         self.folds += 1
         layer, self._appended = self._appended, None
         return layer
@@ -101,7 +101,7 @@ class Session:
 
     @contextlib.contextmanager
     def reading(self, model: torch.nn.Module) -> Iterator[None]:
-        """Inside the block, the prompt's forward pass runs: nothing is folded."""
+        """Inside the block, the forward pass of the prompt runs: nothing is folded."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(multiplying(self.products, model))
             if self.slim.is_needed:
@@ -125,7 +125,7 @@ class Session:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """The host's attention-function protocol; returns `[B*M, 1, H, D]` and no weights."""
+        """Called in place of an attention function of the host; returns `[B*M, 1, H, D]` and no weights."""
         if not self.is_active:
             if (encoded := self.slim.encoded_layer(module)) is not None:
                 if is_of(inner, "transformers"):
@@ -145,7 +145,7 @@ class Session:
             key, value = attended.slim.keys_and_values(attended.spanned())  # a user's own may do anything with them
         if inner is sdpa_attention_forward:
             return beam_attention(query, key, value, bias, scale), None
-        # The model's own function knows what else belongs to its attention: soft-capping, sinks.
+        # The model's own function does the rest of its attention: soft-capping, sinks.
         kwargs = {name: option for name, option in kwargs.items() if name not in ("position_bias", "is_causal")}
         rows = fold_beams(query, self.tree.batch, key.shape[1]).flatten(1, 2)  # [B, H, M, D]
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
@@ -155,7 +155,7 @@ class Session:
         return self.tree.mask(window, dtype)
 
     def cross_bias(self, mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The source's padding as an additive mask `[B, 1, 1, N]`."""
+        """The source's padding mask as an additive mask, `[B, 1, 1, N]`."""
         if mask is None:
             return None
         if mask.dtype != torch.bool:
@@ -167,18 +167,18 @@ class Session:
         return self.source_mask.biases[dtype]
 
     def set_source_mask(self, mask: Tensor) -> None:
-        """From now on this is the source's mask, bool `[B, 1, 1, N]`; what was derived from the last one is gone."""
+        """Set the source's mask, bool `[B, 1, 1, N]`, and forget the biases derived from the last one."""
         self.source_mask = SourceMask(mask, {})
 
     def write_source_mask(self, mask: Tensor) -> None:
-        """The source's mask has these values now; it and what was derived from it are written to in place."""
+        """Write new values to the source's mask and to the biases derived from it, in place."""
         if self.source_mask.mask is not None:
             self.source_mask.mask.copy_(mask)
             for dtype, bias in self.source_mask.biases.items():
                 bias.copy_(additive_mask(self.source_mask.mask, dtype))
 
     def position_bias(self, bias: Tensor) -> Tensor:
-        """T5: a bias computed for consecutive slots -> for the position each slot stands for."""
+        """T5: turn a bias for consecutive positions into one for the positions of the slots."""
         return self._once(
             "position", bias, lambda: torch.take_along_dim(bias, self.tree.positions()[:, None, None], -1)
         )
@@ -195,7 +195,7 @@ class Session:
         if layer is None:
             bias = self.cross_bias(attention_mask, dtype)
             if position_bias is None or not getattr(module, "has_relative_attention_bias", True):
-                return bias  # T5's cross-attention hands on zeros
+                return bias  # T5's cross-attention passes zeros on
             return position_bias if bias is None else position_bias + bias
         bias = self.self_bias(layer.window, dtype)
         if position_bias is None:
@@ -203,21 +203,21 @@ class Session:
         return self._once("sum", position_bias, lambda: self.position_bias(position_bias) + bias)
 
     def _once(self, what: Hashable, tensor: Tensor, derive: Callable[[], Tensor]) -> Tensor:
-        """Derive from `tensor` once a step: layers share masks and biases, as objects."""
+        """Derive a tensor from `tensor` once a step: layers share masks and biases, as objects."""
         key = (what, id(tensor))
         if key not in self._derived:
-            self._derived[key] = (derive(), tensor)  # the tensor is kept so that its id stays its own
+            self._derived[key] = (derive(), tensor)  # keeps `tensor` alive, so that no other gets the same id
         return self._derived[key][0]
 
 
 def scale_of(query: Tensor, kwargs: dict[str, Any]) -> float:
-    """The factor of the scores, from what an attention function is given."""
+    """The factor of the scores, from the arguments of an attention function."""
     scale: float | None = kwargs.get("scaling")
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _wrap_product(stock: Callable[..., Any], transposed: bool = False) -> Callable[..., Any]:
-    if not is_of(stock, "torch", "transformers"):  # somebody's own
+    if not is_of(stock, "torch", "transformers"):  # somebody has replaced it
         return stock
 
     @functools.wraps(stock)
@@ -237,12 +237,12 @@ _PRODUCTS: dict[tuple[type, str], Wrapper] = {
 
 @contextlib.contextmanager
 def multiplying(products: LinearDispatcher, model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block this thread multiplies by `products`, in the model's arena, and folds nothing."""
+    """Inside the block, this thread's linear layers multiply by `products`, in the model's arena; nothing is folded."""
     try:
         with arena.of(model), redirected(_PRODUCTS), using(products):
             yield
     finally:
-        arena.settle()  # of the activations
+        arena.settle()  # the activations are free now
 
 
 def _wrap_lookup(stock: Callable[..., Any]) -> Callable[..., Any]:

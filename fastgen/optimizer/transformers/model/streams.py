@@ -1,9 +1,9 @@
-"""Models whose step has two rows a beam: the last token's, and a query's for the next one.
+"""Models whose steps have two rows per beam: one of the last token, and one that predicts the next token.
 
 ProphetNet (Qi et al. 2020, https://arxiv.org/abs/2001.04063, section 3.2) has a main stream and, for each of the
-next n tokens, a predicting stream, which sees the main one and itself. What is generated follows from the first of
-those alone, and they do not see each other: the others are left out of a step. UniLM (`fastgen.models.unilm`) has a
-`[MASK]` behind the last token.
+next n tokens, a predicting stream, which sees the main stream and itself. Generation needs only the first predicting
+stream, and these streams do not see each other, so the others are left out of a step. UniLM (`fastgen.models.unilm`)
+has a `[MASK]` behind the last token.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Forward = Callable[..., Any]
 _PROPHETNET = "transformers.models.prophetnet.modeling_prophetnet"
 _UNILM = "fastgen.models.unilm.modeling"
 _STREAMS = 2  # main and predicting
-_AHEAD = (0, 1)  # so many positions are they ahead of the last token
+_AHEAD = (0, 1)  # so many positions the streams are ahead of the last token
 _OWN_BUCKET = 0  # of the distance from a predicting stream to itself
 
 
 def folding(owner: Any) -> Callable[[Forward], Forward] | None:
-    """What folds a class of such a model; None if it is of no such model."""
+    """The wrapper that folds a class of such a model; None for classes of other models."""
     if owner.__module__ == _UNILM and owner.__name__ == "UnilmSelfAttention":
         return _unilms_attention
     if owner.__module__ == _PROPHETNET and FINDS_EAGER:
@@ -46,7 +46,7 @@ def folding(owner: Any) -> Callable[[Forward], Forward] | None:
 def unsupported_model(model: Any, modules: Iterable[Any]) -> str | None:
     """Why this model, one of those above, cannot decode over the tree; None if it can or is another.
 
-    `modules`: all of the model's.
+    `modules`: all modules of the model.
     """
     ours = [module for module in modules if type(module).__module__ in (_PROPHETNET, _UNILM)]
     decoders = [m for m in ours if folding(type(m)) is _prophetnets_decoder]
@@ -71,12 +71,12 @@ def _are_methods_replaced(modules: list[Any]) -> bool:
 
 
 def sees_padding(model: Any) -> bool:
-    """Whether tokens generated attend to the padding of a prompt."""
+    """Whether generated tokens attend to padding of the prompt."""
     return folding(type(model)) is not None
 
 
 def _folding_session(rows: Tensor | None, positions: int) -> Any:
-    """The session whose step has these rows, `[B*M, positions, ...]`; None if there is none."""
+    """This thread's session, if its step has these rows, `[B*M, positions, ...]`; else None."""
     session = interception.current()
     if rows is None or session is None or not session.is_active or rows.shape[1] != positions:
         return None
@@ -111,14 +111,14 @@ def _prophetnets_decoder(forward: Forward) -> Forward:
             return forward(self, *args, **kwargs)
         host: Any = sys.modules[_PROPHETNET]
         tree, embeddings = session.tree, self.position_embeddings
-        # Numbered from 1 on. Its `forward` would number them anew.
+        # Positions are numbered from 1 on. The embeddings' `forward` would number them anew.
         position = torch.as_tensor(tree.position, device=tokens.device).view(1, 1) + 1
         main = self.word_embeddings(tokens) + embeddings._forward(position)  # [B*M, 1, d]
-        # The host takes row n - 1 for stream n = 0, 1, ...: the last one for the first.
+        # The host takes row n - 1 for stream n = 0, 1, ..., so the last row for the first stream.
         predicting = self.ngram_embeddings.weight[-1] + embeddings._forward(position + 1)
         states = self.embeddings_layer_norm(torch.cat([main, predicting.expand_as(main)], dim=1))
 
-        # Slots are numbered from 0 on. [B or 1, 2, width]
+        # The tree numbers positions from 0 on. [B or 1, 2, width]
         places = torch.stack([tree.positions() + 1 - ahead for ahead in _AHEAD], dim=1)
         relative = places - position
         buckets = host.compute_relative_buckets(self.num_buckets, self.relative_max_distance, relative).long()
@@ -161,7 +161,7 @@ def _prophetnets_attention(forward: Forward) -> Forward:
         keys, values = cache.update(key[:, :, :1], value[:, :, :1], self.layer_idx)
         session.folded()
 
-        # What a query gives to each distance, by buckets of these.
+        # The bias of a query for each bucket of distances.
         relative = self.relative_pos_embeddings(hidden_states).unflatten(-1, (self.num_buckets, heads))
         by_bucket = relative.unflatten(0, (batch, beams)).permute(0, 4, 1, 2, 3)  # [B, H, M, 2, buckets]
         buckets = call["main_relative_position_buckets"]

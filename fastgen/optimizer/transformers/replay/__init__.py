@@ -1,1 +1,1 @@
-"""Which calls replay their decode steps, and what those read and write."""
+"""Replayed decode steps of transformers' models: which calls have them, and the state of captured steps."""

@@ -1,4 +1,4 @@
-"""Which calls replay their decode steps."""
+"""Decides which calls replay decode steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fastgen.replay import replayer, statistics
 
 
 def replayer_for(request: Request, stock: Callable[..., Any]) -> replayer.Replayer | None:
-    """What replays this call's steps; None where they run by themselves."""
+    """The replayer of this call's steps; None if they are not replayed."""
     model, device = request.model, request.input_ids.device
     rows, steps = request.input_ids.shape[0], request.generation_config.max_length - request.input_ids.shape[1]
     if not versions.COUNTS_IN_TENSORS or not statistics.are_wanted(model, device.type, request.batch, rows, steps):
         return None
-    if config.current().cache_threshold:  # what is left out differs from step to step
+    if config.current().cache_threshold:  # which weights are left out differs from step to step
         return None
-    # Whoever watches, has replaced something or may change the model while it decodes expects it to be called.
+    # Code that watches, has replaced or may change parts of the model while it decodes expects them to be called.
     if request.calls_back or request.foreign or request.facts.is_watched:
         return None
     if reason := equivalence.failed_equivalence(request, stock, is_replayed=True):

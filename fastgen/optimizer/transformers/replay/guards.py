@@ -1,4 +1,4 @@
-"""Whether a model of transformers is still what it was."""
+"""Guards that tell whether a model of transformers is still as it was when steps were captured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INTERFACES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 
 
 def _registered() -> list[dict[str, Any]]:
-    """The functions of attention and of its masks."""
+    """The registered attention functions and mask functions."""
     found = [dict(names) for one in _INTERFACES for names in (one._global_mapping, one._local_mapping)]
     return [*found, interception.stock_attributes(AttentionInterface)]
 
@@ -38,7 +38,7 @@ _WITH_SEARCH = dataclasses.replace(_HOST, not_of_the_step=())
 
 
 def guards_of_steps(model: nn.Module) -> ModelGuards:
-    """Guards of what the model's steps may read."""
+    """Guards of all that the model's steps may read."""
     return ModelGuards(modules.decoder_modules(model), _HOST)
 
 

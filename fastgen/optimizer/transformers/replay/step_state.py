@@ -1,4 +1,4 @@
-"""What the steps of a call read and write, besides the model and the inputs of each step."""
+"""The state that a call's steps read and write, besides the model and the inputs of each step."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from fastgen.optimizer.transformers.model.session import Session
 
 @dataclass
 class State:
-    """The state that captured steps read and write; a later call of the same shapes puts its prompt and source here."""
+    """The state that captured steps read and write; a later call of the same shapes fills it anew."""
 
     tree: BeamTree
     session: Session
-    cache: Any  # the tree under the host's names, and cross-attention's keys and values
+    cache: Any  # the tree as the host's cache, with the keys and values of cross-attention
     encoder_outputs: Any
     source_mask: Tensor | None  # [B, N]
-    prepared_mask: tuple[Tensor, Tensor] | None  # that mask, and what the model is given in its place
-    search: tuple[Hashable, StaticBeamSearch] | None  # if its steps are captured too
+    prepared_mask: tuple[Tensor, Tensor] | None  # that mask, and the mask given to the model instead
+    search: tuple[Hashable, StaticBeamSearch] | None  # if the search's steps are captured, too
 
     def __post_init__(self) -> None:
-        self._before: tuple[Any, ...] | None = None  # of the source, what others are about to take the place of
+        self._before: tuple[Any, ...] | None = None  # the source's buffers, before others replace them
 
     @property
     def products(self) -> LinearDispatcher:
         return self.session.products
 
     def fill(self, other: State) -> None:
-        """Begin anew, in place, with the prompt and the source of a state of the same `shape`."""
+        """Begin anew, in place, with the prompt and the encoder output of `other`, a state of the same `shape`."""
         self.tree.reset_from(other.tree)
         for mine, theirs in zip(self._source(), other._source(), strict=True):
             mine.copy_(theirs)
@@ -45,12 +45,12 @@ class State:
             self.session.write_source_mask(self.source_mask[:, None, None].bool())
 
     def retain_buffers(self) -> None:
-        """Sentences are about to leave: note the source's buffers, which others take the place of."""
+        """Note the source's buffers, as sentences are about to leave and others will replace these buffers."""
         tensors = [layer.tensors for layer in self._source_layers()]
         self._before = tensors, self.session.source_mask, self.session.slim.source
 
     def restore_first_buffers(self) -> None:
-        """Have the buffers again that it had before it grew or, if it was told to `retain_buffers`, sentences left."""
+        """Return to the buffers from before the tree grew and, after `retain_buffers`, before sentences left."""
         self.tree.restore_first_buffers()
         if self.search is not None:
             self.search[1].restore_first_buffers()
@@ -62,10 +62,10 @@ class State:
         self._before = None
 
     def shape(self) -> Hashable:
-        """What states must have in common for one to be filled with the other; None if it can be with none."""
+        """A key that must be equal for two states if one is to be filled from the other; None if none can be."""
         tree, outputs = self.tree, self.encoder_outputs
         if outputs is not None and not (isinstance(outputs, dict) and all(map(torch.is_tensor, outputs.values()))):
-            return None  # of all layers, for a user who has asked for them
+            return None  # outputs of all layers, which the user has asked for
         return (
             (tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length),
             tuple((layer.window, identity_of(layer.slim)) for layer in tree.layers),
@@ -79,7 +79,7 @@ class State:
         return self.tree.retained_bytes + sum(tensor.nbytes for tensor in self._source()) + search
 
     def close(self) -> None:
-        """Let go of all keys and values: there are cycles, and memory is not to wait for the garbage collector."""
+        """Free all keys and values now: there are reference cycles, and the garbage collector may come late."""
         self.tree.close()
         self.session.slim.source = None
         if hasattr(self.cache, "close"):
@@ -92,7 +92,7 @@ class State:
         return [*self._source(), *(tensor for layer in self.tree.layers for tensor in layer.stored())]
 
     def _source(self) -> list[Tensor]:
-        """All that a step may read of the source: the encoder's output, the mask, keys and values."""
+        """All tensors of the source that a step may read: the encoder output, the mask, keys and values."""
         source = [] if self.encoder_outputs is None else [*self.encoder_outputs.values()]
         source += [] if self.source_mask is None else [self.source_mask]
         return source + (self.cache.stored() if isinstance(self.cache, TreeEncoderDecoderCache) else [])
