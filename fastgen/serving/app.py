@@ -71,6 +71,17 @@ def build(service: Service, token: str | None) -> FastAPI:
         """Counters and gauges for Prometheus."""
         return metrics.written(service.name, service.engine.counts, service.statuses)
 
+    _handle_errors(app)
+    # The last middleware is the outermost.
+    app.add_middleware(Limited, limits=service.limits)
+    app.add_middleware(Guarded, token=token)
+    app.add_middleware(Observed, statuses=service.statuses)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    """Answer every error with a `Problem`, in words that say what to do."""
+
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
         return refusal(error.status, error.message)
@@ -91,9 +102,3 @@ def build(service: Service, token: str | None) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return refusal(*errors.of_validation(error, request.headers.get("content-type", "")))
-
-    # The last middleware is the outermost.
-    app.add_middleware(Limited, limits=service.limits)
-    app.add_middleware(Guarded, token=token)
-    app.add_middleware(Observed, statuses=service.statuses)
-    return app

@@ -351,15 +351,8 @@ class Engine:
             return Failed(503, "The memory is full: send fewer or shorter inputs, or send them again later.")
         if isinstance(error, (ValueError, ArithmeticError)):
             return Failed(422, f"transformers refuses to generate: {first_line(error)}.")
-        self._is_lost = self._is_lost or not self._device_answers()
+        self._is_lost = self._is_lost or not _answers(self._model.device)
         return Failed(500, f"The model failed with {type(error).__name__}: {first_line(error)}.")
-
-    def _device_answers(self) -> bool:
-        """Whether the device still works: after some failures a GPU only returns errors to this process."""
-        try:
-            return bool(torch.zeros(1, device=self._model.device).item() == 0)
-        except Exception:
-            return False
 
     def _fail_all(self, error: Exception, status: int = 500) -> None:
         """Fail the requests of all batches, whose state is unknown after an error; when stopping, waiting ones, too."""
@@ -391,3 +384,11 @@ class Engine:
         self._batches.clear()
         self._units.clear()
         self.counts.running = 0
+
+
+def _answers(device: torch.device) -> bool:
+    """Whether the device still works: after some failures a GPU only returns errors to this process."""
+    try:
+        return bool(torch.zeros(1, device=device).item() == 0)
+    except Exception:
+        return False

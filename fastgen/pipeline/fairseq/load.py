@@ -81,21 +81,7 @@ def load(cfg: Any, logger: Logger) -> Loaded:
     with _loading(f"the alignment dictionary {cfg.generation.replace_unk}"):
         align_dict = utils.load_align_dict(cfg.generation.replace_unk)
     with _loading(f"the subset {subset} of {data}"):  # a sentence longer than the model's positions is named here
-        batches = task.get_batch_iterator(
-            dataset=task.dataset(subset),
-            max_tokens=cfg.dataset.max_tokens,
-            max_sentences=cfg.dataset.batch_size,
-            max_positions=utils.resolve_max_positions(
-                task.max_positions(), *[model.max_positions() for model in models]
-            ),
-            ignore_invalid_inputs=cfg.dataset.skip_invalid_size_inputs_valid_test,
-            required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
-            seed=cfg.common.seed,
-            num_shards=cfg.distributed_training.distributed_world_size,
-            shard_id=cfg.distributed_training.distributed_rank,
-            num_workers=cfg.dataset.num_workers,
-            data_buffer_size=cfg.dataset.data_buffer_size,
-        )
+        batches = _batches(cfg, task, models)
     try:
         generator = task.build_generator(
             models,
@@ -108,6 +94,23 @@ def load(cfg: Any, logger: Logger) -> Loaded:
         tokenizer, subwords = task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)
     form = _format(cfg, task, generator, tokenizer, subwords, align_dict)
     return Loaded(cfg, task, models, generator, batches, scorer, device, form)
+
+
+def _batches(cfg: Any, task: Any, models: list[Any]) -> Any:
+    """Stock's iterator over the subset."""
+    return task.get_batch_iterator(
+        dataset=task.dataset(cfg.dataset.gen_subset),
+        max_tokens=cfg.dataset.max_tokens,
+        max_sentences=cfg.dataset.batch_size,
+        max_positions=utils.resolve_max_positions(task.max_positions(), *[model.max_positions() for model in models]),
+        ignore_invalid_inputs=cfg.dataset.skip_invalid_size_inputs_valid_test,
+        required_batch_size_multiple=cfg.dataset.required_batch_size_multiple,
+        seed=cfg.common.seed,
+        num_shards=cfg.distributed_training.distributed_world_size,
+        shard_id=cfg.distributed_training.distributed_rank,
+        num_workers=cfg.dataset.num_workers,
+        data_buffer_size=cfg.dataset.data_buffer_size,
+    )
 
 
 def _check_post_process(dictionary: Any, symbol: str | None) -> None:
