@@ -110,8 +110,9 @@ def decode(search: Any, table: Table, choose: Callable[[Tensor], Tensor], evicts
         assert torch.equal(search.running()[:, :-1], before[parents])
         if search.done:
             return batch - len(sentences)
-        if evicts and search.num_finished():
-            sentences = [sentences[row] for row in search.evict(search.finished_mask()).tolist()]
+        leaving = search.finished_mask()
+        if evicts and search.num_finished() and bool(leaving.any()) and not bool(leaving.all()):
+            sentences = [sentences[row] for row in search.evict(leaving).tolist()]
 
 
 def assert_found(found: Hypotheses, expected: Sequence[Sequence[Hypothesis]]) -> None:

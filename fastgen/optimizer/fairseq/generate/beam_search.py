@@ -77,7 +77,8 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
         rows = chosen.choose(log_probs, attention)
         if chosen.done:
             return chosen.result()
-        if ensemble.session.tree.should_evict(chosen.num_finished()):
+        # The number may be a step old: by now all may have finished.
+        if ensemble.session.tree.should_evict(chosen.num_finished()) and not bool(chosen.finished_mask().all()):
             rows = rows.unflatten(0, (chosen.batch, chosen.beams))
             stay = chosen.evict(chosen.finished_mask())
             rows = rows.index_select(0, stay).flatten()

@@ -217,7 +217,10 @@ class TreeDecoder:
 
     def leaving(self, search: Search) -> Tensor | None:
         """Which sentences to evict now, bool `[B]`; None if it does not pay yet."""
-        return search.finished_mask() if self.tree.should_evict(search.num_finished()) else None
+        if not self.tree.should_evict(search.num_finished()):
+            return None
+        leaving = search.finished_mask()
+        return leaving if bool(leaving.any()) else None  # the number may be a step old: by now all have finished
 
     def ended(self, search: Search) -> None:
         """Called when the search is done."""
