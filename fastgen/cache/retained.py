@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
@@ -65,11 +66,12 @@ class RetainedBuffers:
 
     def drop_unless_worth(self, epoch: Hashable, is_first: bool) -> None:
         """Drop this epoch's buffers, unless trees begin with them, or a step was captured there and they are small."""
-        here = self._by_epoch.get(epoch)
-        if self._is_captured is None or here is None or is_first:
+        if self._is_captured is None or epoch not in self._by_epoch or is_first:
             return
-        in_use = sum(tensor.nbytes for tensor in here.values())
-        if not self._is_captured(epoch) or self.nbytes > _OUTGROWN * in_use:
+        # Those that a later, larger epoch will use again are not outgrown.
+        outgrown = itertools.takewhile(lambda other: other != epoch, self._by_epoch)
+        in_use, kept = self._nbytes(epoch), sum(map(self._nbytes, outgrown))
+        if not self._is_captured(epoch) or kept + in_use > _OUTGROWN * in_use:
             del self._by_epoch[epoch]
 
     def drop(self) -> None:
@@ -80,4 +82,7 @@ class RetainedBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers kept, those in use included."""
-        return sum(tensor.nbytes for here in self._by_epoch.values() for tensor in here.values())
+        return sum(map(self._nbytes, self._by_epoch))
+
+    def _nbytes(self, epoch: Hashable) -> int:
+        return sum(tensor.nbytes for tensor in self._by_epoch[epoch].values())

@@ -233,3 +233,23 @@ def test_which_buffers_are_worth_keeping() -> None:
         retained.leave("first", True)
         retained.leave(epoch, False)
         assert retained.has("first") and retained.has(epoch) == is_worth
+
+
+def test_all_sizes_of_a_tree_that_grows_twice_are_kept() -> None:
+    """A larger size that later calls will use again is not outgrown, and drops no smaller one."""
+
+    def begun() -> BeamTree:
+        tree = BeamTree(1, 1, 256, is_static=True)
+        tree.layers.append(TreeLayer(tree))
+        tree.layers[0].prefill(torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8))
+        tree.begin_decoding()
+        return tree
+
+    tree = begun()
+    for _ in range(4):
+        tree.retain_buffers(lambda epoch: True, lambda nbytes: True)
+        for _ in range(256):
+            tree.advance()
+        tree.restore_first_buffers()
+        assert [tree.retained.has((0, capacity)) for capacity in (64, 128, 256)] == [True] * 3
+        tree.reset_from(begun())
