@@ -209,11 +209,18 @@ FOREIGN: dict[str, Callable[[Any], Any]] = {
     "model in a list": lambda model: model.sizes.append(model),
     "method": lambda model: setattr(model, "other", model.forward),
     "closure": lambda model: setattr(model, "other", lambda: model),
-    "default": lambda model: setattr(model, "other", lambda rows=COUNT: rows),
+    "default": lambda model: setattr(model, "other", lambda rows=[]: rows),
     "object in a partial": lambda model: setattr(model, "other", functools.partial(doubled, Decoder())),
     "weight of a subclass": lambda model: setattr(model.first, "weight", Weight(torch.ones(4, 4))),
     "sparse tensor": lambda model: setattr(model, "other", torch.ones(2, 2).to_sparse()),
 }
+
+
+def test_a_function_with_numbers_as_defaults_is_known() -> None:
+    """As `torch.nn.functional.relu`, which is an activation in fairseq's layers."""
+    model = Decoder()
+    model.other = nn.functional.relu
+    assert nn.functional.relu.__defaults__ and ModelGuards(model.modules(), HOST).is_complete
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of tracing
