@@ -81,6 +81,7 @@ class BeamSearch:
     """Beam search for one request; implements `Search`."""
 
     ranks = True
+    counts_late = False
 
     def __init__(
         self,

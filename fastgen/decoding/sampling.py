@@ -31,6 +31,7 @@ class Sampling:
     """
 
     ranks = False
+    counts_late = False
     takes_logits = False
 
     def __init__(

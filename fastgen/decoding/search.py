@@ -33,6 +33,7 @@ class Search(Protocol):
     length: int  # tokens of each hypothesis so far
     done: bool
     ranks: bool  # several hypotheses of a sentence compete, by sums of log-probabilities
+    counts_late: bool  # `num_finished` may be as of the step before
 
     @property
     def live(self) -> Any:

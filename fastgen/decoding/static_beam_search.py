@@ -24,6 +24,8 @@ class StaticBeamSearch(BeamSearch):
     wait for the device: steps after the end leave finished hypotheses as they are.
     """
 
+    counts_late = True
+
     def __init__(
         self,
         prompt: Tensor,

@@ -220,7 +220,9 @@ class TreeDecoder:
         if not self.tree.should_evict(search.num_finished()):
             return None
         leaving = search.finished_mask()
-        return leaving if bool(leaving.any()) else None  # the number may be a step old: by now all have finished
+        if search.counts_late and not bool(leaving.any()):
+            return None  # by now all have finished
+        return leaving
 
     def ended(self, search: Search) -> None:
         """Called when the search is done."""
