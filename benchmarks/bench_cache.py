@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from bench_generate import quieten
-from measuring import OtherProcesses, aligned, begin, environment, options, say_if_disturbed, write
+from measuring import OtherProcesses, aligned, begin, environment, options, quieten, say_if_disturbed, write
 from tqdm import tqdm
 
 import fastgen

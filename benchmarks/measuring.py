@@ -22,6 +22,14 @@ RESULTS = Path(__file__).parent / "results"
 SIDES = ("stock", "fastgen")
 
 
+def quieten() -> None:
+    """transformers prints what is wrong and nothing else."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def running(side: str) -> contextlib.AbstractContextManager[Any]:
     return fastgen.disabled() if side == "stock" else contextlib.nullcontext()
 

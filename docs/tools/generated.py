@@ -338,11 +338,9 @@ def _result(name: str) -> dict[str, Any]:
     return data
 
 
-_TRANSFORMERS = """bart-8x1022 bart-8x512 diverse-8x512 prophetnet-8x512 unilm-8x512 gpt2-4x128 gpt2-4x512
-    transformer-base-32 transformer-base-1 transformer-base-greedy ddtp whisper whisper-1 smollm""".split()
-_SHORT = "bart-8x1022 gpt2-4x512 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
-_SUITES = """peers fastseq-table1 fastseq-table2 fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5 lightseq-fig6
-    scale""".split()
+_SHORT = "bart-base gpt2 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
+_SUITES = """peers longer fastseq-table1 fastseq-table2 fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5
+    lightseq-fig6 scale""".split()
 
 
 def _timed(result: dict[str, Any]) -> tuple[str, ...]:
@@ -352,31 +350,24 @@ def _timed(result: dict[str, Any]) -> tuple[str, ...]:
 
 
 def results_machine() -> str:
-    results = [_result(name) for name in _TRANSFORMERS]
-    machines = {(one["machine"]["cpu"], one["machine"]["threads"]) for one in results}
-    versions = {(one["versions"]["torch"], one["versions"]["transformers"]) for one in results}
-    days = sorted(one["date"][:10] for one in results)
-    (cpu, threads), (torch, transformers) = machines.pop(), versions.pop()
-    if machines or versions:
-        sys.exit("the results are of several machines or versions, which a table must tell apart")
+    result = _result("peers")
+    machine, versions = result["machine"], result["versions"]
+    threads, day = result["settings"]["threads"], result["date"][:10]
     return (
-        f"Machine: {cpu} (Zen 5), {threads} cores, {threads} threads, no GPU. Versions: torch {torch}, transformers "
-        f"{transformers}. Measured from {days[0]} to {days[-1]}."
+        f"Machine: {machine['cpu']}, {machine['cores']} cores, {threads} threads, no GPU. Versions: "
+        f"torch {versions['torch']}, transformers {versions['transformers']}. Measured on {day}."
     )
 
 
-def results_transformers() -> str:
-    rows = []
-    for name in _TRANSFORMERS:
-        result = _result(name)
-        stock, ours = (result["verified"][f"{side}_cache_bytes"] / 2**20 for side in ("stock", "fastgen"))
-        alone, rounds = result["decode_alone"]["ratio"], str(len(result["rounds"]))
-        rows.append((result["what"], *_timed(result), f"{alone:.2f}x", f"{stock:.0f} / {ours:.0f} MiB", rounds))
-    return table(("task", "stock", "fastgen", "end to end", "decoder alone", "cache", "rounds"), rows)
-
-
 def results_short() -> str:
-    rows = [(_result(name)["what"], *_timed(_result(name))) for name in _SHORT]
+    from fastgen.bench.report import facts
+
+    tasks = {task["name"]: task for task in _result("peers")["tasks"]}
+    rows = []
+    for name in _SHORT:
+        stock, ours = (facts.results(tasks[name])[side] for side in ("transformers", "fastgen"))
+        seconds = (facts.seconds(one["seconds"]) for one in (stock, ours))
+        rows.append((tasks[name]["what"], *seconds, facts.ratio(ours)))
     return table(("task", "stock", "fastgen", "faster"), rows)
 
 
@@ -397,16 +388,6 @@ def results_whisper() -> str:
     row = (f"Whisper-base, {result['what']}, {result['beams']} beams", *_timed(result), str(len(result["rounds"])))
     title = f"The package `openai-whisper` {result['versions']['whisper']}, all of `transcribe`:"
     return f"{title}\n\n{table(('task', 'stock', 'fastgen', 'faster', 'rounds'), [row])}"
-
-
-def results_offline() -> str:
-    result = _result("offline")
-    rows = [
-        (name, f"{one['seconds']:.2f} s", f"{one['ratios'][0]:.1f}x" if name != "stock, in order" else "")
-        for name, one in result["summary"].items()
-    ]
-    title = f"{result['what']}, {result['options']['num_beams']} beams ({len(result['rounds'])} round):"
-    return f"{title}\n\n{table(('how', 'seconds', 'faster than stock in order'), rows)}"
 
 
 def results_operators() -> str:
@@ -541,13 +522,11 @@ PARTS: dict[str, Callable[[], str]] = {
     "models-fallback": lambda: _by_reason("fallback"),
     "models-not-tried": lambda: _by_reason("not tried"),
     "results-machine": results_machine,
-    "results-offline": results_offline,
     "results-operators": results_operators,
     **{f"results-{name}": functools.partial(_suite, name) for name in _SUITES},
     "results-phases": results_phases,
     "results-short": results_short,
     "results-slots": results_slots,
-    "results-transformers": results_transformers,
     "results-whisper": results_whisper,
     "serve-fields": serve_fields,
     "slim-bytes": slim_bytes,

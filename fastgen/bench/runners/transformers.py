@@ -26,9 +26,19 @@ class Runner:
         self.model, self.batches, self.options = job.model, job.batches, dict(job.options)
         self._job = job
         self.options |= order["options"].get("generate", {})
+        if "num_beam_groups" in self.options and not fastgen.status().enabled:
+            self.options |= self._groups()
         if order["options"].get("compiled"):
             self.options["compile_config"] = self._compilation()
         self._cache = 0
+
+    def _groups(self) -> dict[str, Any]:
+        """The loop over beams in groups, where stock has none of its own."""
+        if hasattr(self._transformers.GenerationMixin, "_group_beam_search"):
+            return {}
+        from fastgen.optimizer.transformers.generate.diverse_beam_search import group_beam_search
+
+        return {"custom_generate": group_beam_search}
 
     def _compilation(self) -> Any:
         if self._order["device"] != "cpu":
