@@ -50,7 +50,7 @@ CHANGES = [lambda model: None, _hook, _replace_weight, _attribute, _cycle]
 @pytest.mark.parametrize("change", CHANGES, ids=["as it was", "hook", "weight", "attribute", "in its own list"])
 @pytest.mark.parametrize("family", ["bart", "llama"])
 def test_the_model_is_freed(family: str, change: Callable[[Any], None]) -> None:
-    model = copy.deepcopy(zoo.load(family))
+    model = zoo.fresh(family)
     _decoded(model, family)
     change(model)
     model.generate(**zoo.inputs_for(family), **OPTIONS)
@@ -62,7 +62,7 @@ def test_the_model_is_freed(family: str, change: Callable[[Any], None]) -> None:
 
 
 def test_weights_that_were_replaced_are_freed() -> None:
-    model = copy.deepcopy(zoo.load("bart"))
+    model = zoo.fresh("bart")
     _decoded(model, "bart")
     held = weakref.ref(model.model.decoder.layers[0].fc1.weight)
     model.model.decoder.layers[0].fc1 = copy.deepcopy(model.model.decoder.layers[1].fc1)
@@ -74,7 +74,7 @@ def test_weights_that_were_replaced_are_freed() -> None:
 def test_weights_may_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Module.to` may swap tensors, which torch refuses where somebody has a weak reference to one."""
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    model = copy.deepcopy(zoo.load("bart"))
+    model = zoo.fresh("bart")
     _decoded(model, "bart")
     model.to(torch.float64)
     _decoded(model, "bart")
@@ -88,7 +88,7 @@ class _Weight(nn.Parameter):
 
 def test_a_swapped_tensor_is_seen() -> None:
     """`torch.utils.swap_tensors` gives the same object another class and other values."""
-    model = copy.deepcopy(zoo.load("bart"))
+    model = zoo.fresh("bart")
     guards = guards_of(model.modules())
     assert guards.is_complete and guards.is_current() and guards.is_same_code()
     weight = model.model.decoder.layers[0].fc1.weight
@@ -111,7 +111,7 @@ def _write(weight: nn.Parameter) -> None:
 
 @pytest.mark.parametrize("change", [_same_object, _other_memory, _write])
 def test_other_values_are_seen(change: Callable[[nn.Parameter], None]) -> None:
-    model = copy.deepcopy(zoo.load("bart"))
+    model = zoo.fresh("bart")
     guards = guards_of(model.modules())
     assert guards.is_current()
     change(model.model.decoder.layers[0].fc1.weight)
@@ -120,7 +120,7 @@ def test_other_values_are_seen(change: Callable[[nn.Parameter], None]) -> None:
 
 def test_a_weight_at_the_same_address_is_seen() -> None:
     """A new tensor may have the id and the memory of one that is gone."""
-    model = copy.deepcopy(zoo.load("bart"))
+    model = zoo.fresh("bart")
     layer = model.model.decoder.layers[0].fc1
     guards, shape = guards_of(model.modules()), layer.weight.shape
     for _ in range(20):
@@ -152,7 +152,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("family", ["bart", "llama", "t5"])
 def test_a_known_model_is_not_walked(family: str, walks: Counter[str]) -> None:
-    model, options = copy.deepcopy(zoo.load(family)), {**OPTIONS, **zoo.FAMILIES[family].generate}
+    model, options = zoo.fresh(family), {**OPTIONS, **zoo.FAMILIES[family].generate}
     model.generate(**zoo.inputs_for(family), **options)
     assert walks["optimizer/transformers/model/facts.py"] >= 1, "nobody has looked at the model"
     walks.clear()
@@ -165,7 +165,7 @@ def test_each_call_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     stock = facts._looked_up
     monkeypatch.setattr(facts, "_looked_up", lambda model: (asked.append(type(model)), stock(model))[1])
-    model = copy.deepcopy(zoo.load("bart"))
+    model = zoo.fresh("bart")
     for _ in range(2):
         asked.clear()
         _decoded(model, "bart")
@@ -175,7 +175,7 @@ def test_each_call_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["bart", "llama"])
 def test_a_change_between_calls_is_seen(family: str) -> None:
     """What was found holds for one call: the next looks again."""
-    model = copy.deepcopy(zoo.load(family))
+    model = zoo.fresh(family)
     _decoded(model, family)
     with facts.one_call():
         before = facts.facts_of(model)
