@@ -148,6 +148,52 @@ inline void check_skinny(const at::Tensor& rows, at::TensorList weights, const s
   check_linear_bias(bias, width, rows);
 }
 
+inline void check_codes(const at::Tensor& codes, const at::Tensor& rows) {
+  TORCH_CHECK_TYPE(codes.scalar_type() == at::kChar, "codes must be int8, not ", codes.dtype().name(), ".");
+  TORCH_CHECK_VALUE(
+      codes.device() == rows.device(), "rows are on ", rows.device(), " and codes on ", codes.device(), ".");
+}
+
+inline void check_quantized(
+    const at::Tensor& rows, at::TensorList codes, at::TensorList scales, const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK_VALUE(rows.dim() >= 1, "rows must be [..., size], not of shape ", rows.sizes(), ".");
+  TORCH_CHECK_VALUE(!codes.empty(), "codes must be one tensor or more.");
+  TORCH_CHECK_VALUE(
+      codes.size() == scales.size(), "scales must be as many as codes: ", codes.size(), ", not ", scales.size(), ".");
+  check_float("rows", rows, rows);
+  int64_t width = 0;
+  for (size_t i = 0; i < codes.size(); ++i) {
+    TORCH_CHECK_VALUE(
+        codes[i].dim() == 2 && codes[i].size(1) == rows.size(-1), "codes must be [width, ", rows.size(-1),
+        "], not of shape ", codes[i].sizes(), ".");
+    check_codes(codes[i], rows);
+    check_width("scales", scales[i], codes[i].size(0));
+    check_float("scales", scales[i], rows);
+    width += codes[i].size(0);
+  }
+  check_linear_bias(bias, width, rows);
+}
+
+inline void check_rows(const at::Tensor& rows) {
+  TORCH_CHECK_VALUE(rows.dim() == 2, "rows must be [count, size], not of shape ", rows.sizes(), ".");
+  check_float("rows", rows, rows);
+}
+
+inline void check_products(
+    const at::Tensor& products, const at::Tensor& row_scales, const at::Tensor& scales,
+    const std::optional<at::Tensor>& bias) {
+  TORCH_CHECK_VALUE(products.dim() == 2, "products must be [count, width], not of shape ", products.sizes(), ".");
+  TORCH_CHECK_TYPE(products.scalar_type() == at::kInt, "products must be int32, not ", products.dtype().name(), ".");
+  check_width("row_scales", row_scales, products.size(0));
+  check_width("scales", scales, products.size(1));
+  check_float("row_scales", row_scales, products, "products are");
+  check_float("scales", scales, products, "products are");
+  if (bias) {
+    check_width("bias", *bias, products.size(1));
+    check_float("bias", *bias, products, "products are");
+  }
+}
+
 inline void check_screened(
     const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& codes, const at::Tensor& scales,
     const at::Tensor& errors, const std::optional<at::Tensor>& bias) {
@@ -157,9 +203,7 @@ inline void check_screened(
       "], not of shape ", weight.sizes(), ".");
   TORCH_CHECK_VALUE(
       codes.sizes() == weight.sizes(), "codes must be ", weight.sizes(), ", not of shape ", codes.sizes(), ".");
-  TORCH_CHECK_TYPE(codes.scalar_type() == at::kChar, "codes must be int8, not ", codes.dtype().name(), ".");
-  TORCH_CHECK_VALUE(
-      codes.device() == rows.device(), "rows are on ", rows.device(), " and codes on ", codes.device(), ".");
+  check_codes(codes, rows);
   check_width("scales", scales, weight.size(0));
   check_width("errors", errors, weight.size(0));
   check_float("rows", rows, rows);

@@ -13,6 +13,7 @@ from typing import Any
 TIERS = ("auto", "fast", "compat", "stock")
 PACKING = REPLAY = ("auto", "always", "off")
 FOREIGN_CODE = ("stock", "trial")
+WEIGHTS = ("float32", "int8")
 CACHES = ("auto", "kv", "x", "h", "k", "v")
 NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
@@ -27,6 +28,7 @@ class Config:
     tier: str = "auto"  # the best that a request allows, or the best to try
     history: int = 32  # calls that status() remembers
     packing: str = "auto"  # products of our own, on packed weights or not: where a timing says so, "always", or "off"
+    weights: str = "float32"  # of linear layers: as they are, or in 8 bits ("int8"), which may change the outputs
     replay: str = "auto"  # on the CPU, record decode steps and replay them: of one sentence, "always", or "off"
     cache: str = "auto"  # what is stored of each position: what a plan says, keys and values ("kv"), or a slim cache
     cache_threshold: float = 0.0  # slim caches leave out of a sum what weighs less: an approximation unless it is 0
@@ -41,6 +43,7 @@ class Config:
         for name, choices in (
             ("tier", TIERS),
             ("packing", PACKING),
+            ("weights", WEIGHTS),
             ("replay", REPLAY),
             ("cache", CACHES),
             ("foreign_code", FOREIGN_CODE),
@@ -54,6 +57,10 @@ class Config:
                 raise TypeError(f"{name} must be a whole number, not {value!r}.")
             if value < 0:
                 raise ValueError(f"{name} must be 0 or more, not {value!r}.")
+        if self.weights != "float32" and self.packing == "off":
+            raise ValueError("packing must be auto or always with weights in 8 bits, not 'off'.")
+        if self.weights != "float32" and self.verify:
+            raise ValueError("verify must be 0 with weights in 8 bits: their outputs may differ from the host's.")
         threshold = self.cache_threshold
         if not isinstance(threshold, (int, float)) or isinstance(threshold, bool):
             raise TypeError(f"cache_threshold must be a number, not {threshold!r}.")
@@ -82,7 +89,7 @@ def from_environment() -> Config:
     """The settings of FASTGEN_STRICT, FASTGEN_TIER and so on, defaults where a variable is unset."""
     native()  # not a setting that can be changed later, but a mistake in it should show at once as well
     options: dict[str, Any] = {name: flag(f"FASTGEN_{name.upper()}") for name in ("strict", "cuda_graphs")}
-    for name in ("tier", "packing", "replay", "cache", "foreign_code"):
+    for name in ("tier", "packing", "weights", "replay", "cache", "foreign_code"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             options[name] = text.lower()
     for name in ("history", "verify"):

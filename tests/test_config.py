@@ -15,6 +15,7 @@ VARIABLES = (
     "FASTGEN_TIER",
     "FASTGEN_HISTORY",
     "FASTGEN_PACKING",
+    "FASTGEN_WEIGHTS",
     "FASTGEN_NATIVE",
 )
 
@@ -40,6 +41,7 @@ def test_defaults(environment: pytest.MonkeyPatch) -> None:
         ("FASTGEN_TIER", "compat", "tier", "compat"),
         ("FASTGEN_TIER", "FAST", "tier", "fast"),
         ("FASTGEN_PACKING", "off", "packing", "off"),
+        ("FASTGEN_WEIGHTS", "INT8", "weights", "int8"),
         ("FASTGEN_HISTORY", "7", "history", 7),
         ("FASTGEN_HISTORY", "0", "history", 0),
     ],
@@ -58,6 +60,7 @@ def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, 
         ("FASTGEN_NATIVE", "1", "FASTGEN_NATIVE must be 0, build or required, or not be set, not '1'."),
         ("FASTGEN_TIER", "faster", "FASTGEN_TIER must be one of auto, fast, compat, stock, not 'faster'."),
         ("FASTGEN_PACKING", "no", "FASTGEN_PACKING must be one of auto, always, off, not 'no'."),
+        ("FASTGEN_WEIGHTS", "8", "FASTGEN_WEIGHTS must be one of float32, int8, not '8'."),
         (
             "FASTGEN_CACHE",
             "/tmp/here",
@@ -96,6 +99,17 @@ def test_configure_changes_what_it_names_only() -> None:
         ({"tier": "slow"}, ValueError, "tier must be one of auto, fast, compat, stock, not 'slow'."),
         ({"tier": None}, TypeError, "tier must be one of auto, fast, compat, stock, not None."),
         ({"packing": True}, TypeError, "packing must be one of auto, always, off, not True."),
+        ({"weights": 8}, TypeError, "weights must be one of float32, int8, not 8."),
+        (
+            {"weights": "int8", "packing": "off"},
+            ValueError,
+            "packing must be auto or always with weights in 8 bits, not 'off'.",
+        ),
+        (
+            {"weights": "int8", "verify": 3},
+            ValueError,
+            "verify must be 0 with weights in 8 bits: their outputs may differ from the host's.",
+        ),
         ({"cache": "e"}, ValueError, "cache must be one of auto, kv, x, h, k, v, not 'e'."),
         ({"cache_threshold": "0"}, TypeError, "cache_threshold must be a number, not '0'."),
         ({"cache_threshold": 1}, ValueError, "cache_threshold must be at least 0 and less than 1, not 1."),
@@ -107,7 +121,7 @@ def test_configure_changes_what_it_names_only() -> None:
             {"beams": 4},
             TypeError,
             "there is no option 'beams': "
-            "the options are strict, tier, history, packing, replay, cache, cache_threshold, cuda_graphs, "
+            "the options are strict, tier, history, packing, weights, replay, cache, cache_threshold, cuda_graphs, "
             "foreign_code, verify.",
         ),
         (

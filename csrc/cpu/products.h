@@ -10,11 +10,12 @@ namespace fastgen {
 
 constexpr int64_t kFloatsPerTask = 1 << 15; // of weights: below that another thread costs more than it saves
 
-// The part of one weight: `output[row][i] = sum_k rows[row][k] * weight[i][k] + bias[i]`.
+// The part of one weight: `output[row][i] = sum_k rows[row][k] * weight[i][k] * scales[i] + bias[i]`.
 template <typename Weight>
 struct Skinny {
   const float* rows; // [count, size]
   const Weight* weight; // [width, size]
+  const float* scales; // [width], by which outputs are multiplied before the bias is added, or null
   const float* bias; // [width] or null
   float* output; // rows of `output_stride` floats
   int64_t count, size, width, output_stride;

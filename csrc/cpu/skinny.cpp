@@ -1,4 +1,5 @@
-// fastgen::skinny_linear on the CPU, in float32; weights may be stored in half precision.
+// fastgen::skinny_linear and fastgen::quantized_linear on the CPU: sums in float32; weights may be stored in half
+// precision, or as codes of 8 bits.
 #include "products.h"
 
 #include <ATen/Parallel.h>
@@ -16,8 +17,9 @@
 namespace fastgen {
 namespace {
 
-at::Tensor skinny_linear(const at::Tensor& rows, at::TensorList weights, const std::optional<at::Tensor>& bias) {
-  check_skinny(rows, weights, bias);
+// Products with several weights, side by side. `scales`: of each weight's outputs, empty for all if there are none.
+at::Tensor multiply_all(
+    const at::Tensor& rows, at::TensorList weights, at::TensorList scales, const std::optional<at::Tensor>& bias) {
   int64_t width = 0;
   for (const at::Tensor& weight : weights) {
     width += weight.size(0);
@@ -29,25 +31,31 @@ at::Tensor skinny_linear(const at::Tensor& rows, at::TensorList weights, const s
   }
   const at::Tensor x = rows.contiguous();
   const at::Tensor b = bias ? bias->contiguous() : at::Tensor();
-  std::vector<at::Tensor> held; // copies of weights that are not dense
+  std::vector<at::Tensor> held; // copies of what is not dense
   std::vector<std::function<void(int64_t, int64_t)>> parts; // of each weight
   std::vector<int64_t> ends; // of each part, in groups of four outputs
   int64_t done = 0, groups = 0;
-  const auto add_part = [&](auto multiply, const auto* weight, int64_t outputs) {
+  const auto add_part = [&](auto multiply, const auto* weight, const float* factors, int64_t outputs) {
     const Skinny<std::decay_t<decltype(*weight)>> part{
-        x.const_data_ptr<float>(), weight, bias ? b.const_data_ptr<float>() + done : nullptr,
+        x.const_data_ptr<float>(), weight, factors, bias ? b.const_data_ptr<float>() + done : nullptr,
         output.mutable_data_ptr<float>() + done, output.numel() / width, size, outputs, width};
     parts.push_back([multiply, part](int64_t begin, int64_t end) { multiply(part, begin, end); });
   };
-  for (const at::Tensor& weight : weights) {
-    held.push_back(weight.contiguous());
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const at::Tensor weight = weights[i].contiguous();
+    held.push_back(weight);
+    const int64_t outputs = weight.size(0);
     if (weight.scalar_type() == at::kHalf) {
-      add_part(FASTGEN_CHOOSE(multiply<c10::Half>), held.back().const_data_ptr<c10::Half>(), weight.size(0));
+      add_part(FASTGEN_CHOOSE(multiply<c10::Half>), weight.const_data_ptr<c10::Half>(), nullptr, outputs);
+    } else if (weight.scalar_type() == at::kChar) {
+      held.push_back(scales[i].contiguous());
+      const float* const factors = held.back().const_data_ptr<float>();
+      add_part(FASTGEN_CHOOSE(multiply<int8_t>), weight.const_data_ptr<int8_t>(), factors, outputs);
     } else {
-      add_part(FASTGEN_CHOOSE(multiply<float>), held.back().const_data_ptr<float>(), weight.size(0));
+      add_part(FASTGEN_CHOOSE(multiply<float>), weight.const_data_ptr<float>(), nullptr, outputs);
     }
-    done += weight.size(0);
-    groups += (weight.size(0) + 3) / 4;
+    done += outputs;
+    groups += (outputs + 3) / 4;
     ends.push_back(groups);
   }
   const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, 4 * size));
@@ -63,10 +71,22 @@ at::Tensor skinny_linear(const at::Tensor& rows, at::TensorList weights, const s
   return output;
 }
 
+at::Tensor skinny_linear(const at::Tensor& rows, at::TensorList weights, const std::optional<at::Tensor>& bias) {
+  check_skinny(rows, weights, bias);
+  return multiply_all(rows, weights, {}, bias);
+}
+
+at::Tensor quantized_linear(
+    const at::Tensor& rows, at::TensorList codes, at::TensorList scales, const std::optional<at::Tensor>& bias) {
+  check_quantized(rows, codes, scales, bias);
+  return multiply_all(rows, codes, scales, bias);
+}
+
 } // namespace
 
 TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
   m.impl("skinny_linear", &skinny_linear);
+  m.impl("quantized_linear", &quantized_linear);
 }
 
 } // namespace fastgen

@@ -66,6 +66,17 @@ SIDES: dict[str, Side] = {
         lossy=True,
     ),
     "fastgen": _ours("fastgen", "default options"),
+    "fastgen-int8": Side(
+        "fastgen, int8",
+        "transformers",
+        [
+            "import fastgen, then the call of the stock side, word for word",
+            "weights='int8': linear layers quantised to 8 bits: other numbers, so other outputs",
+            "FASTGEN_STRICT=1: a fallback would be an error",
+        ],
+        _ON | {"FASTGEN_WEIGHTS": "int8"},
+        lossy=True,
+    ),
     "fastgen-fairseq": _ours("fastgen on fairseq", "default options", runner="fairseq"),
     "fastgen-compat": _ours(
         "fastgen, the host's loop", "tier='compat': the host's own search over the tree", tier="compat"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastgen.bench.models import TRAINED, Folders
@@ -13,6 +13,8 @@ HOSTS = ("transformers", "ctranslate2", "ctranslate2-int8", "fastgen")
 GREEDY = ("transformers", "transformers-static", "ctranslate2", "ctranslate2-int8", "fastgen")
 OURS = ("transformers", "fastgen")
 PEERS = ("transformers", "ctranslate2", "fastgen")
+INT8 = ("transformers", "ctranslate2-int8", "fastgen", "fastgen-int8")
+OURS_INT8 = (*OURS, "fastgen-int8")
 FAIRSEQ = ("fairseq", "fastgen-fairseq")
 ALL = ("transformers", "fairseq", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-fairseq")
 SENTENCES = "English to German, 1,000 sentences, batches of 64, 5 beams"
@@ -111,6 +113,36 @@ def peers(quick: bool) -> list[Section]:
             ],
         ),
     ]
+
+
+# ---------------------------------------------------------------------------------------------- int8
+def int8(quick: bool) -> list[Section]:
+    """Weights in 8 bits: the peers' tasks on transformers, with CTranslate2's int8 beside fastgen's."""
+
+    def of(section: Section, title: str, show: list[str]) -> Section:
+        tasks = [task for task in section.tasks if task.sides != FAIRSEQ and task.model != "smollm"]
+        tasks = [replace(task, name=f"int8-{task.name}", sides=_with_int8(task)) for task in tasks]
+        return replace(section, title=title, tasks=tasks, show=show)
+
+    beam, greedy, trained = peers(quick)[:3]
+    sections = [
+        of(beam, "Beam search in 8 bits", _SHOWN),
+        of(greedy, "Greedy search in 8 bits", _SHOWN),
+        of(trained, "Trained models in 8 bits", [*_SHOWN, "metrics"]),
+    ]
+    if not quick:
+        prompts = [(4, 512, 48, 4), (1, 512, 128, 1), (1, 64, 256, 1)]
+        tasks = [
+            _task(f"int8-smollm-{batch}x{source}", "SmolLM2-135M", "smollm", OURS_INT8, **sizes)
+            for batch, source, new, beams in prompts
+            for sizes in [dict(batch=batch, source=source, new=new, beams=beams)]
+        ]
+        sections.append(Section("A language model in 8 bits", "Trained; its outputs are as long as is said.", tasks))
+    return sections
+
+
+def _with_int8(task: Task) -> tuple[str, ...]:
+    return OURS_INT8 if task.sides == OURS else INT8
 
 
 # ---------------------------------------------------------------------------------------------- longer
@@ -353,6 +385,7 @@ def scale(quick: bool) -> list[Section]:
 SUITES: dict[str, Callable[[bool], list[Section]]] = {
     "peers": peers,
     "longer": longer,
+    "int8": int8,
     "fastseq-table1": fastseq_table1,
     "fastseq-table2": fastseq_table2,
     "fastseq-table3": fastseq_table3,

@@ -93,7 +93,7 @@ def _tried(search: Search) -> Outcome:
         with fastgen.disabled():
             expected = run()
         before = sum(fastgen.status().counters.values())
-        with fastgen.configured(history=1):
+        with fastgen.configured(history=1, weights="float32"):
             found = run()
             calls = fastgen.status().calls
     except Exception as error:

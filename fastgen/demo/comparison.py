@@ -129,8 +129,8 @@ def _decode(job: Job, batch: dict[str, Any], name: str, result: Result) -> None:
     side.tokens += job.new_tokens(batch, output)
 
 
-def _running(name: str) -> contextlib.AbstractContextManager[None]:
-    return fastgen.disabled() if name == "stock" else contextlib.nullcontext()
+def _running(name: str) -> contextlib.AbstractContextManager[Any]:
+    return fastgen.disabled() if name == "stock" else fastgen.configured(weights="float32")
 
 
 def _synchronize(device: Any) -> None:

@@ -12,14 +12,15 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastgen.layers import packed_weights
+from fastgen import config
+from fastgen.layers import packed_weights, quantized
 from fastgen.layers.input_fusion import FusionGroup, unfusable
+from fastgen.layers.product_plan import ProductPlan, bias_of
 from fastgen.layers.timing import Product, is_faster
 from fastgen.memory import arena
 from fastgen.ops import native_operator
@@ -33,24 +34,6 @@ _MIN_ELEMENTS, _MIN_PRODUCTS = 2**16, 2**20  # below both, calling costs as much
 _TRIAL_ROWS = 512  # at most, in a timing
 
 
-@dataclass
-class _Plan:
-    """How one decode multiplies by a layer, or by siblings."""
-
-    product: Product
-    weights: Any  # a packed copy, a screening, or a list of the weights themselves
-    bias: Tensor | None
-    layers: tuple[Any, ...]  # the one that is called, and the siblings of a joint product
-
-    @property
-    def is_joint(self) -> bool:
-        return len(self.layers) > 1
-
-    @property
-    def reads_in_place(self) -> bool:
-        return isinstance(self.weights, list)
-
-
 # (out, in, rows up to which it holds, threads, "" or what is timed against our own operator) -> whether that operator,
 # packing, halves or screening pay
 _verdicts: dict[tuple[int, int, int | None, int, str], bool] = {}
@@ -60,13 +43,15 @@ _lock = threading.Lock()
 class LinearDispatcher:
     """The products of one call: an object for one thread, packed copies are everyone's.
 
-    `mode`: "auto" leaves stock's product where a timing says so, "always" nowhere, "off" everywhere.
+    `mode`: "auto" leaves stock's product where a timing says so, "always" nowhere, "off" everywhere. `weights`:
+    "float32", or "int8" for products with weights in 8 bits, which are others than stock's.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, weights: str = "float32") -> None:
         self.count = 0  # of those that stock did not do
         self._mode = mode
-        self._plans: dict[tuple[int, int], _Plan | None] = {}  # by id of a layer and number of rows
+        self._is_quantized = weights == "int8"
+        self._plans: dict[tuple[int, int], ProductPlan | None] = {}  # by id of a layer and number of rows
         self._siblings = FusionGroup()
         self._families: dict[int, tuple[nn.Module, ...]] = {}  # siblings that need no copies, by id of the first
         self._rows = 0  # of the last product
@@ -79,6 +64,12 @@ class LinearDispatcher:
         self._overrides: dict[nn.Module, Override] = {}
         self._apart: set[nn.Module] = set()  # share no product: it would be for nothing
         self._keeps = True  # what it has made of weights, from product to product
+
+    @classmethod
+    def configured(cls) -> LinearDispatcher:
+        """As the settings in force here say."""
+        settings = config.current()
+        return cls(settings.packing, settings.weights)
 
     def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
         """`stock(layer, rows)` or the same product in another way.
@@ -177,30 +168,34 @@ class LinearDispatcher:
     def _join(self, siblings: list[nn.Module]) -> None:
         """Have layers share a product that have just shared an input."""
         plans = [self._plans.get((id(layer), self._rows)) for layer in siblings]
-        skinny = [plan is not None and plan.reads_in_place for plan in plans]
-        if all(skinny):
+        products = {None if plan is None else plan.product for plan in plans}
+        if len(products) > 1:
+            return
+        if all(plan is not None and plan.takes_lists for plan in plans):
             self._families[id(siblings[0])] = tuple(siblings)
-        elif any(skinny) or not packed_weights.join(siblings):
+        elif products != {packed_weights.multiply} or not packed_weights.join(siblings):
             return
         joined = set(map(id, siblings))
         self._plans = {key: plan for key, plan in self._plans.items() if key[0] not in joined}
 
-    def _plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
+    def _plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> ProductPlan | None:
         if not _is_plain(layer, rows):
             return None
+        if self._is_quantized and (plan := self._quantized_plan(layer, rows, number, transposed)):
+            return plan
         skinny = None if transposed or number > _SKINNY_ROWS else _skinny()
         if skinny is not None and self._screens(layer) and (plan := self._screened_plan(layer, rows, skinny)):
             return plan
         if skinny is not None and self._pays(layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight]):
             layers = self._family(layer, rows)
-            return _Plan(skinny, self._weights(layers, rows, skinny), _bias(layers), layers)
+            return ProductPlan(skinny, self._weights(layers, rows, skinny), bias_of(layers), layers)
         return self._packed_plan(layer, rows, number, transposed)
 
     def _family(self, layer: nn.Module, rows: Tensor) -> tuple[Any, ...]:
         family = self._families.get(id(layer), (layer,))
         return (layer,) if rows.is_inference() or not unfusable.isdisjoint(family) else family
 
-    def _screened_plan(self, layer: nn.Module, rows: Tensor, skinny: Product) -> _Plan | None:
+    def _screened_plan(self, layer: nn.Module, rows: Tensor, skinny: Product) -> ProductPlan | None:
         from fastgen import ops
 
         weight: Tensor = layer.weight  # type: ignore[assignment]
@@ -214,7 +209,37 @@ class LinearDispatcher:
             return None
         self._drop_outdated(layer)
         screening = packed_weights.screening_of(layer)
-        return None if screening is None else _Plan(screened, screening, _bias((layer,)), (layer,))
+        return None if screening is None else ProductPlan(screened, screening, bias_of((layer,)), (layer,))
+
+    def _quantized_plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> ProductPlan | None:
+        """With the weight in 8 bits, where that is faster and near enough."""
+        limit = _SKINNY_ROWS if number <= _SKINNY_ROWS else _FEW_ROWS if number <= _FEW_ROWS else None
+        product = quantized.multiply_rows if number <= _SKINNY_ROWS else quantized.multiply_codes
+        if quantized.unavailable(product) is not None:
+            return None
+        skinny = None if transposed or number > _SKINNY_ROWS else _skinny()
+        over = None if skinny is None else _in_float32(skinny)
+        if not self._pays(layer, rows, transposed, limit, product, quantized.prepare, over, "8 bits"):
+            return None
+        layers = self._family(layer, rows) if product is quantized.multiply_rows and not transposed else (layer,)
+        weights = self._quantized_weights(layers, rows, product, transposed)
+        if weights is None and len(layers) > 1:
+            layers = (layer,)
+            weights = self._quantized_weights(layers, rows, product, transposed)
+        return None if weights is None else ProductPlan(product, weights, bias_of(layers), layers)
+
+    def _quantized_weights(
+        self, layers: tuple[Any, ...], rows: Tensor, product: Product, transposed: bool
+    ) -> list[Any] | None:
+        """Each weight in 8 bits; None if a product would be too far off, or memory is short."""
+        weights: list[Any] = []
+        for layer in layers:
+            self._drop_outdated(layer)
+            copy = packed_weights.quantized_of(layer, transposed)
+            if copy is None or not quantized.is_near(layer, copy, product, rows[..., :_TRIAL_ROWS, :], transposed):
+                return None
+            weights.append(copy)
+        return weights
 
     def _weights(self, layers: tuple[Any, ...], rows: Tensor, skinny: Product) -> list[Tensor]:
         """The weights for `skinny_linear`: in half precision, half as much to read, where that is exact and pays."""
@@ -241,9 +266,9 @@ class LinearDispatcher:
         for plan in plans:
             for layer in plan.layers:
                 later._drop_outdated(layer)
-        return all(map(_is_current, plans))
+        return all(plan.is_current() for plan in plans)
 
-    def _packed_plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> _Plan | None:
+    def _packed_plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> ProductPlan | None:
         if packed_weights.unavailable() is not None:
             return None
         self._drop_outdated(layer)
@@ -252,9 +277,9 @@ class LinearDispatcher:
             return None
         joint = None if rows.is_inference() else packed_weights.joint(layer)
         if joint is not None and self._apart.isdisjoint(joint.layers):
-            return _Plan(packed_weights.multiply, joint.copy, _bias(joint.layers), joint.layers)
+            return ProductPlan(packed_weights.multiply, joint.copy, bias_of(joint.layers), joint.layers)
         copy = packed_weights.copy_of(layer, transposed)
-        return None if copy is None else _Plan(packed_weights.multiply, copy, _bias((layer,)), (layer,))
+        return None if copy is None else ProductPlan(packed_weights.multiply, copy, bias_of((layer,)), (layer,))
 
     def _pays(
         self,
@@ -291,18 +316,6 @@ class LinearDispatcher:
         return _verdicts[key]
 
 
-def _is_current(plan: _Plan) -> bool:
-    bias = _bias(plan.layers)
-    if bias is not plan.bias and (bias is None or plan.bias is None or not torch.equal(bias, plan.bias)):
-        return False
-    if not plan.reads_in_place:
-        return any(copy is plan.weights for copy in packed_weights.copies_of(plan.layers[0]))
-    return all(
-        weight is layer.weight or any(copy is weight for copy in packed_weights.copies_of(layer))
-        for layer, weight in zip(plan.layers, plan.weights, strict=True)
-    )
-
-
 _skinny = functools.partial(native_operator, "skinny_linear")
 
 
@@ -327,15 +340,6 @@ def _is_plain(layer: nn.Module, rows: Tensor) -> bool:
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-    )
-
-
-def _bias(layers: tuple[Any, ...]) -> Tensor | None:
-    biases = [layer.bias for layer in layers]
-    if len(layers) == 1 or all(bias is None for bias in biases):
-        return biases[0]
-    return torch.cat(
-        [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
     )
 
 

@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +73,9 @@ _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictiona
 _joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()  # by the first of the siblings
 _halves: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _screenings: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
+_quantized: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _are_half: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], bool]] = weakref.WeakKeyDictionary()
-_ALL = (_copies, _joint, _halves, _screenings)
+_ALL = (_copies, _joint, _halves, _screenings, _quantized)
 
 
 @functools.cache
@@ -177,16 +178,36 @@ def half_of(layer: nn.Module) -> Tensor | None:
 
 def screening_of(layer: nn.Module) -> Copy | None:
     """`screen_weight` of the layer's weight; None if memory is short."""
-    with _lock:
-        packed = _screenings.get(layer)
-        if packed is None:
-            from fastgen import ops
+    from fastgen import ops
 
+    return _in_8_bits(_screenings, layer, ops.screen_weight, False)
+
+
+def quantized_of(layer: nn.Module, transposed: bool) -> Copy | None:
+    """`quantize_weight` of the layer's weight, and an empty dictionary for what is learned of it; None if memory is
+    short."""
+    from fastgen import ops
+
+    return _in_8_bits(_quantized, layer, lambda weight: (*ops.quantize_weight(weight), {}), transposed)
+
+
+def all_quantized() -> list[tuple[Any, Copy]]:
+    """Layers, and what `quantized_of` has returned for them."""
+    with _lock:
+        return [(layer, packed.copy) for layer, packed in _quantized.items()]
+
+
+def _in_8_bits(
+    kept: MutableMapping[nn.Module, _Packed], layer: nn.Module, make: Callable[[Tensor], Copy], transposed: bool
+) -> Copy | None:
+    with _lock:
+        packed = kept.get(layer)
+        if packed is None:
             weight: Tensor = layer.weight.detach()  # type: ignore[operator]
-            packed = _packed([layer], lambda: ops.screen_weight(weight), weight.nbytes // 4)
+            packed = _packed([layer], lambda: make(weight.t() if transposed else weight), weight.nbytes // 4)
             if packed is None:
                 return None
-            _screenings[layer] = packed
+            kept[layer] = packed
         return packed.copy
 
 

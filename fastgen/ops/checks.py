@@ -20,3 +20,10 @@ def check_floats(whose: str, like: Tensor, *tensors: tuple[str, Tensor | None], 
             raise TypeError(f"{name} must be float32{' or float16' if or_half else ''}, not {tensor.dtype}.")
         if tensor is not None and tensor.device != like.device:
             raise ValueError(f"{whose} on {like.device} and {name} on {tensor.device}.")
+
+
+def check_codes(codes: Tensor, rows: Tensor) -> None:
+    if codes.dtype != torch.int8:
+        raise TypeError(f"codes must be int8, not {codes.dtype}.")
+    if codes.device != rows.device:
+        raise ValueError(f"rows are on {rows.device} and codes on {codes.device}.")

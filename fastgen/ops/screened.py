@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen.ops.checks import check_floats, check_width
+from fastgen.ops.checks import check_codes, check_floats, check_width
 from fastgen.ops.operator import define
+from fastgen.ops.quantized import quantized_parts
 
 LONGEST = 1e18  # with rows or weights longer than this, sums may overflow: screening then computes all
-_SCREENED_ROWS = 1024
 
 
 def screen_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,18 +28,14 @@ def screen_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     width, size = weight.shape
     tiny = torch.finfo(torch.float32).tiny
     codes = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
-    scales, errors = weight.new_full((width,), tiny), weight.new_empty(width)
+    scales, errors = weight.new_empty(width), weight.new_empty(width)
     # A sum of n products is off by n * 2^-24 of the product of the lengths at most (Higham 2002, equation 3.5), here
     # twice: once with the codes, once with the weight.
     rounding = (2 * size + 8) * 2.0**-24
-    for start in range(0, width, _SCREENED_ROWS):  # temporaries stay small
-        part = slice(start, start + _SCREENED_ROWS)
-        if size:
-            scales[part] = (weight[part].abs().amax(1) / 127).clamp_min(tiny)
-        rounded = (weight[part] / scales[part, None]).round_()
-        codes[part] = rounded
+    for part, rounded, scale in quantized_parts(weight):
+        codes[part], scales[part] = rounded, scale
         # In double precision, whose squares don't overflow.
-        left = torch.linalg.vector_norm(weight[part] - rounded * scales[part, None], dim=1, dtype=torch.float64)
+        left = torch.linalg.vector_norm(weight[part] - rounded * scale[:, None], dim=1, dtype=torch.float64)
         length = torch.linalg.vector_norm(weight[part], dim=1, dtype=torch.float64)
         bound = left * 1.00001 + (length + left) * rounding + tiny
         errors[part] = torch.where(length < LONGEST, bound, torch.inf)
@@ -83,10 +79,7 @@ def check_screened(
         raise ValueError(f"weight must be [width, {rows.shape[-1]}], not of shape {list(weight.shape)}.")
     if codes.shape != weight.shape:
         raise ValueError(f"codes must be {list(weight.shape)}, not of shape {list(codes.shape)}.")
-    if codes.dtype != torch.int8:
-        raise TypeError(f"codes must be int8, not {codes.dtype}.")
-    if codes.device != rows.device:
-        raise ValueError(f"rows are on {rows.device} and codes on {codes.device}.")
+    check_codes(codes, rows)
     for name, tensor in (("scales", scales), ("errors", errors), ("bias", bias)):
         check_width(name, tensor, weight.shape[0])
     named = ("rows", rows), ("weight", weight), ("scales", scales), ("errors", errors), ("bias", bias)

@@ -16,11 +16,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
+from fastgen import config
 from fastgen.files import open_own
 from fastgen.pipeline.errors import InputError, writing
 from fastgen.pipeline.lock import locked
 
 OTHER_DIGITS = "scores may differ in their last digits from those of a run that never stopped; texts do not."
+
+OTHER_WEIGHTS = "linear layers have weights in 8 bits (FASTGEN_WEIGHTS=int8), so texts may differ from the host's."
+
+
+def precision() -> dict[str, str]:
+    """What decides a run's output and is no setting of the run: weights in fewer bits, if they were chosen."""
+    weights = config.current().weights
+    return {} if weights == "float32" else {"FASTGEN_WEIGHTS": weights}
 
 
 class _Kept(NamedTuple):

@@ -21,7 +21,9 @@ EACH = [pytest.param(name, quick, id=f"{name}{'-quick' * quick}") for name in SU
 
 def test_all_of_the_suites_are_there() -> None:
     tables = [f"fastseq-table{number}" for number in (1, 2, 3, 4)]
-    assert {"peers", "longer", *tables, "slim-whisper", "lightseq-fig5", "lightseq-fig6", "scale"} == set(SUITES)
+    assert {"peers", "longer", *tables, "slim-whisper", "lightseq-fig5", "lightseq-fig6", "scale", "int8"} == set(
+        SUITES
+    )
 
 
 @pytest.mark.parametrize(("suite", "quick"), EACH)

@@ -21,6 +21,7 @@ import torch
 from fairseq.data import LanguagePairDataset
 from fairseq_kit import SENTENCES
 
+import fastgen
 from fastgen.cli import generate
 from fastgen.pipeline import WorkerPool, batching
 from fastgen.pipeline.fairseq import batches, run
@@ -372,6 +373,17 @@ def test_resume_of_a_complete_run_with_other_flags_is_refused(
     assert generate.main([*flags, "--resume", "--beam", "3"]) == 1
     assert "another generation.beam" in capsys.readouterr().err
     assert (tmp_path / "generate-test.txt").read_bytes() == before
+
+
+def test_resume_with_weights_in_8_bits_is_refused(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*job, "--results-path", str(tmp_path), "--workers", "0"]
+    with fastgen.configured(weights="int8"):
+        assert generate.main([*flags, "--beam", "1"]) == 0
+    assert "linear layers have weights in 8 bits (FASTGEN_WEIGHTS=int8), so texts may differ" in capsys.readouterr().err
+    assert generate.main([*flags, "--beam", "1", "--resume"]) == 1
+    assert "another FASTGEN_WEIGHTS" in capsys.readouterr().err
 
 
 def test_a_file_that_only_looks_complete_is_not(

@@ -607,6 +607,22 @@ def test_resume_of_a_complete_run_with_other_flags_is_refused(
     assert out.read_bytes() == before
 
 
+def test_resume_with_weights_in_8_bits_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "linear layers have weights in 8 bits (FASTGEN_WEIGHTS=int8), so texts may differ from the host's"
+    out = tmp_path / "out.txt"
+    assert run(MODEL, source, out, *FLAGS) == 0
+    before = out.read_bytes()
+    assert said not in capsys.readouterr().err
+    with fastgen.configured(weights="int8"):
+        assert run(MODEL, source, out, *FLAGS, "--resume") == 1
+        assert "another FASTGEN_WEIGHTS" in capsys.readouterr().err
+        assert out.read_bytes() == before
+        assert run(MODEL, source, out, *FLAGS, "--overwrite") == 0
+    assert said in capsys.readouterr().err
+
+
 def test_a_file_that_only_looks_complete_is_not(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def test_pictures_are_as_drawn() -> None:
 CHOICES = {
     "tier": config.TIERS,
     "packing": config.PACKING,
+    "weights": config.WEIGHTS,
     "replay": config.REPLAY,
     "cache": config.CACHES,
     "foreign_code": config.FOREIGN_CODE,

@@ -13,7 +13,7 @@ import fastgen
 
 @contextlib.contextmanager
 def configured(**options: Any) -> Iterator[None]:
-    before = dataclasses.asdict(fastgen.config.current())
+    before = dataclasses.asdict(fastgen.configure())  # not `current`, which has what a block says too
     fastgen.configure(**options)
     try:
         yield

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from weight_edits import EDITS, IN_PLACE, in_place
 
 from fastgen.layers import linear, packed_weights, timing
 from fastgen.layers.linear import LinearDispatcher
@@ -83,51 +84,7 @@ def test_transposed() -> None:
     torch.testing.assert_close(output, torch.addmm(layer.bias, rows, layer.weight))
 
 
-def _step(layer: Any) -> None:
-    with torch.enable_grad():
-        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-        layer(torch.ones(1, 48)).sum().backward()
-        optimizer.step()
-
-
-def _load(layer: Any) -> None:
-    layer.load_state_dict({name: tensor + 1 for name, tensor in layer.state_dict().items()})
-
-
-def _data(layer: Any) -> None:
-    layer.weight.data += 1e-3 * torch.randn(64, 1) @ torch.randn(1, 48)  # as adapters merge themselves
-
-
-def _one_element(layer: Any) -> None:
-    layer.weight.data[17, 5] += 1.0
-
-
-def _reordered(layer: Any) -> None:
-    layer.weight.data.copy_(layer.weight.data.flip(0))
-
-
-def _in_place(layer: Any) -> None:
-    with torch.no_grad():
-        layer.weight.mul_(2)
-
-
-def _replace(layer: Any) -> None:
-    layer.weight = torch.nn.Parameter(torch.randn(64, 48))
-
-
-def _swap_data(layer: Any) -> None:
-    layer.weight.data = torch.randn(64, 48)
-
-
-def _double_and_back(layer: Any) -> None:
-    layer.to(torch.float64)
-    layer.weight.data.add_(1)
-    layer.to(torch.float32)
-
-
-@pytest.mark.parametrize(
-    "change", [_step, _load, _data, _one_element, _reordered, _in_place, _replace, _swap_data, _double_and_back]
-)
+@pytest.mark.parametrize("change", EDITS)
 def test_a_changed_weight(change: Any) -> None:
     torch.manual_seed(0)
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
@@ -345,7 +302,7 @@ def test_siblings_share_a_product_from_the_second_step_on(kind: str, block: Bloc
 @pytest.mark.parametrize("name", ["q", "v", "up"])
 def test_a_changed_sibling(block: Block, name: str) -> None:
     x = torch.randn(4, 32)
-    for change in (None, _in_place, _replaced_data):
+    for change in (None, in_place, _replaced_data):
         if change is not None:
             change(getattr(block, name))
         decode = LinearDispatcher("always")
@@ -428,7 +385,8 @@ def test_copies_and_weights_as_they_are_in_one_call(block: Block, monkeypatch: p
 
     monkeypatch.setattr(linear, "_SKINNY_ROWS", 4)
     monkeypatch.setattr(packed_weights, "multiply", counted("packed", packed_weights.multiply))
-    monkeypatch.setattr(linear, "_skinny", lambda: counted("skinny", skinny))
+    counted_skinny = counted("skinny", skinny)
+    monkeypatch.setattr(linear, "_skinny", lambda: counted_skinny)
     decode = LinearDispatcher("always")
     for rows in (9, 9, 3, 3, 9, 3):
         x = torch.randn(rows, 32)
@@ -488,7 +446,7 @@ def test_one_other_number_is_enough_for_float32(place: int, value: float, read: 
 
 
 @skinny_only
-@pytest.mark.parametrize("change", [_step, _load, _data, _one_element, _reordered, _in_place])
+@pytest.mark.parametrize("change", IN_PLACE)
 def test_changed_halves(change: Any, read: list[list[torch.dtype]]) -> None:
     layer, rows = of_halves(48, 64), torch.randn(3, 48)
     multiply(layer, rows)
@@ -569,7 +527,7 @@ def test_only_products_that_are_the_logits_are_screened() -> None:
 
 
 @skinny_only
-@pytest.mark.parametrize("change", [_step, _load, _data, _one_element, _reordered, _in_place])
+@pytest.mark.parametrize("change", IN_PLACE)
 def test_changed_screened_weights(change: Any) -> None:
     torch.manual_seed(0)
     layer, rows = torch.nn.Linear(48, 64), torch.randn(3, 48)

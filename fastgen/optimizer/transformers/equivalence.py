@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
+from fastgen import config
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder, selected
 from fastgen.optimizer.transformers.request import Request
@@ -72,7 +73,7 @@ def _try(
     ours = _on_a_copy(sample_of(request, LogitsProcessorList([_Recorded(expected.scores)])))
     replayer = Replayer(request.input_ids.device) if is_replayed else None
     try:
-        with contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
+        with config.configured(weights="float32"), contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
             result = (
                 beam_search.fast(ours, decoder) if ours.is_beam_search else beam_search.compat(ours, decoder, stock)
             )

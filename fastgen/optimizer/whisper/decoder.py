@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastgen import config
 from fastgen.cache.tree import BeamTree
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import beam_attention
@@ -33,7 +32,7 @@ class TreeDecoder:
         self._decoder, self._audio, self._rows = model.decoder, audio, rows
         steps = max(model.dims.n_text_ctx - prompt_length, 1)
         self.tree = BeamTree(segments, rows, steps, Buffers(model))
-        self._products = LinearDispatcher(config.current().packing)
+        self._products = LinearDispatcher.configured()
         self._source: list[tuple[Tensor, Tensor]] = []  # keys and values by block, [B, H, N, D]
         self._head = _head_of(model.decoder.token_embedding)
 

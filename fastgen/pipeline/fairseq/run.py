@@ -23,7 +23,7 @@ from fastgen.pipeline.fairseq.scoring import Scoring
 from fastgen.pipeline.fairseq.settings import Settings
 from fastgen.pipeline.offline import REFILL
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents
+from fastgen.pipeline.resume import OTHER_DIGITS, OTHER_WEIGHTS, Journal, contents, precision
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.workers import WorkerPool
 
@@ -76,7 +76,7 @@ def _settings(cfg: Any, own: Settings) -> dict[str, Any]:
             continue
         plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else vars(value)
         settings.update({f"{section}.{name}": str(plain[name]) for name in plain if name not in _FREE})
-    return settings | contents(*_files(cfg, list(settings.values())))
+    return settings | precision() | contents(*_files(cfg, list(settings.values())))
 
 
 def _files(cfg: Any, values: list[Any]) -> list[Path]:
@@ -103,6 +103,8 @@ class _Run:
             dataset.max_tokens = STOCK_TOKENS
         with logging_to(self.output.log) as handler:
             self.logger.info(self.cfg)
+            if precision():
+                _warn(OTHER_WEIGHTS)
             loaded = load(self.cfg, self.logger)
             batches = Batches(loaded, *self.own.auto)
             self.scoring = Scoring(loaded.scorer, loaded.task.target_dictionary, by_words=loaded.form.by_words)

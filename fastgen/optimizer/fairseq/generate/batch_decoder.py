@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastgen import config, report
+from fastgen import report
 from fastgen.cache.batch_tree import BatchTree
 from fastgen.cache.row_pool import RowPool
 from fastgen.cache.tree import BeamTree, additive_mask
@@ -38,7 +38,7 @@ class BatchDecoder:
         buffers = Buffers(inner.single_model)
         self._tree = BatchTree(rows, request.beams, device, buffers)
         self._session = Session(self._tree, request.generator.pad, device)
-        self._products = LinearDispatcher(config.current().packing)
+        self._products = LinearDispatcher.configured()
         decoder = over_the_tree(inner.single_model.decoder, self._session, fixed_choice(device), self._products)
         self._positions = decoder.embed_positions
         if self._positions is not None:

@@ -284,7 +284,7 @@ class Prompt:
 
 def products_for(request: Request) -> LinearDispatcher:
     """The dispatcher of linear layers for one decoder in one call."""
-    products = LinearDispatcher(config.current().packing)
+    products = LinearDispatcher.configured()
     if calls_back(request) or is_interrupted(request):
         products.expect_edits()
     return products

@@ -10,7 +10,6 @@ from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor
 
-from fastgen import config
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.fairseq.foreign_code import layers_of, own_name
 from fastgen.optimizer.fairseq.model.views import (
@@ -39,7 +38,7 @@ def _encoder(encoder: Any) -> Any:
         return encoder
     if own_name(encoder.layers):
         return encoder
-    products = LinearDispatcher(config.current().packing)
+    products = LinearDispatcher.configured()
     return replaced(encoder, layers=with_layers(encoder, [_layer(layer, products) for layer in layers_of(encoder)]))
 
 

@@ -52,7 +52,7 @@ def encode(
     """
     if not isinstance(inputs, Tensor) or not _is_accelerated(model, generation_config, inputs):
         return stock(model, inputs, model_kwargs, input_name, generation_config)
-    with sessions.multiplying(LinearDispatcher(config.current().packing), model):
+    with sessions.multiplying(LinearDispatcher.configured(), model):
         groups = _groups(model, inputs, model_kwargs, input_name)
         if groups is None:
             return stock(model, inputs, model_kwargs, input_name, generation_config)
@@ -87,7 +87,7 @@ def run(model: Any, inputs: Mapping[str, Any]) -> Any:
             raise report.FallbackError(reason)
         report.log_once(f"{reason}; its padding is computed", type(model).__name__)
         return model(**inputs)
-    with sessions.multiplying(LinearDispatcher(config.current().packing), model):
+    with sessions.multiplying(LinearDispatcher.configured(), model):
         groups = _split_by_length(model, inputs["attention_mask"])
         if not groups:
             return model(**inputs)

@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from fastgen import config, phases
+from fastgen import phases
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import as_beams, beam_attention, fold_beams
@@ -46,7 +46,7 @@ class Session:
     ) -> None:
         """`layer_caches`: the attention modules that have slim caches, with the caches."""
         self.tree = tree
-        self.products = LinearDispatcher(config.current().packing)
+        self.products = LinearDispatcher.configured()
         self.slim = SlimCaches()
         if layer_caches:
             self.slim.install(layer_caches, self.products)

@@ -1,0 +1,111 @@
+"""Products with weights in 8 bits, where the user has chosen them by `configure(weights="int8")`.
+
+With few rows a product takes as long as reading the weight: then only the weight is in 8 bits, a quarter of the bytes.
+With more, arithmetic takes longer: then the rows are rounded to 8 bits too, each with a scale of its own, and torch
+multiplies integers (dynamic quantization, as in Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 2, with
+zero points of 0). Where that loses too much, the weight stays in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastgen import ops, report
+from fastgen.layers import packed_weights
+from fastgen.layers.timing import Product
+from fastgen.memory import arena
+
+# How far a product may be off, in lengths of vectors: what 8 bits lose is 0.5% to 2% on trained models.
+LARGEST_ERROR = 0.05
+
+# Codes and scales of a weight, see `ops.quantize_weight`, and how far each product that was tried with them was off.
+Quantized = tuple[Tensor, Tensor, dict[Product, float]]
+
+
+def multiply_rows(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
+    """`linear` with `weights` in 8 bits, a list of `Quantized`, and rows in float32."""
+    codes, scales = [each[0] for each in weights], [each[1] for each in weights]
+    output: Tensor = torch.ops.fastgen.quantized_linear.default(rows, codes, scales, bias)
+    return output
+
+
+def multiply_codes(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
+    """`linear` with one weight in 8 bits, a list of one `Quantized`, and rows that are rounded to 8 bits."""
+    ((codes, scales, _),) = weights
+    rounded, row_scales = torch.ops.fastgen.quantize_rows.default(rows.flatten(0, -2))
+    products = torch._int_mm(rounded, codes.t())
+    output: Tensor = torch.ops.fastgen.dequantize.default(products, row_scales, scales, bias)
+    return output.unflatten(0, rows.shape[:-1])
+
+
+def prepare(weight: Tensor) -> list[Quantized]:
+    """A weight, float32 `[out, in]`, for either product."""
+    return [(*ops.quantize_weight(weight), {})]
+
+
+@functools.cache
+def unavailable(product: Product) -> str | None:
+    """Why a product can't be used here, or None."""
+    if not ops.is_native(torch.device("cpu")):
+        return "products in 8 bits need the native operators"
+    return None if product is multiply_rows else _wrong_integers()
+
+
+def _wrong_integers() -> str | None:
+    """Why torch's product of integers is of no use, or None.
+
+    Without VNNI or AMX oneDNN adds pairs of products in 16 bits, which is wrong for large numbers and does not say so.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 16, 33):
+        a, b = (torch.randint(-127, 128, (n, 192), dtype=torch.int8, generator=generator) for n in (count, 48))
+        a[0], b[0], b[1] = 127, 127, -127
+        try:
+            with arena.outside():
+                products = torch._int_mm(a, b.t())
+        except (AttributeError, RuntimeError, NotImplementedError) as error:
+            return f"this torch multiplies no integers ({(str(error).splitlines() or [''])[0][:100]})"
+        if not torch.equal(products.double(), a.double() @ b.double().t()):
+            return "torch multiplies integers wrongly on this processor, which has neither VNNI nor AMX"
+    return None
+
+
+def is_near(layer: nn.Module, copy: Quantized, product: Product, rows: Tensor, transposed: bool) -> bool:
+    """Whether the layer's product with its weight in 8 bits is near that in float32, on these rows.
+
+    Tried once for each copy: the first rows that the layer reads decide.
+    """
+    errors = copy[2]
+    if product not in errors:
+        with arena.outside():
+            errors[product] = _error(layer, copy, product, rows, transposed)
+    return errors[product] <= LARGEST_ERROR
+
+
+def _error(layer: Any, copy: Quantized, product: Product, rows: Tensor, transposed: bool) -> float:
+    weight = layer.weight.t() if transposed else layer.weight
+    expected = F.linear(rows, weight, layer.bias).double()
+    found = product(rows, [copy], layer.bias).double()
+    length = float(torch.linalg.vector_norm(expected))
+    off = float(torch.linalg.vector_norm(found - expected))
+    return 0.0 if off == 0 else off / length if length > 0 else float("inf")
+
+
+@report.provides("quantized")
+def summary() -> str:
+    """What became of layers whose weights were to be in 8 bits; "" before the first."""
+    tried = [(layer, found.values()) for layer, (_, _, found) in packed_weights.all_quantized() if found]
+    if not tried:
+        return ""
+    used = sum(min(errors) <= LARGEST_ERROR for _, errors in tried)
+    text = f"{used} linear layers, so outputs may differ from the host's"
+    if far := [(max(errors), layer) for layer, errors in tried if not max(errors) <= LARGEST_ERROR]:
+        error, layer = max(far, key=lambda pair: pair[0])
+        named = " x ".join(map(str, layer.weight.shape))
+        text += f"; products of {len(far)} stay in float32, where 8 bits lose too much (up to {error:.0%}, {named})"
+    return text

@@ -1,0 +1,184 @@
+"""Products with weights in 8 bits: near those in float32, where the user has chosen them, and never of old weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from weight_edits import EDITS
+
+import fastgen
+from fastgen import ops
+from fastgen.layers import linear, packed_weights, quantized
+from fastgen.layers.linear import LinearDispatcher
+from fastgen.memory import limits
+
+FEW, MANY = linear._SKINNY_ROWS, 40
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Iterator[None]:
+    if (why := quantized.unavailable(quantized.multiply_rows)) is not None:
+        pytest.skip(why)
+    packed_weights.release()
+    linear._verdicts.clear()
+    yield
+    packed_weights.release()
+    linear._verdicts.clear()
+
+
+@pytest.fixture(params=[1, FEW, FEW + 1, MANY])
+def count(request: Any) -> int:
+    """Of rows: up to `FEW` they stay in float32."""
+    if request.param > FEW and (why := quantized.unavailable(quantized.multiply_codes)) is not None:
+        pytest.skip(why)
+    assert isinstance(request.param, int)
+    return request.param
+
+
+def stock(layer: Any, rows: Tensor) -> Tensor:
+    return nn.functional.linear(rows, layer.weight, layer.bias)
+
+
+@torch.no_grad()
+def multiply(layer: Any, rows: Tensor, mode: str = "always") -> Tensor:
+    products = LinearDispatcher(mode, "int8")
+    output = products(layer, rows, stock)
+    assert products.count == 1
+    return output
+
+
+@torch.no_grad()
+def in_8_bits(layer: Any, rows: Tensor) -> Tensor:
+    """The product with rounded weights, and with rounded rows where there are many."""
+
+    def rounded(x: Tensor) -> Tensor:
+        codes, scales = ops.quantize_weight(x)
+        return codes.double() * scales.double()[:, None]
+
+    rows = rounded(rows) if len(rows) > FEW else rows.double()
+    return rows @ rounded(layer.weight).t() + layer.bias.double()
+
+
+@torch.no_grad()
+def test_product(count: int) -> None:
+    torch.manual_seed(0)
+    for size, width in [(1, 1), (48, 64), (257, 33), (512, 1000)]:
+        layer, rows = nn.Linear(size, width), torch.randn(count, size)
+        output = multiply(layer, rows)
+        torch.testing.assert_close(output.double(), in_8_bits(layer, rows), rtol=1e-4, atol=1e-5)
+        assert size == 1 or not torch.allclose(output, stock(layer, rows), rtol=1e-5, atol=1e-6), "not in 8 bits"
+        assert torch.equal(multiply(layer, rows[:, None, None])[:, 0, 0], output), "rows of any shape"
+
+
+@torch.no_grad()
+def test_transposed(count: int) -> None:
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(48, 64), torch.randn(count, 48)
+    other = nn.Module()
+    other.weight, other.bias = nn.Parameter(layer.weight.t().contiguous()), layer.bias
+    output = LinearDispatcher("always", "int8")(other, rows, stock, transposed=True)
+    assert torch.equal(output, multiply(layer, rows))
+
+
+@pytest.mark.parametrize("change", EDITS)
+def test_a_changed_weight(change: Any, count: int) -> None:
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(48, 64), torch.randn(count, 48)
+    before = multiply(layer, rows)
+    change(layer)
+    output = multiply(layer, rows)
+    torch.testing.assert_close(output.double(), in_8_bits(layer, rows), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(before, output)
+
+
+def test_an_unchanged_weight_is_rounded_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, rows = nn.Linear(48, 64), torch.randn(count, 48)
+    before = multiply(layer, rows)
+    assert (packed_weights.count(), packed_weights.nbytes()) == (1, 48 * 64 + 4 * 64)
+    monkeypatch.setattr(ops, "quantize_weight", None)
+    assert torch.equal(multiply(layer, rows), before)
+    packed_weights.release()
+    assert packed_weights.count() == 0 and quantized.summary() == ""
+
+
+@torch.no_grad()
+def test_a_layer_that_loses_too_much_stays_in_float32(count: int) -> None:
+    """One weight is so much larger than the others of its output that they are all rounded to 0."""
+    torch.manual_seed(0)
+    layer, good, rows = nn.Linear(48, 64), nn.Linear(48, 64), torch.randn(count, 48)
+    layer.weight[:, 7] = 1000.0
+    rows[:, 7] = 0.0
+    output = multiply(layer, rows)
+    torch.testing.assert_close(output, stock(layer, rows), rtol=1e-5, atol=1e-5)
+    said = (
+        "0 linear layers, so outputs may differ from the host's; products of 1 stay in float32, where 8 bits lose too"
+    )
+    assert quantized.summary().startswith(said) and quantized.summary().endswith("%, 64 x 48)")
+    multiply(good, rows)
+    assert quantized.summary().startswith("1 linear layers, so outputs may differ")
+    assert "weights in 8 bits: 1 linear layers, so outputs may differ" in str(fastgen.status())
+
+
+@torch.no_grad()
+def test_siblings_share_a_product(count: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = nn.Linear(48, 64), nn.Linear(48, 16), nn.Linear(48, 16)
+    products = LinearDispatcher("always", "int8")
+    for step in range(3):
+        rows = torch.randn(count, 48)
+        for layer in (q, k, v):
+            output = products(layer, rows, stock)
+            torch.testing.assert_close(output.double(), in_8_bits(layer, rows), rtol=1e-4, atol=1e-5)
+        joint = [plan for plan in products._plans.values() if plan is not None and plan.is_joint]
+        assert bool(joint) == (step > 0 and count <= FEW)
+        products(nn.Linear(1, 1), torch.ones(count, 1), stock)  # the next input is another
+    assert products.count == 12
+
+
+@torch.no_grad()
+def test_siblings_of_which_one_loses_too_much() -> None:
+    torch.manual_seed(0)
+    q, k = nn.Linear(48, 64), nn.Linear(48, 64)
+    k.weight[:, 7] = 1000.0
+    products = LinearDispatcher("always", "int8")
+    for _ in range(3):
+        rows = torch.randn(2, 48)
+        rows[:, 7] = 0.0
+        torch.testing.assert_close(products(q, rows, stock).double(), in_8_bits(q, rows), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(products(k, rows, stock), stock(k, rows), rtol=1e-5, atol=1e-5)
+        products(nn.Linear(1, 1), torch.ones(2, 1), stock)
+
+
+@torch.no_grad()
+def test_float32_where_memory_is_short_or_the_clock_against_it(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, rows = nn.Linear(512, 512), torch.randn(count, 512)
+    monkeypatch.setattr(linear, "is_faster", lambda *args, **kwargs: False)
+    assert torch.equal(LinearDispatcher("auto", "int8")(layer, rows, stock), stock(layer, rows))
+    monkeypatch.setattr(limits, "may_keep", lambda *args, **kwargs: False)
+    torch.testing.assert_close(LinearDispatcher("always", "int8")(layer, rows, stock), stock(layer, rows))
+    assert quantized.summary() == "" and packed_weights.count() == 0
+
+
+def test_integers_that_are_multiplied_wrongly_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What oneDNN does without VNNI: rows made positive by adding 128, and sums of two products that end at 32767."""
+    right = torch._int_mm
+
+    def saturated(a: Tensor, b: Tensor) -> Tensor:
+        pairs = ((a.int() + 128)[:, :, None] * b.int()[None]).unflatten(1, (-1, 2)).sum(2).clamp(-32768, 32767)
+        return (pairs.sum(1) - 128 * b.int().sum(0)).int()
+
+    for product, is_right in ((saturated, False), (right, quantized._wrong_integers() is None)):
+        monkeypatch.setattr(torch, "_int_mm", product)
+        assert (quantized._wrong_integers() is None) is is_right
+    monkeypatch.setattr(torch, "_int_mm", saturated)
+    quantized.unavailable.cache_clear()
+    try:
+        layer, rows = nn.Linear(48, 64), torch.randn(MANY, 48)
+        torch.testing.assert_close(multiply(layer, rows), stock(layer, rows).detach())
+        assert quantized.summary() == ""
+    finally:
+        quantized.unavailable.cache_clear()

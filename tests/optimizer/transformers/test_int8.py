@@ -1,0 +1,94 @@
+"""Weights in 8 bits: the user's choice, near the host's scores, said in status, and gone when it is taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+
+import fastgen
+from fastgen import report
+from fastgen.layers import quantized
+
+NAMES = ["bart", "t5", "marian", "gpt2", "llama"]
+INT8 = {"weights": "int8", "packing": "always"}
+
+
+@pytest.fixture(autouse=True)
+def _empty() -> Any:
+    if (why := quantized.unavailable(quantized.multiply_rows)) is not None:
+        pytest.skip(why)
+    fastgen.release()
+    yield
+    fastgen.release()
+
+
+def first_scores(output: Any) -> torch.Tensor:
+    """Log-probabilities of the first step."""
+    scores = torch.log_softmax(output.logits[0], -1)
+    assert isinstance(scores, torch.Tensor)
+    return scores
+
+
+@pytest.mark.always
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_scores_are_near_the_hosts(name: str, batch: int, beams: int) -> None:
+    model, inputs = zoo.load(name), zoo.inputs_for(name, batch=batch)
+    options = dict(num_beams=beams, max_new_tokens=6, output_logits=True, return_dict_in_generate=True)
+    stock = harness.run_stock(model, inputs, **options)
+    with fastgen.configured(**INT8):
+        output, calls = harness.run_fastgen(model, inputs, **options)
+    assert calls[-1].tier != "stock"
+    said = fastgen.status().quantized
+    assert said and not said.startswith("0 ")
+    difference = (first_scores(output) - first_scores(stock)).abs().max()
+    largest = (first_scores(stock) - first_scores(stock).mean()).abs().max()
+    assert 1e-5 * largest < difference < 0.2 * largest
+
+
+@pytest.mark.always
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_steps_recorded_with_other_weights_are_not_replayed(name: str) -> None:
+    model, inputs = zoo.load(name), zoo.inputs_for(name, batch=1)
+    options = dict(num_beams=3, max_new_tokens=12, min_new_tokens=12, output_logits=True, return_dict_in_generate=True)
+    stock = harness.run_stock(model, inputs, **options)
+    for _ in range(2):
+        with fastgen.configured(replay="always"):
+            output, _ = harness.run_fastgen(model, inputs, **options)
+            harness.assert_same(stock, output)
+            with fastgen.configured(**INT8):
+                others = [harness.run_fastgen(model, inputs, **options)[0] for _ in range(2)]
+        scores = [first_scores(other) for other in others]
+        torch.testing.assert_close(scores[0], scores[1])
+        assert not torch.allclose(scores[0], first_scores(stock), rtol=1e-5, atol=1e-5)
+    assert fastgen.status().replayed
+
+
+def test_an_unknown_model_is_tried_in_float32() -> None:
+    """Whether a model may run on the tree is decided by its logits, which are others with weights in 8 bits."""
+
+    class Mine(type(zoo.load("bart"))):  # type: ignore[misc]
+        pass
+
+    model = zoo.load("bart")
+    mine = Mine(model.config).eval()
+    mine.load_state_dict(model.state_dict())
+    inputs = zoo.inputs_for("bart", batch=2)
+    with fastgen.configured(foreign_code="trial", **INT8):
+        _, calls = harness.run_fastgen(mine, inputs, num_beams=3, max_new_tokens=8)
+    assert calls[-1].tier != "stock", calls[-1].reason
+
+
+def test_status_forgets_what_was_released() -> None:
+    model, inputs = zoo.load("bart"), zoo.inputs_for("bart", batch=2)
+    with fastgen.configured(**INT8):
+        harness.run_fastgen(model, inputs, num_beams=3, max_new_tokens=6)
+    assert "weights in 8 bits: " in str(fastgen.status()) and fastgen.status().packed_bytes
+    fastgen.release()
+    assert "weights in 8 bits" not in str(fastgen.status()) and not fastgen.status().packed_bytes
+    report.reset()
