@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import fastgen
 from fastgen import report
 from fastgen.cache.tree import BeamTree
+from fastgen.layers import quantized
 from fastgen.optimizer import verification
 
 whisper = pytest.importorskip("whisper")
@@ -321,3 +323,22 @@ def test_a_filter_of_the_users_runs_once(verified: None) -> None:
     task.logit_filters.append(Mine())
     task.run(SOUND[:1])
     assert 0 < len(calls) <= 9 and verification.counts() == {verification.UNVERIFIED: 1}
+
+
+@pytest.mark.parametrize("beams", [None, 3])
+def test_weights_in_8_bits(beams: int | None) -> None:
+    """The user's choice: other scores, near the host's, and the host's once more when it is taken back."""
+    if (why := quantized.unavailable(quantized.multiply_rows)) is not None:
+        pytest.skip(why)
+    options: dict[str, Any] = {"sample_len": 1, "beam_size": beams}
+    with fastgen.disabled():
+        (expected,) = decode(MODEL, SOUND[:1], **options)
+    fastgen.release()
+    with fastgen.configured(strict=True, weights="int8", packing="always"):
+        (found,) = decode(MODEL, SOUND[:1], **options)
+    assert fastgen.status().quantized and not fastgen.status().quantized.startswith("0 ")
+    assert 1e-5 < abs(found.avg_logprob - expected.avg_logprob) < 0.5
+    assert 1e-5 < abs(math.log(found.no_speech_prob) - math.log(expected.no_speech_prob)) < 2
+    fastgen.release()
+    compare(MODEL, SOUND[:1], **options)
+    assert fastgen.status().quantized == ""
