@@ -1,4 +1,4 @@
-"""Records the operators of a step as a Python function that calls them again, without the model's own Python.
+"""Records the operators of a step as a program that calls them again, without the model's own Python.
 
 At few rows on a CPU, a fifth of a step is Python: modules, shapes, attention's arguments. They are the same each time.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastgen import phases
+from fastgen.replay import program
+from fastgen.replay.program import Made, Step
 
 
 class DecomposingMode(TorchDispatchMode):
@@ -80,15 +80,13 @@ class Tape(DecomposingMode):
         leaves, self._spec = pytree.tree_flatten(result)
         script = _Script(self._calls)
         self.written = script.written
-        source, namespace = script.source(leaves)
+        returned = script.finish(leaves)
         self._calls.clear()
-        namespace["__phase__"] = phases.PASS
-        exec(_compiled(source), namespace)
-        # Taken out of the namespace, its globals: memory is to be freed with the tape, not by the garbage collector.
-        self._function: Callable[[], list[Any]] = namespace.pop("replay")
+        self._function = program.native(script.steps, returned) or program.python(script.steps, returned)
         return result
 
     def replay(self) -> Any:
+        """Call the operators again."""
         return pytree.tree_unflatten(self._function(), self._spec)
 
 
@@ -181,15 +179,13 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class _Script:
-    """Python source for recorded calls: `v1_0` is a tensor that a call makes, `c1` a constant, `f1` an operator."""
+    """Recorded calls, with tensors that calls make by name: as Python source, or as a native program."""
 
     def __init__(self, calls: list[tuple[Any, Any, Any, Any]]) -> None:
-        self._names: dict[_Place, str] = {}  # of tensors that calls make; all are alive in `calls`
+        self._names: dict[_Place, Made] = {}  # of tensors that calls make; all are alive in `calls`
         self._made: set[int] = set()  # their storages
-        self._functions: dict[Any, str] = {}
-        self._namespace: dict[str, Any] = {}
-        self._lines: list[list[str]] = []
-        self._last_use: dict[str, int] = {}
+        self.steps: list[Step] = []
+        self._last_use: dict[Made, int] = {}
         self.written: list[Tensor] = []  # tensors that the calls write to and have not made
         for function, args, kwargs, outputs in calls:
             tensors = list(_tensors((args, *kwargs.values())))
@@ -199,52 +195,44 @@ class _Script:
             if used or not may_be_view(function) or not _share_memory(tensors, outputs):
                 self._write(function, args, kwargs, outputs, used)
 
-    def source(self, results: list[Any]) -> tuple[str, dict[str, Any]]:
-        """The source of `replay()`, which returns `results`, and the names that it needs."""
-        returned = ", ".join(self._reference(result) for result in results)
-        kept = {self._name(result) for result in results if isinstance(result, Tensor)}
+    def finish(self, results: list[Any]) -> list[Any]:
+        """Note in each step what no later one reads; returns what stands for the function's results."""
+        returned = [self._reference(result) for result in results]
         for name, line in self._last_use.items():
-            if name not in kept:
-                self._lines[line].append(f"del {name}")  # later tensors can use the memory
-        body = "\n    ".join(statement for statements in self._lines for statement in statements)
-        return f"def replay():\n    {body}\n    return [{returned}]\n", self._namespace
+            if name not in returned:
+                self.steps[line].freed.append(name)  # later tensors can use the memory
+        return returned
 
-    def _write(self, function: Any, args: Any, kwargs: Any, outputs: Any, used: list[str]) -> None:
-        line = len(self._lines)
-        name = self._functions.setdefault(function, f"f{len(self._functions)}")
-        self._namespace[name] = function
+    def _write(self, function: Any, args: Any, kwargs: Any, outputs: Any, used: list[Made]) -> None:
+        line = len(self.steps)
         arguments = [self._reference(value) for value in args]
-        arguments += [f"{key}={self._reference(value)}" for key, value in kwargs.items()]
+        named = {key: self._reference(value) for key, value in kwargs.items()}
         self._last_use.update(dict.fromkeys(used, line))
-        targets = []
+        targets: list[Made | None] = []
         returns = function._schema.returns
         listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         if not listed or any(isinstance(output, (list, tuple)) for output in listed):
             raise RuntimeError(f"{function} returns what the tape has no name for")
         for place, output in enumerate(listed):
-            target = "_"
+            target = None
             alias = returns[min(place, len(returns) - 1)].alias_info  # a list is one return
             if isinstance(output, Tensor) and not (alias and alias.is_write):  # a tensor that was written to has a name
-                target, where = f"v{line}_{place}", _place(output)
+                target, where = Made(line, place), _place(output)
                 self._names[where] = target
                 self._made.add(where[0])
                 self._last_use[target] = line
             targets.append(target)
-        left = ", ".join(targets) + ("," if isinstance(outputs, (list, tuple)) else "")
-        self._lines.append([f"{left} = {name}({', '.join(arguments)})"])
+        self.steps.append(Step(function, arguments, named, targets, isinstance(outputs, (list, tuple)), []))
 
-    def _reference(self, value: Any) -> str:
+    def _reference(self, value: Any) -> Any:
+        """A tensor that a call has made by its name, in a list too; anything else as it is."""
         if isinstance(value, Tensor) and (known := self._name(value)):
             return known
         if isinstance(value, (list, tuple)) and next(_tensors(value), None) is not None:
-            return f"[{', '.join(self._reference(item) for item in value)}]"
-        if value is None or isinstance(value, (bool, int)):
-            return repr(value)
-        name = f"c{len(self._namespace)}"
-        self._namespace[name] = value
-        return name
+            return [self._reference(item) for item in value]
+        return value
 
-    def _name(self, tensor: Tensor) -> str | None:
+    def _name(self, tensor: Tensor) -> Made | None:
         if tensor.layout is not torch.strided:
             return None  # what oneDNN has packed
         if tensor.is_conj() or tensor.is_neg():
@@ -267,9 +255,3 @@ _Place = tuple[int, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 def _place(tensor: Tensor) -> _Place:
     storage = tensor.untyped_storage()._cdata
     return storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-@functools.lru_cache(maxsize=64)
-def _compiled(source: str) -> CodeType:
-    """Compile `source`, once for all calls of the same shapes: they have the same source."""
-    return compile(source, "<a recorded step>", "exec")
