@@ -29,6 +29,7 @@ class Config:
     history: int = 32  # calls that status() remembers
     packing: str = "auto"  # products of our own, on packed weights or not: where a timing says so, "always", or "off"
     weights: str = "float32"  # of linear layers: as they are, or in 8 bits ("int8"), which may change the outputs
+    speculate: str | int = "off"  # greedy search and sampling of one sentence on a CPU: how many tokens 8 bits draft
     replay: str = "auto"  # on the CPU, record decode steps and replay them: of one sentence, "always", or "off"
     cache: str = "auto"  # what is stored of each position: what a plan says, keys and values ("kv"), or a slim cache
     cache_threshold: float = 0.0  # slim caches leave out of a sum what weighs less: an approximation unless it is 0
@@ -57,6 +58,11 @@ class Config:
                 raise TypeError(f"{name} must be a whole number, not {value!r}.")
             if value < 0:
                 raise ValueError(f"{name} must be 0 or more, not {value!r}.")
+        speculate = self.speculate
+        if isinstance(speculate, bool) or not isinstance(speculate, (str, int)):
+            raise TypeError(f"speculate must be auto, off, or a whole number, not {speculate!r}.")
+        if speculate not in ("auto", "off") and not (isinstance(speculate, int) and 1 <= speculate <= 11):
+            raise ValueError(f"speculate must be auto, off, or a whole number from 1 to 11, not {speculate!r}.")
         if self.weights != "float32" and self.packing == "off":
             raise ValueError("packing must be auto or always with weights in 8 bits, not 'off'.")
         if self.weights != "float32" and self.verify:
@@ -92,6 +98,8 @@ def from_environment() -> Config:
     for name in ("tier", "packing", "weights", "replay", "cache", "foreign_code"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             options[name] = text.lower()
+    if text := os.environ.get("FASTGEN_SPECULATE", "").strip().lower():
+        options["speculate"] = int(text) if text.isdecimal() else text
     for name in ("history", "verify"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             try:

@@ -91,6 +91,7 @@ class Status:
     operators: dict[str, str] = field(default_factory=dict)  # how each runs; empty until they are first used
     encoders: dict[str, int] = field(default_factory=dict)  # batches read without padding: see `encoders`
     replayed: dict[str, str] = field(default_factory=dict)  # what became of replaying steps, by class of the model
+    speculated: dict[str, str] = field(default_factory=dict)  # what became of drafts, by class of the model
     verified: str = ""  # what became of calls that the host decoded too, see `verify`
 
     def __str__(self) -> str:
@@ -113,6 +114,8 @@ class Status:
             lines.append(f"buffers kept for later calls: {size(self.buffer_bytes)}")
         if self.verified:
             lines += textwrap.wrap(f"verified: {self.verified}", _WIDTH, subsequent_indent="  ")
+        for model, how in self.speculated.items():
+            lines += textwrap.wrap(f"drafts of {model}: {how}", _WIDTH, subsequent_indent="  ")
         for model, how in self.replayed.items():
             lines += textwrap.wrap(f"replaying {model}: {how}", _WIDTH, subsequent_indent="  ")
         if self.calls:

@@ -16,6 +16,7 @@ VARIABLES = (
     "FASTGEN_HISTORY",
     "FASTGEN_PACKING",
     "FASTGEN_WEIGHTS",
+    "FASTGEN_SPECULATE",
     "FASTGEN_NATIVE",
 )
 
@@ -42,6 +43,8 @@ def test_defaults(environment: pytest.MonkeyPatch) -> None:
         ("FASTGEN_TIER", "FAST", "tier", "fast"),
         ("FASTGEN_PACKING", "off", "packing", "off"),
         ("FASTGEN_WEIGHTS", "INT8", "weights", "int8"),
+        ("FASTGEN_SPECULATE", "4", "speculate", 4),
+        ("FASTGEN_SPECULATE", "Off", "speculate", "off"),
         ("FASTGEN_HISTORY", "7", "history", 7),
         ("FASTGEN_HISTORY", "0", "history", 0),
     ],
@@ -61,6 +64,8 @@ def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, 
         ("FASTGEN_TIER", "faster", "FASTGEN_TIER must be one of auto, fast, compat, stock, not 'faster'."),
         ("FASTGEN_PACKING", "no", "FASTGEN_PACKING must be one of auto, always, off, not 'no'."),
         ("FASTGEN_WEIGHTS", "8", "FASTGEN_WEIGHTS must be one of float32, int8, not '8'."),
+        ("FASTGEN_SPECULATE", "12", "FASTGEN_SPECULATE must be auto, off, or a whole number from 1 to 11, not 12."),
+        ("FASTGEN_SPECULATE", "no", "FASTGEN_SPECULATE must be auto, off, or a whole number from 1 to 11, not 'no'."),
         (
             "FASTGEN_CACHE",
             "/tmp/here",
@@ -99,6 +104,8 @@ def test_configure_changes_what_it_names_only() -> None:
         ({"tier": "slow"}, ValueError, "tier must be one of auto, fast, compat, stock, not 'slow'."),
         ({"tier": None}, TypeError, "tier must be one of auto, fast, compat, stock, not None."),
         ({"packing": True}, TypeError, "packing must be one of auto, always, off, not True."),
+        ({"speculate": True}, TypeError, "speculate must be auto, off, or a whole number, not True."),
+        ({"speculate": 0}, ValueError, "speculate must be auto, off, or a whole number from 1 to 11, not 0."),
         ({"weights": 8}, TypeError, "weights must be one of float32, int8, not 8."),
         (
             {"weights": "int8", "packing": "off"},
@@ -121,8 +128,8 @@ def test_configure_changes_what_it_names_only() -> None:
             {"beams": 4},
             TypeError,
             "there is no option 'beams': "
-            "the options are strict, tier, history, packing, weights, replay, cache, cache_threshold, cuda_graphs, "
-            "foreign_code, verify.",
+            "the options are strict, tier, history, packing, weights, speculate, replay, cache, cache_threshold, "
+            "cuda_graphs, foreign_code, verify.",
         ),
         (
             {"history": 5, "tier": "slow"},

@@ -44,13 +44,14 @@ class LinearDispatcher:
     """The products of one call: an object for one thread, packed copies are everyone's.
 
     `mode`: "auto" leaves stock's product where a timing says so, "always" nowhere, "off" everywhere. `weights`:
-    "float32", or "int8" for products with weights in 8 bits, which are others than stock's.
+    "float32", or "int8" for products with weights in 8 bits, which are others than stock's. `is_users`: the user has
+    chosen them, so that outputs may be others.
     """
 
-    def __init__(self, mode: str, weights: str = "float32") -> None:
+    def __init__(self, mode: str, weights: str = "float32", is_users: bool = True) -> None:
         self.count = 0  # of those that stock did not do
         self._mode = mode
-        self._is_quantized = weights == "int8"
+        self._is_quantized, self._is_users = weights == "int8", is_users
         self._plans: dict[tuple[int, int], ProductPlan | None] = {}  # by id of a layer and number of rows
         self._siblings = FusionGroup()
         self._families: dict[int, tuple[nn.Module, ...]] = {}  # siblings that need no copies, by id of the first
@@ -70,6 +71,15 @@ class LinearDispatcher:
         """As the settings in force here say."""
         settings = config.current()
         return cls(settings.packing, settings.weights)
+
+    def beside(self, weights: str) -> LinearDispatcher:
+        """Another of the same call, with `weights` of its own: what one finds up to date, the other takes to be so.
+
+        Overrides and screening are not taken over.
+        """
+        other = LinearDispatcher(self._mode, weights, is_users=False)
+        other._checked, other._keeps = self._checked, self._keeps
+        return other
 
     def __call__(self, layer: nn.Module, rows: Tensor, stock: Forward, transposed: bool = False) -> Tensor:
         """`stock(layer, rows)` or the same product in another way.
@@ -171,6 +181,8 @@ class LinearDispatcher:
         products = {None if plan is None else plan.product for plan in plans}
         if len(products) > 1:
             return
+        if products == {quantized.multiply_codes}:
+            return  # one weight at a time
         if all(plan is not None and plan.takes_lists for plan in plans):
             self._families[id(siblings[0])] = tuple(siblings)
         elif products != {packed_weights.multiply} or not packed_weights.join(siblings):
@@ -236,7 +248,12 @@ class LinearDispatcher:
         for layer in layers:
             self._drop_outdated(layer)
             copy = packed_weights.quantized_of(layer, transposed)
-            if copy is None or not quantized.is_near(layer, copy, product, rows[..., :_TRIAL_ROWS, :], transposed):
+            if copy is None:
+                return None
+            is_near = quantized.is_near(layer, copy, product, rows[..., :_TRIAL_ROWS, :], transposed)
+            if self._is_users:
+                quantized.note_chosen(copy)
+            if not is_near:
                 return None
             weights.append(copy)
         return weights

@@ -9,7 +9,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,11 +184,17 @@ def screening_of(layer: nn.Module) -> Copy | None:
 
 
 def quantized_of(layer: nn.Module, transposed: bool) -> Copy | None:
-    """`quantize_weight` of the layer's weight, and an empty dictionary for what is learned of it; None if memory is
-    short."""
+    """`quantize_weight` of the layer's weight, and room for what is learned of it; None if memory is short."""
     from fastgen import ops
 
-    return _in_8_bits(_quantized, layer, lambda weight: (*ops.quantize_weight(weight), {}), transposed)
+    return _in_8_bits(_quantized, layer, lambda weight: (*ops.quantize_weight(weight), {}, set()), transposed)
+
+
+def drop_quantized(layers: Iterable[nn.Module]) -> None:
+    """Drop what `quantized_of` has made for these layers."""
+    with _lock:
+        for layer in layers:
+            _quantized.pop(layer, None)
 
 
 def all_quantized() -> list[tuple[Any, Copy]]:

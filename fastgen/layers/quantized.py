@@ -1,4 +1,4 @@
-"""Products with weights in 8 bits, where the user has chosen them by `configure(weights="int8")`.
+"""Products with weights in 8 bits: where the user has chosen them, by `configure(weights="int8")`, and in drafts.
 
 With few rows a product takes as long as reading the weight: then only the weight is in 8 bits, a quarter of the bytes.
 With more, arithmetic takes longer: then the rows are rounded to 8 bits too, each with a scale of its own, and torch
@@ -23,8 +23,9 @@ from fastgen.memory import arena
 # How far a product may be off, in lengths of vectors: what 8 bits lose is 0.5% to 2% on trained models.
 LARGEST_ERROR = 0.05
 
-# Codes and scales of a weight, see `ops.quantize_weight`, and how far each product that was tried with them was off.
-Quantized = tuple[Tensor, Tensor, dict[Product, float]]
+# Codes and scales of a weight, see `ops.quantize_weight`, how far each product that was tried with them was off, and
+# whether the user has chosen them.
+Quantized = tuple[Tensor, Tensor, dict[Product, float], set[str]]
 
 
 def multiply_rows(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
@@ -36,7 +37,7 @@ def multiply_rows(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
 
 def multiply_codes(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
     """`linear` with one weight in 8 bits, a list of one `Quantized`, and rows that are rounded to 8 bits."""
-    ((codes, scales, _),) = weights
+    ((codes, scales, _, _),) = weights
     rounded, row_scales = torch.ops.fastgen.quantize_rows.default(rows.flatten(0, -2))
     products = torch._int_mm(rounded, codes.t())
     output: Tensor = torch.ops.fastgen.dequantize.default(products, row_scales, scales, bias)
@@ -45,7 +46,7 @@ def multiply_codes(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
 
 def prepare(weight: Tensor) -> list[Quantized]:
     """A weight, float32 `[out, in]`, for either product."""
-    return [(*ops.quantize_weight(weight), {})]
+    return [(*ops.quantize_weight(weight), {}, set())]
 
 
 @functools.cache
@@ -96,10 +97,16 @@ def _error(layer: Any, copy: Quantized, product: Product, rows: Tensor, transpos
     return 0.0 if off == 0 else off / length if length > 0 else float("inf")
 
 
+def note_chosen(copy: Quantized) -> None:
+    """Note that the user has chosen 8 bits for this copy's layer, so that `summary` speaks of it."""
+    copy[3].add("chosen")
+
+
 @report.provides("quantized")
 def summary() -> str:
-    """What became of layers whose weights were to be in 8 bits; "" before the first."""
-    tried = [(layer, found.values()) for layer, (_, _, found) in packed_weights.all_quantized() if found]
+    """What became of layers whose weights the user wants in 8 bits; "" before the first."""
+    copies = packed_weights.all_quantized()
+    tried = [(layer, errors.values()) for layer, (_, _, errors, chosen) in copies if errors and chosen]
     if not tried:
         return ""
     used = sum(min(errors) <= LARGEST_ERROR for _, errors in tried)

@@ -64,7 +64,7 @@ class StoredGraph:
     """The captured steps of a call, by epoch, and their state."""
 
     state: Any  # a State of the host's own
-    captured: dict[Hashable, Captured]
+    captured: dict[Any, Captured]
 
 
 class _Kept:
@@ -97,6 +97,7 @@ def surroundings(device: torch.device) -> Hashable:
     return (
         config.current().packing,
         config.current().weights,
+        config.current().speculate,
         # A call that takes over memory of another stream would have to wait for that stream.
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else torch.get_num_threads(),
         torch.get_default_dtype(),
@@ -196,6 +197,14 @@ def drop(model: nn.Module) -> None:
     with _lock:
         if model in _kept:
             _kept[model].close()
+
+
+def drop_some(model: nn.Module, is_meant: Callable[[Hashable], bool]) -> None:
+    """Drop the recordings of this model whose key `is_meant`."""
+    with _lock:
+        if kept := _kept.get(model):
+            for key in [key for key in kept.recordings if is_meant(key)]:
+                kept.recordings.pop(key).state.close()
 
 
 def may_keep(more: int, device: torch.device) -> bool:

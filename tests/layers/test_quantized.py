@@ -140,6 +140,22 @@ def test_siblings_share_a_product(count: int) -> None:
 
 
 @torch.no_grad()
+def test_products_are_planned_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [nn.Linear(48, 64), nn.Linear(48, 16), nn.Linear(48, 16)]
+    other, products, planned = nn.Linear(48, 8), LinearDispatcher("always", "int8"), []
+    plan = LinearDispatcher._plan
+    monkeypatch.setattr(LinearDispatcher, "_plan", lambda self, *args: (planned.append(1), plan(self, *args))[1])
+    after = []
+    for _ in range(5):
+        rows = torch.randn(count, 48)
+        for layer in layers:
+            products(layer, rows, stock)
+        products(other, torch.ones(count, 48), stock)
+        after.append(len(planned))
+    assert after[-1] == after[2]
+
+
+@torch.no_grad()
 def test_siblings_of_which_one_loses_too_much() -> None:
     torch.manual_seed(0)
     q, k = nn.Linear(48, 64), nn.Linear(48, 64)

@@ -12,8 +12,9 @@ from fastgen.memory import limits
 from fastgen.optimizer import gate
 from fastgen.optimizer.transformers import interception, verification
 from fastgen.optimizer.transformers.generate import beam_search
+from fastgen.optimizer.transformers.generate.speculation import SpeculativeDecoder
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
-from fastgen.optimizer.transformers.plan import DIVERSE, plan_call
+from fastgen.optimizer.transformers.plan import DIVERSE, Plan, plan_call
 from fastgen.optimizer.transformers.request import Request
 from fastgen.replay import statistics
 
@@ -26,9 +27,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     plan = plan_call(request, stock)
     if plan.decision.tier == gate.STOCK:
         return _run_stock(request, stock, plan.decision, record)
-    with contextlib.closing(
-        TreeDecoder(request, None, plan.replayer, plan.uses_argmax_head, plan.caches.layer_caches)
-    ) as decoder:
+    with contextlib.closing(_decoder(request, plan)) as decoder:
         if plan.decision.tier == gate.FAST:
             result = beam_search.fast(request, decoder)
         else:
@@ -41,6 +40,12 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
         statistics.note(request.model, plan.replayer)
     verification.note(request, plan.decision.tier)
     return result
+
+
+def _decoder(request: Request, plan: Plan) -> TreeDecoder:
+    if plan.speculation is not None and plan.replayer is not None:
+        return SpeculativeDecoder(request, plan.replayer, plan.uses_argmax_head, plan.speculation)
+    return TreeDecoder(request, None, plan.replayer, plan.uses_argmax_head, plan.caches.layer_caches)
 
 
 def _run_stock(request: Request, stock: Callable[..., Any], decision: gate.Decision, record: gate.Record) -> Any:

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastgen.decoding.speculation import SpeculationPolicy
 from fastgen.optimizer import gate
 from fastgen.optimizer.transformers.cache.planning import Caches, plan_for
 from fastgen.optimizer.transformers.equivalence import failed_equivalence
 from fastgen.optimizer.transformers.generate.argmax_head import may_use_argmax_head
+from fastgen.optimizer.transformers.generate.speculation import policy_for
 from fastgen.optimizer.transformers.replay.conditions import replayer_for
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.support import unsupported_reason
@@ -25,6 +27,7 @@ class Plan:
     decision: gate.Decision
     replayer: Replayer | None = None  # replays the steps
     uses_argmax_head: bool = False  # only the largest logit is used
+    speculation: SpeculationPolicy | None = None  # decides when to draft
     caches: Caches = field(default_factory=lambda: Caches({}))
 
 
@@ -47,5 +50,6 @@ def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
     decision = gate.decide(unsupported, not_fast if request.is_beam_search else None)
     if decision.tier == gate.STOCK:
         return Plan(decision)
-    replayer = replayer_for(request, stock)
-    return Plan(decision, replayer, may_use_argmax_head(request, stock), plan_for(request, stock))
+    replayer, caches = replayer_for(request, stock), plan_for(request, stock)
+    policy = None if replayer is None or caches.layer_caches else policy_for(request)
+    return Plan(decision, replayer, may_use_argmax_head(request, stock), policy, caches)

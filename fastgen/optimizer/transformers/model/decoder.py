@@ -224,6 +224,9 @@ class TreeDecoder:
             return None  # by now all have finished
         return leaving
 
+    def end(self) -> None:
+        """Called when the host's loop is done, before the result is given a cache."""
+
     def ended(self, search: Search) -> None:
         """Called when the search is done."""
 

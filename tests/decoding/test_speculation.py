@@ -1,0 +1,92 @@
+"""When drafting pays, by hand-made timings."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastgen.decoding.speculation import CHECK, DRAFT, PLAIN, SpeculationPolicy
+
+
+def timed(policy: SpeculationPolicy, **seconds: float) -> None:
+    for kind, each in seconds.items():
+        for _ in range(3):
+            policy.note_step(kind, each, True)
+
+
+def test_steps_without_drafts_are_timed_first() -> None:
+    policy = SpeculationPolicy(4)
+    for _ in range(3):
+        assert not policy.wants_drafts()
+        policy.note_step(PLAIN, 0.04, True)
+    assert policy.wants_drafts() and not policy.is_hopeless
+
+
+@pytest.mark.parametrize(
+    ("draft", "accepted", "gain"),
+    [(0.01, 4, 5 * 0.04 / (4 * 0.01 + 0.05)), (0.01, 0, 0.04 / (4 * 0.01 + 0.05)), (0.03, 4, 0.2 / 0.17)],
+)
+def test_gain(draft: float, accepted: int, gain: float) -> None:
+    policy = SpeculationPolicy(4)
+    timed(policy, **{PLAIN: 0.04, DRAFT: draft, CHECK: 0.05})
+    for _ in range(6):
+        assert policy.wants_drafts(), "six rounds are tried, whatever comes of them"
+        policy.note_round(accepted)
+    assert policy.gain == pytest.approx(gain)
+    assert policy.wants_drafts() == (gain > 1.05) and policy.is_hopeless == (gain < 1.05)
+    # Of the six rounds three draftings and three checks were noted.
+    assert policy.saved == pytest.approx(6 * (1 + accepted) * 0.04 - 3 * (draft + 0.05))
+
+
+def test_what_the_user_asks_for_is_done() -> None:
+    policy = SpeculationPolicy(4, is_forced=True)
+    timed(policy, **{PLAIN: 0.001, DRAFT: 1.0, CHECK: 1.0})
+    for _ in range(40):
+        policy.note_round(0)
+    assert policy.wants_drafts() and not policy.is_hopeless
+
+
+def test_recent_rounds_decide() -> None:
+    policy = SpeculationPolicy(4)
+    timed(policy, **{PLAIN: 0.04, DRAFT: 0.01, CHECK: 0.05})
+    for _ in range(32):
+        policy.note_round(4)
+    assert policy.wants_drafts()
+    for _ in range(32):
+        policy.note_round(0)
+    assert policy.is_hopeless and str(policy) == "64 rounds, 128 of 256 drafts accepted: they do not pay, and are off"
+
+
+def test_what_does_not_pay_is_tried_again() -> None:
+    policy = SpeculationPolicy(4)
+    timed(policy, **{PLAIN: 0.04, DRAFT: 0.03, CHECK: 0.05})
+    for _ in range(6):
+        policy.note_round(0)
+    assert [policy.may_try() for _ in range(99)] == [False] * 99
+    assert policy.may_try() and not policy.is_hopeless and not policy.wants_drafts() and policy.rounds == 0
+
+
+@pytest.mark.parametrize("kind", [DRAFT, CHECK])
+def test_steps_that_are_never_replayed_do_not_pay(kind: str) -> None:
+    policy = SpeculationPolicy(4)
+    timed(policy, **{each: 0.01 for each in (PLAIN, DRAFT, CHECK) if each != kind})
+    for _ in range(47):
+        policy.note_step(kind, 0.01, False)
+        policy.note_round(4)
+        assert policy.wants_drafts()
+    policy.note_round(4)
+    assert not policy.wants_drafts() and not policy.may_try()
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_a_failure_is_final(is_forced: bool) -> None:
+    policy = SpeculationPolicy(4, is_forced, failure="a captured step differs")
+    assert not any(policy.may_try() for _ in range(200)) and not policy.wants_drafts()
+    assert str(policy) == "0 rounds, 0 of 0 drafts accepted: they are off, since a captured step differs"
+
+
+def test_words() -> None:
+    policy = SpeculationPolicy(2)
+    policy.note_round(1)
+    assert str(policy) == "1 round, 1 of 2 drafts accepted"
+    timed(policy, **{PLAIN: 0.4, DRAFT: 0.05, CHECK: 0.05})
+    assert str(policy) == "1 round, 1 of 2 drafts accepted, +500 ms saved"
