@@ -30,6 +30,8 @@ def drawn_case(seed: int, number: int) -> dict[str, Any]:
             "replay": draw.choice(["auto", "always", "off"]),
             "packing": draw.choice(["auto", "always", "off"]),
             "cache": draw.choice(["auto", "kv", "x"]),  # "k", "v" and "h" invert weights: a choice of less accuracy
+            # From a stream of its own: what else is drawn for a number stays.
+            "speculate": random.Random(f"drafts-{seed}-{number}").choice(["off", "auto", 1, 3, 6]),
         },
         "calls": calls[: draw.randint(1, 4)],
     }
