@@ -36,10 +36,10 @@ def unrefillable(generator: Any) -> str | None:
         return "several models decode together"
     if not generator.model.has_encoder():
         return "the model has no encoder"
+    if generator.match_source_len:  # first: with it, the search is not fairseq's plain one either
+        return "match_source_len asks for the longest source of the batch"
     if type(generator.search) is not search.BeamSearch:
         return f"{type(generator.search).__name__} may know sentences by their places in the batch"
-    if generator.match_source_len:
-        return "match_source_len asks for the longest source of the batch"
     if reason := unsupported_decoder(generator.model.single_model.decoder):
         return reason
     return foreign_code.unsupported_reason(generator.model) or foreign_code.called_one_by_one(generator.model)
