@@ -61,6 +61,17 @@ class Program : public torch::CustomClassHolder {
         op.schema().arguments().size() == next_.size() &&
             op.schema().returns().size() == (is_list ? 1 : outputs.size()),
         name, " has other arguments or outputs than were given.");
+    for (const Argument& argument : next_) {
+      check_known(argument.kind == Argument::Kind::slot ? argument.slot : -1);
+      for (const auto& item : argument.items) {
+        check_known(item.first);
+      }
+    }
+    if (!is_list) {
+      for (const c10::Argument& output : op.schema().returns()) {
+        TORCH_CHECK_VALUE(output.type()->kind() != c10::TypeKind::ListType, name, " returns a list.");
+      }
+    }
     for (const int64_t slot : outputs) {
       slots_ = std::max(slots_, slot + 1);
     }
@@ -100,6 +111,8 @@ class Program : public torch::CustomClassHolder {
   }
 
  private:
+  void check_known(int64_t slot) const { TORCH_CHECK_VALUE(slot < slots_, "slot ", slot, " is of no call so far."); }
+
   static void put(std::vector<c10::IValue>& slots, int64_t slot, c10::IValue value) {
     if (slot >= 0) {
       slots[slot] = std::move(value);

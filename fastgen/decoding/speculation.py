@@ -16,7 +16,7 @@ PLAIN, DRAFT, CHECK = "plain", "draft", "check"  # a step without drafts, a draf
 _TIMINGS, _ROUNDS = 3, 6  # of each kind, and of drafting, before anything is decided
 _MOST_ROUNDS = 48  # without timings of each kind: a kind of step that is never replayed does not pay
 _WORTH = 1.05  # the least gain in speed
-_RECENT = 32
+_RECENT, _CALLS = 32, 8  # rounds and timings, and calls, that are remembered
 _TRY_AGAIN = 100  # calls after which what did not pay is tried again: the machine may have been busy
 
 
@@ -29,15 +29,27 @@ class SpeculationPolicy:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    room: int = 0  # the most steps that a call has needed
     spent: float = 0.0  # seconds of all rounds, capturing included
     seconds: dict[str, deque[float]] = field(
         default_factory=lambda: {kind: deque(maxlen=_RECENT) for kind in (PLAIN, DRAFT, CHECK)}
     )
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))  # accepted drafts of the last rounds
+    lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_CALLS))  # steps of the last calls
     failure: str | None = None  # why steps of rounds are not replayed
     refused: int = 0  # calls that could have drafted since drafting was found not to pay
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+
+    @property
+    def room(self) -> int:
+        """The most steps that one of the last calls has taken."""
+        with self._lock:
+            return max(self.lengths, default=0)
+
+    def note_call(self, steps: int, failure: str | None) -> None:
+        """Note how many steps a call has taken, and why those of rounds are not replayed, if they are not."""
+        with self._lock:
+            self.lengths.append(steps)
+            self.failure = self.failure or failure
 
     def note_step(self, kind: str, seconds: float, is_replayed: bool) -> None:
         """Note what a step took; `is_replayed`: it ran as most will."""
@@ -58,48 +70,43 @@ class SpeculationPolicy:
     def wants_drafts(self) -> bool:
         """Whether the next round should draft: steps without drafts are timed first, then rounds are tried until steps
         of each kind have been timed, then the timings decide."""
-        if self.is_forced:
-            return not self.is_hopeless
-        return len(self.seconds[PLAIN]) >= _TIMINGS and not self.is_hopeless
+        with self._lock:
+            is_timed = self.is_forced or len(self.seconds[PLAIN]) >= _TIMINGS
+            return is_timed and not self.is_hopeless
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether drafting has been tried and does not pay."""
-        if self.failure:
-            return True
-        if self.is_forced or len(self.recent) < _ROUNDS:
-            return False
-        if any(len(found) < _TIMINGS for found in self.seconds.values()):
-            return self.rounds >= _MOST_ROUNDS
-        return self.gain <= _WORTH
+        """Whether drafting has been tried and does not pay, or cannot be done."""
+        with self._lock:
+            if self.failure:
+                return True
+            if self.is_forced or len(self.recent) < _ROUNDS:
+                return False
+            if any(len(found) < _TIMINGS for found in self.seconds.values()):
+                return self.rounds >= _MOST_ROUNDS
+            return self.gain <= _WORTH
 
     def may_try(self) -> bool:
         """Whether a call should draft, or try to; asked once for each call. What did not pay is tried again later."""
-        if not self.is_hopeless:
-            return True
         with self._lock:
+            if not self.is_hopeless:
+                return True
             self.refused += 1
-            if self.refused < _TRY_AGAIN or self.failure:
+            if self.refused < _TRY_AGAIN:
                 return False
             self.refused = self.rounds = self.drafted = self.accepted = 0
-            self.spent = 0.0
+            self.spent, self.failure = 0.0, None
             self.recent.clear()
             for found in self.seconds.values():
                 found.clear()
             return True
 
-    def _medians(self) -> tuple[float, float, float]:
-        with self._lock:
-            plain, draft, check = (statistics.median(self.seconds[kind]) for kind in (PLAIN, DRAFT, CHECK))
-            return plain, draft, check
-
     @property
     def gain(self) -> float:
-        """How many times as fast tokens come with drafts as without; needs timings of all kinds."""
-        plain, draft, check = self._medians()
+        """How many times as fast tokens come with drafts as without; needs timings of all kinds, and a round."""
         with self._lock:
-            accepted = statistics.mean(self.recent)
-        return plain * (1 + accepted) / (self.drafts * draft + check)
+            plain, draft, check = (statistics.median(self.seconds[kind]) for kind in (PLAIN, DRAFT, CHECK))
+            return plain * (1 + statistics.mean(self.recent)) / (self.drafts * draft + check)
 
     @property
     def saved(self) -> float:
@@ -109,10 +116,11 @@ class SpeculationPolicy:
             return (self.rounds + self.accepted) * statistics.median(plain) - self.spent if plain else 0.0
 
     def __str__(self) -> str:
-        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
-        text = f"{rounds}, {self.accepted} of {self.drafted} drafts accepted"
-        if self.failure:
-            return f"{text}: they are off, since {self.failure}"
-        if self.is_hopeless:
-            return f"{text}: they do not pay, and are off"
-        return f"{text}, {1e3 * self.saved:+.0f} ms saved" if self.saved else text
+        with self._lock:
+            rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+            text = f"{rounds}, {self.accepted} of {self.drafted} drafts accepted"
+            if self.failure:
+                return f"{text}: they are off, since {self.failure}"
+            if self.is_hopeless:
+                return f"{text}: they do not pay, and are off"
+            return f"{text}, {1e3 * self.saved:+.0f} ms saved" if self.saved else text

@@ -190,11 +190,12 @@ def quantized_of(layer: nn.Module, transposed: bool) -> Copy | None:
     return _in_8_bits(_quantized, layer, lambda weight: (*ops.quantize_weight(weight), {}, set()), transposed)
 
 
-def drop_quantized(layers: Iterable[nn.Module]) -> None:
-    """Drop what `quantized_of` has made for these layers."""
+def drop_quantized(layers: Iterable[nn.Module], is_meant: Callable[[Copy], bool]) -> None:
+    """Drop what `quantized_of` has made for these layers, if it `is_meant`."""
     with _lock:
         for layer in layers:
-            _quantized.pop(layer, None)
+            if (packed := _quantized.get(layer)) is not None and is_meant(packed.copy):
+                del _quantized[layer]
 
 
 def all_quantized() -> list[tuple[Any, Copy]]:

@@ -9,6 +9,7 @@ zero points of 0). Where that loses too much, the weight stays in float32.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -102,11 +103,16 @@ def note_chosen(copy: Quantized) -> None:
     copy[3].add("chosen")
 
 
+def drop_unchosen(layers: Iterable[nn.Module]) -> None:
+    """Drop the copies of these layers' weights that the user has not chosen."""
+    packed_weights.drop_quantized(layers, lambda copy: not copy[3])
+
+
 @report.provides("quantized")
 def summary() -> str:
     """What became of layers whose weights the user wants in 8 bits; "" before the first."""
     copies = packed_weights.all_quantized()
-    tried = [(layer, errors.values()) for layer, (_, _, errors, chosen) in copies if errors and chosen]
+    tried = [(layer, list(errors.values())) for layer, (_, _, errors, chosen) in copies if errors and chosen]
     if not tried:
         return ""
     used = sum(min(errors) <= LARGEST_ERROR for _, errors in tried)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastgen import ops, phases
 
@@ -92,25 +92,40 @@ def _add(program: Any, slots: dict[Made, int], value: Any, kind: str) -> None:
     """Add an argument of the schema's type `kind` to the program's next call."""
     if isinstance(value, Made):
         program.add_slot(slots[value])
-    elif kind in ("List[Tensor]", "List[Optional[Tensor]]"):
+    elif kind in ("Tensor", "Optional[Tensor]") and isinstance(value, (bool, int, float, complex)):
+        program.add_number(value)
+    elif value is None and kind == "Tensor":
+        raise ValueError("a tensor that is missing has no native form")
+    elif isinstance(value, (list, tuple)):
+        _add_list(program, slots, value, kind)
+    elif isinstance(value, int) and not isinstance(value, bool) and kind in ("float", "Optional[float]"):
+        program.add_constant(float(value))
+    elif isinstance(value, torch.memory_format):
+        program.add_constant(_MEMORY_FORMATS[value])
+    else:
+        program.add_constant(_held(value))
+
+
+def _add_list(program: Any, slots: dict[Made, int], value: Sequence[Any], kind: str) -> None:
+    if kind in ("List[Tensor]", "List[Optional[Tensor]]"):
         program.begin_list("Optional" in kind)
         for item in value:
             if isinstance(item, Made):
                 program.add_item(slots[item], None)
             else:
-                program.add_item(-1, item)
-    elif kind in ("Tensor", "Optional[Tensor]") and isinstance(value, (bool, int, float, complex)):
-        program.add_number(value)
-    elif isinstance(value, (list, tuple)) and kind in ("List[int]", "Optional[List[int]]"):
+                program.add_item(-1, _held(item))
+    elif kind in ("List[int]", "Optional[List[int]]"):
         program.add_integers(list(value))
-    elif isinstance(value, (list, tuple)) and not value:
-        raise ValueError("an empty list has no type")
-    elif isinstance(value, torch.memory_format):
-        program.add_constant(_MEMORY_FORMATS[value])
-    elif isinstance(value, int) and not isinstance(value, bool) and kind in ("float", "Optional[float]"):
-        program.add_constant(float(value))
+    elif value and kind in ("List[float]", "Optional[List[float]]", "List[bool]", "Optional[List[bool]]"):
+        program.add_constant([float(item) for item in value] if "float" in kind else list(value))
     else:
-        program.add_constant(list(value) if isinstance(value, tuple) else value)
+        raise ValueError(f"a {kind} has no native form")
+
+
+def _held(value: Any) -> Any:
+    """The value as a program holds it: of a parameter another tensor on the same memory. A reference from C++ to the
+    parameter itself would count as a use of it, and `torch.utils.swap_tensors` refuses tensors that others use."""
+    return value.detach() if type(value) in (Tensor, nn.Parameter) else value
 
 
 def python(steps: list[Step], returned: list[Any]) -> Run:
@@ -125,7 +140,8 @@ def python(steps: list[Step], returned: list[Any]) -> Run:
         arguments = [_text(value, namespace) for value in step.args]
         arguments += [f"{key}={_text(value, namespace)}" for key, value in step.kwargs.items()]
         left = ", ".join("_" if target is None else str(target) for target in step.targets)
-        lines.append(f"{left}{',' if step.is_tuple else ''} = {name}({', '.join(arguments)})")
+        left += "," if step.is_tuple else ""
+        lines.append(f"{left} = {name}({', '.join(arguments)})" if left else f"{name}({', '.join(arguments)})")
         lines += [f"del {freed}" for freed in step.freed]
     results = [_text(one, namespace) for one in returned]
     body = "\n    ".join(lines)

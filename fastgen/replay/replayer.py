@@ -122,8 +122,9 @@ class Replayer:
         captured = self._captured.get(epoch)
         if captured is not None and captured.takes(key, leaves):
             if not captured.is_verified:
+                result = self._verified(captured, step, inputs, leaves)
                 captured.is_verified = True
-                return self._verified(captured, step, inputs, leaves)
+                return result
             self.counts.replays += 1
             return captured.replay(leaves)
         last, self._last, captured = self._last, None, None
@@ -250,13 +251,25 @@ class Captured:
         before = [tensor.clone() for tensor in written]
         random = _random_state(device)
         # The replay comes first: what a captured step stores for later ones may be there only once it was replayed.
-        replayed = pytree.tree_leaves(self.replay(leaves))
-        replayed = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in replayed]  # `step` may overwrite it
+        failure, replayed = None, []
+        try:
+            replayed = pytree.tree_leaves(self.replay(leaves))
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            IndexError,
+        ) as error:  # `step` says whether the inputs are at fault
+            failure = f"it fails: {(str(error).splitlines() or [''])[0][:150]}"
+        # Copies, as `step` may overwrite them.
+        replayed = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in replayed]
         after = [tensor.clone() for tensor in written]
         for tensor, its in zip(written, before, strict=True):
             tensor.copy_(its)
         _set_random_state(device, random)
         result = step()
+        if failure is not None:
+            return result, failure
         expected = pytree.tree_leaves(result)
         return result, _difference("its output", expected, replayed) or _difference("what it writes", written, after)
 

@@ -198,8 +198,9 @@ class _Script:
     def finish(self, results: list[Any]) -> list[Any]:
         """Note in each step what no later one reads; returns what stands for the function's results."""
         returned = [self._reference(result) for result in results]
+        kept = {one for one in returned if isinstance(one, Made)}
         for name, line in self._last_use.items():
-            if name not in returned:
+            if name not in kept:
                 self.steps[line].freed.append(name)  # later tensors can use the memory
         return returned
 
@@ -210,8 +211,8 @@ class _Script:
         self._last_use.update(dict.fromkeys(used, line))
         targets: list[Made | None] = []
         returns = function._schema.returns
-        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        if not listed or any(isinstance(output, (list, tuple)) for output in listed):
+        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs] if returns else []
+        if (returns and not listed) or any(isinstance(output, (list, tuple)) for output in listed):
             raise RuntimeError(f"{function} returns what the tape has no name for")
         for place, output in enumerate(listed):
             target = None

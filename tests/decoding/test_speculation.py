@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+
 import pytest
 
 from fastgen.decoding.speculation import CHECK, DRAFT, PLAIN, SpeculationPolicy
@@ -78,10 +81,55 @@ def test_steps_that_are_never_replayed_do_not_pay(kind: str) -> None:
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_a_failure_is_final(is_forced: bool) -> None:
-    policy = SpeculationPolicy(4, is_forced, failure="a captured step differs")
-    assert not any(policy.may_try() for _ in range(200)) and not policy.wants_drafts()
+def test_a_failure_ends_drafting_for_a_while(is_forced: bool) -> None:
+    policy = SpeculationPolicy(4, is_forced)
+    policy.note_call(20, "a captured step differs")
+    policy.note_call(20, None)
+    assert not policy.wants_drafts()
     assert str(policy) == "0 rounds, 0 of 0 drafts accepted: they are off, since a captured step differs"
+    assert [policy.may_try() for _ in range(99)] == [False] * 99
+    assert policy.may_try() and policy.failure is None
+
+
+def test_room_is_for_the_longest_of_the_last_calls() -> None:
+    policy = SpeculationPolicy(4)
+    assert policy.room == 0
+    policy.note_call(900, None)
+    for _ in range(7):
+        policy.note_call(20, None)
+    assert policy.room == 900
+    policy.note_call(30, None)
+    assert policy.room == 30
+
+
+def test_threads_share_a_policy() -> None:
+    """While one forgets everything to try again, others ask."""
+    policy, errors = SpeculationPolicy(4), []
+
+    def work() -> None:
+        try:
+            for _ in range(60):
+                timed(policy, **{PLAIN: 0.04, DRAFT: 0.03, CHECK: 0.05})
+                for _ in range(6):
+                    policy.note_round(0)
+                for _ in range(100):
+                    policy.may_try()
+                policy.wants_drafts()
+                str(policy)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
 
 
 def test_words() -> None:

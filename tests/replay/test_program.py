@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastgen import ops
 from fastgen.memory.peak import PeakMemory
 from fastgen.replay import program
+from fastgen.replay.replayer import Replayer
 from fastgen.replay.tape import Tape
 
 CPU = torch.device("cpu")
@@ -135,9 +137,11 @@ def test_a_program_keeps_nothing_alive_once_it_is_gone(kind: str) -> None:
         weight, holder = torch.randn(4, 6), Held()
         holder.weight = weight
         tape = recorded(kind, lambda weight=weight: X * weight)
-        alive = weakref.ref(weight.untyped_storage())
-        del weight, holder, tape
-        assert alive() is None
+        alive = StorageWeakRef(weight.untyped_storage())
+        del weight, holder
+        assert not alive.expired()
+        del tape
+        assert alive.expired()
     finally:
         gc.enable()
 
@@ -163,3 +167,69 @@ def test_threads_run_one_program_at_once(kind: str) -> None:
 def test_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "is_native", lambda device: False)
     assert torch.equal(recorded("python", lambda: X + 1).replay(), X + 1)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: torch._foreach_mul([x, x + 1], [2.0, 3.0]),
+        lambda x: (torch._foreach_add_([x], 1.0), x + 1)[1],
+        lambda x: (torch._assert_async(x.sum() < 1e9), x * 2)[1],
+    ],
+    ids=["a list of numbers", "no output, in place", "no output"],
+)
+def test_operators_that_are_rare(step: Callable[[Tensor], Any]) -> None:
+    """They run natively or as Python; but they run."""
+    x, own = X.clone(), X.clone()
+    tape = Tape()
+    tape.capture(lambda: step(x), CPU)
+    x.copy_(X * 3)
+    own.copy_(X * 3)
+    expected, found = (torch.utils._pytree.tree_leaves(each) for each in (step(own), tape.replay()))
+    assert all(map(torch.equal, expected, found)) and torch.equal(x, own)
+
+
+def test_a_result_with_an_equality_of_its_own(kind: str) -> None:
+    results = numpy.zeros(3), W
+    tape = recorded(kind, lambda: (X + 1, *results))
+    found = tape.replay()
+    assert torch.equal(found[0], X + 1) and found[1] is results[0] and found[2] is W
+
+
+@pytest.mark.native
+def test_a_program_that_is_built_wrongly() -> None:
+    if not ops.is_native(CPU):
+        pytest.skip("no native operators")
+    built = torch.classes.fastgen.Program()
+    built.add_slot(3)
+    with pytest.raises(ValueError, match="slot 3 is of no call so far"):
+        built.add_call("aten::neg", "", [0], False, [])
+    built = torch.classes.fastgen.Program()
+    with pytest.raises(ValueError, match="has other arguments or outputs than were given"):
+        built.add_call("aten::neg", "", [0], False, [])
+
+
+def test_a_replay_that_fails_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replay runs beside the step: if it raises, the step's result stands, and nothing is replayed."""
+    calls = Replayer(CPU)
+    x = X.clone()
+
+    def step(inputs: Tensor) -> Tensor:
+        x.add_(1)
+        return x * inputs
+
+    for count in range(1, 7):
+        if count == 3:
+
+            def failing() -> Any:
+                x.zero_()
+                raise TypeError("an argument of another type")
+
+            (captured,) = calls.captured.values()
+            monkeypatch.setattr(captured._recording, "replay", failing)
+            with pytest.warns(RuntimeWarning, match="it fails: an argument of another type"):
+                found = calls(step, W[0], None)
+        else:
+            found = calls(step, W[0], None)
+        torch.testing.assert_close(found, (X + count) * W[0])
+    assert calls.failure and not calls.captured

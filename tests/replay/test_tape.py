@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ pytest.importorskip("torch", reason="tapes record torch's operators")
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastgen.replay.tape import Noting, Tape
 
@@ -128,14 +128,14 @@ def test_noting() -> None:
 
 def test_memory_goes_with_the_tape() -> None:
     weight = torch.randn(4, 4)
-    held, tape = weakref.ref(weight), Tape()
+    held, tape = StorageWeakRef(weight.untyped_storage()), Tape()
     tape.capture(lambda weight=weight: torch.ones(2, 4) @ weight, CPU)
     del weight
     gc.collect()
-    assert held() is not None
+    assert not held.expired()
     gc.disable()
     try:
         del tape
-        assert held() is None
+        assert held.expired()
     finally:
         gc.enable()

@@ -17,8 +17,10 @@ import torch
 import zoo
 from torch import nn
 
+import fastgen
 from fastgen.optimizer.transformers.model import facts
 from fastgen.optimizer.transformers.replay.guards import guards_of
+from fastgen.replay import store
 
 OPTIONS = dict(num_beams=3, min_new_tokens=12, max_new_tokens=12)
 
@@ -80,6 +82,19 @@ def test_weights_may_be_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     _decoded(model, "bart")
     model.load_state_dict(copy.deepcopy(model).state_dict())
     _decoded(model, "bart")
+
+
+@pytest.mark.parametrize("packing", ["always", "off"])
+@pytest.mark.parametrize("family", ["bart", "llama", "gpt2"])
+def test_weights_of_recorded_steps_may_be_swapped(family: str, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model, inputs = zoo.fresh(family), zoo.inputs_for(family, batch=1)
+    options = dict(max_new_tokens=20, min_new_tokens=20, num_beams=1)
+    with fastgen.configured(replay="always", packing=packing):
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            model.to(dtype)
+            harness.compare(model, inputs, **options, return_dict_in_generate=False)
+            assert store.count(model)
 
 
 class _Weight(nn.Parameter):

@@ -23,7 +23,7 @@ from torch import Tensor
 from fastgen import config, phases, report
 from fastgen.cache.path_tree import AT_ONCE, PathTree
 from fastgen.decoding.speculation import CHECK, DRAFT, PLAIN, SpeculationPolicy
-from fastgen.layers import packed_weights, quantized
+from fastgen.layers import quantized
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
@@ -73,7 +73,7 @@ def policy_for(request: Request) -> SpeculationPolicy | None:
         policy = policies.setdefault(key, SpeculationPolicy(drafts, is_forced))
     if policy.may_try():
         return policy
-    packed_weights.drop_quantized(model.modules())
+    quantized.drop_unchosen(model.modules())
     store.drop_some(model, lambda key: isinstance(key, tuple) and key[0] == _KEY)
     return None
 
@@ -125,6 +125,7 @@ class SpeculativeDecoder(TreeDecoder):
         self._count = 0  # tokens beyond the prompt that the host has chosen, the last of which is to be read
         self._ahead: list[tuple[int, Any]] = []  # drafts, and the model's outputs after each
         self._accepted: int | None = None  # drafts of this round, so far
+        self._first_position = 0  # of the first token beyond the prompt
         self._may_store = not request.generation_config.return_dict_in_generate
         self._is_stored = False
 
@@ -156,7 +157,6 @@ class SpeculativeDecoder(TreeDecoder):
             replayer.resume({key[1]: its for key, its in recording.captured.items() if key[0] == kind})
 
     def store_graph(self) -> None:
-        self._policy.room = max(self._policy.room, self._count)
         if not self._may_store or (key := self._key()) is None:
             return
         captured = {(kind, epoch): its for kind, one in self._replayers.items() for epoch, its in one.captured.items()}
@@ -175,7 +175,7 @@ class SpeculativeDecoder(TreeDecoder):
         self._end_round()
         assert self.replayer is not None
         self.replayer.failure = self._replayers[PLAIN].failure
-        self._policy.failure = self._policy.failure or self._replayers[DRAFT].failure or self._replayers[CHECK].failure
+        self._policy.note_call(self._count, self._replayers[DRAFT].failure or self._replayers[CHECK].failure)
         for replayer in self._replayers.values():
             replayer.close()
         if self._is_stored:
@@ -187,7 +187,7 @@ class SpeculativeDecoder(TreeDecoder):
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step."""
         token = int(inputs["input_ids"])
-        if self._ahead and self._ahead[0][0] == token:
+        if self._ahead and self._ahead[0][0] == token and self._is_at_its_position(inputs):
             assert self._accepted is not None
             self._accepted += 1
             self._count += 1
@@ -203,13 +203,17 @@ class SpeculativeDecoder(TreeDecoder):
         self._count += 1
         if not drafts:
             return outputs
-        self._accepted = 0
+        self._accepted, self._first_position = 0, int(inputs["position_ids"]) - self._count + 1
         logits = outputs.logits.clone()  # a replayed step writes the next ones to the same memory
         each = [copy.copy(outputs) for _ in tokens]
         for row, one in enumerate(each):
             one.logits = logits[row : row + 1]
         self._ahead = list(zip(tokens[1:], each[1:], strict=True))
         return each[0]
+
+    def _is_at_its_position(self, inputs: dict[str, Any]) -> bool:
+        """Whether the host's next token has the position that the draft had."""
+        return int(inputs["position_ids"]) == self._first_position + self._count
 
     def _end_round(self) -> None:
         if self._accepted is not None:
