@@ -12,6 +12,7 @@ import zoo
 import fastgen
 from fastgen import report
 from fastgen.layers import quantized
+from fastgen.optimizer.transformers import versions
 
 NAMES = ["bart", "t5", "marian", "gpt2", "llama"]
 INT8 = {"weights": "int8", "packing": "always"}
@@ -66,7 +67,7 @@ def test_steps_recorded_with_other_weights_are_not_replayed(name: str) -> None:
         scores = [first_scores(other) for other in others]
         torch.testing.assert_close(scores[0], scores[1])
         assert not torch.allclose(scores[0], first_scores(stock), rtol=1e-5, atol=1e-5)
-    assert fastgen.status().replayed
+    assert bool(fastgen.status().replayed) is versions.COUNTS_IN_TENSORS, "4.57's steps are never replayed"
 
 
 def test_an_unknown_model_is_tried_in_float32() -> None:
