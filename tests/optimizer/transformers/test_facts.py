@@ -18,6 +18,7 @@ import zoo
 from torch import nn
 
 import fastgen
+from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.model import facts
 from fastgen.optimizer.transformers.replay.guards import guards_of
 from fastgen.replay import store
@@ -94,7 +95,7 @@ def test_weights_of_recorded_steps_may_be_swapped(family: str, packing: str, mon
         for dtype in (torch.float32, torch.float64, torch.float32):
             model.to(dtype)
             harness.compare(model, inputs, **options, return_dict_in_generate=False)
-            assert store.count(model)
+            assert bool(store.count(model)) is versions.COUNTS_IN_TENSORS, "4.57's steps are never replayed"
 
 
 class _Weight(nn.Parameter):
@@ -179,12 +180,12 @@ def test_a_known_model_is_not_walked(family: str, walks: Counter[str]) -> None:
 def test_each_call_looks_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     stock = facts._looked_up
-    monkeypatch.setattr(facts, "_looked_up", lambda model: (asked.append(type(model)), stock(model))[1])
+    monkeypatch.setattr(facts, "_looked_up", lambda model: (asked.append(id(model)), stock(model))[1])
     model = zoo.fresh("bart")
     for _ in range(2):
         asked.clear()
         _decoded(model, "bart")
-        assert len(asked) == 1
+        assert asked.count(id(model)) == 1  # 4.57 tries a copy, too
 
 
 @pytest.mark.parametrize("family", ["bart", "llama"])
