@@ -98,10 +98,11 @@ inline void check_width(const char* name, const at::Tensor& tensor, int64_t widt
       tensor.dim() == 1 && tensor.size(0) == width, name, " must be [", width, "], not of shape ", tensor.sizes(), ".");
 }
 
-inline void check_linear_bias(const std::optional<at::Tensor>& bias, int64_t width, const at::Tensor& rows) {
+inline void check_linear_bias(
+    const std::optional<at::Tensor>& bias, int64_t width, const at::Tensor& like, const char* whose = "rows are") {
   if (bias) {
     check_width("bias", *bias, width);
-    check_float("bias", *bias, rows);
+    check_float("bias", *bias, like, whose);
   }
 }
 
@@ -188,10 +189,7 @@ inline void check_products(
   check_width("scales", scales, products.size(1));
   check_float("row_scales", row_scales, products, "products are");
   check_float("scales", scales, products, "products are");
-  if (bias) {
-    check_width("bias", *bias, products.size(1));
-    check_float("bias", *bias, products, "products are");
-  }
+  check_linear_bias(bias, products.size(1), products, "products are");
 }
 
 inline void check_screened(

@@ -36,6 +36,19 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile("repeatable")
 
 
+@pytest.fixture
+def eight_bits() -> Iterator[None]:
+    """Weights can be in 8 bits here; fastgen keeps nothing from before, and nothing for later."""
+    pytest.importorskip("torch", reason="fastgen multiplies with torch")
+    from fastgen.layers import quantized
+
+    if (why := quantized.unavailable(quantized.multiply_rows)) is not None:
+        pytest.skip(why)
+    fastgen.release()
+    yield
+    fastgen.release()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("drawn")
     group.addoption("--one-in", type=int, default=1, metavar="N", help="run about one in N of the tests, a case each")

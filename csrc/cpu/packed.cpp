@@ -34,7 +34,7 @@ at::Tensor packed_linear(
       width,
       rows_of_a_block(count, size, panels_of(width), threads)};
   const auto multiply = FASTGEN_CHOOSE(multiply_panel);
-  const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, kPanel * all.size));
+  const int64_t grain = grain_of(kPanel * all.size);
   at::parallel_for(0, all.tasks(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       multiply(all, task);

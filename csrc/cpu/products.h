@@ -10,6 +10,11 @@ namespace fastgen {
 
 constexpr int64_t kFloatsPerTask = 1 << 15; // of weights: below that another thread costs more than it saves
 
+// How many parts, of so many floats each, a task has at least.
+inline int64_t grain_of(int64_t floats) {
+  return std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, floats));
+}
+
 // The part of one weight: `output[row][i] = sum_k rows[row][k] * weight[i][k] * scales[i] + bias[i]`.
 template <typename Weight>
 struct Skinny {

@@ -1,11 +1,10 @@
 // fastgen::quantize_rows and fastgen::dequantize on the CPU: before and after a product of 8-bit integers, which is torch's.
-#include "../arguments.h"
+#include "products.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <tuple>
 
 #define FASTGEN_LOOPS "quantized_isa.h"
@@ -13,12 +12,6 @@
 
 namespace fastgen {
 namespace {
-
-constexpr int64_t kNumbersPerTask = 1 << 15; // below that another thread costs more than it saves
-
-int64_t grain_of(int64_t size) {
-  return std::max<int64_t>(1, kNumbersPerTask / std::max<int64_t>(1, size));
-}
 
 std::tuple<at::Tensor, at::Tensor> quantize_rows(const at::Tensor& rows) {
   check_rows(rows);

@@ -17,16 +17,16 @@ FASTGEN_TARGET void quantize_rows(
     const float* const from = rows + row * size;
     int8_t* const into = codes + row * size;
     Floats most = {}, zeros = {}; // `zeros` becomes NaN where a number is not finite, and so do the row's outputs
+    const auto look_at = [&](Floats x) FASTGEN_TARGET {
+      most = larger(larger(x, -x), most);
+      zeros += x * 0.0f;
+    };
     int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) {
-      const Floats x = load(from + i);
-      most = larger(larger(x, -x), most);
-      zeros += x * 0.0f;
+      look_at(load(from + i));
     }
     if (i < size) {
-      const Floats x = load_part(from + i, size - i);
-      most = larger(larger(x, -x), most);
-      zeros += x * 0.0f;
+      look_at(load_part(from + i, size - i));
     }
     float not_finite = 0.0f;
     for (int64_t lane = 0; lane < kLanes; ++lane) {

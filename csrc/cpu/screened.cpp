@@ -53,7 +53,7 @@ at::Tensor screened_linear(
       output.mutable_data_ptr<float>(), count, size, width, 4 * (size + 1) * std::numeric_limits<float>::min()};
 
   const int64_t groups = (width + 3) / 4;
-  const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, 4 * size));
+  const int64_t grain = grain_of(4 * size);
   const auto approximate = FASTGEN_CHOOSE(approximate);
   const auto refine = FASTGEN_CHOOSE(refine);
   std::vector<float> least(count, -std::numeric_limits<float>::infinity());

@@ -58,7 +58,7 @@ at::Tensor multiply_all(
     groups += (outputs + 3) / 4;
     ends.push_back(groups);
   }
-  const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, 4 * size));
+  const int64_t grain = grain_of(4 * size);
   at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     for (size_t i = 0; i < parts.size(); ++i) {
       const int64_t first = i == 0 ? 0 : ends[i - 1];

@@ -21,15 +21,11 @@ class PathTree(BeamTree):
     drafts: a later step may begin at the same position, and writes over them. Always static: see `BeamTree`.
     """
 
-    def __init__(
-        self, prompt_length: int, max_steps: int, most_rows: int, room: int, buffers: Buffers | None = None
-    ) -> None:
-        """`most_rows`: the most tokens of a step, for as many of which there is room beyond the last one; `room`: steps
-        for which there is room at first."""
-        super().__init__(1, 1, max_steps + most_rows, buffers, is_static=True)
-        width = prompt_length + min(max_steps, room) + most_rows
-        self.capacity = -(-width // _WIDTH_STEP) * _WIDTH_STEP - prompt_length
-        self._most_rows = most_rows
+    def __init__(self, prompt_length: int, max_steps: int, room: int, buffers: Buffers | None = None) -> None:
+        """`room`: steps for which there is room at first."""
+        super().__init__(1, 1, max_steps, buffers, is_static=True)
+        self.prompt_length = prompt_length
+        self.capacity = self._rounded(min(max_steps, room))
         self._by_rows: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # ancestry, slots, and the rows' numbers
 
     @property
@@ -75,12 +71,16 @@ class PathTree(BeamTree):
 
     def _grow(self, used: int, needed: int) -> None:
         self.generated = used  # what is in use is kept
-        width = self.prompt_length + min(self.max_steps, max(2 * self.capacity, needed))
-        self.capacity = -(-width // _WIDTH_STEP) * _WIDTH_STEP - self.prompt_length
+        self.capacity = self._rounded(min(self.max_steps, max(2 * self.capacity, needed)))
         self._positions = torch.arange(self.width, device=self._positions.device)[None]
         self._by_rows.clear()
         for layer in self.layers:
             layer.grow()
+
+    def _rounded(self, steps: int) -> int:
+        """At least so many slots beyond the prompt, for a width that calls of like lengths share."""
+        width = self.prompt_length + steps
+        return -(-width // _WIDTH_STEP) * _WIDTH_STEP - self.prompt_length
 
     def _made(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
         device = self._positions.device

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,22 @@ from fastgen.ops import native_operator
 
 Copy = Any  # what `pack` returns, the weight in half precision, or what `screened_linear` reads in place of the weight
 _SLAB = 256  # rows and columns that are compared at a time
+
+
+class Quantized(NamedTuple):
+    """A weight in 8 bits, and what is known of it."""
+
+    codes: Tensor  # with `scales`: see `ops.quantize_weight`
+    scales: Tensor
+    errors: dict[Any, float]  # how far each product that was tried with them was off
+    chosen_by: set[str]  # "user", if the user has chosen 8 bits for this weight
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Quantized:
+        """`weight`: float32 `[out, in]`."""
+        from fastgen import ops
+
+        return cls(*ops.quantize_weight(weight), {}, set())
 
 
 class _Source:
@@ -183,14 +199,12 @@ def screening_of(layer: nn.Module) -> Copy | None:
     return _in_8_bits(_screenings, layer, ops.screen_weight, False)
 
 
-def quantized_of(layer: nn.Module, transposed: bool) -> Copy | None:
-    """`quantize_weight` of the layer's weight, and room for what is learned of it; None if memory is short."""
-    from fastgen import ops
-
-    return _in_8_bits(_quantized, layer, lambda weight: (*ops.quantize_weight(weight), {}, set()), transposed)
+def quantized_of(layer: nn.Module, transposed: bool) -> Quantized | None:
+    """The layer's weight in 8 bits; None if memory is short."""
+    return _in_8_bits(_quantized, layer, Quantized.of, transposed)
 
 
-def drop_quantized(layers: Iterable[nn.Module], is_meant: Callable[[Copy], bool]) -> None:
+def drop_quantized(layers: Iterable[nn.Module], is_meant: Callable[[Quantized], bool]) -> None:
     """Drop what `quantized_of` has made for these layers, if it `is_meant`."""
     with _lock:
         for layer in layers:
@@ -198,7 +212,7 @@ def drop_quantized(layers: Iterable[nn.Module], is_meant: Callable[[Copy], bool]
                 del _quantized[layer]
 
 
-def all_quantized() -> list[tuple[Any, Copy]]:
+def all_quantized() -> list[tuple[Any, Quantized]]:
     """Layers, and what `quantized_of` has returned for them."""
     with _lock:
         return [(layer, packed.copy) for layer, packed in _quantized.items()]

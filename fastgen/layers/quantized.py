@@ -18,36 +18,33 @@ from torch import Tensor, nn
 
 from fastgen import ops, report
 from fastgen.layers import packed_weights
+from fastgen.layers.packed_weights import Quantized
 from fastgen.layers.timing import Product
 from fastgen.memory import arena
 
 # How far a product may be off, in lengths of vectors: what 8 bits lose is 0.5% to 2% on trained models.
 LARGEST_ERROR = 0.05
 
-# Codes and scales of a weight, see `ops.quantize_weight`, how far each product that was tried with them was off, and
-# whether the user has chosen them.
-Quantized = tuple[Tensor, Tensor, dict[Product, float], set[str]]
-
 
 def multiply_rows(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
     """`linear` with `weights` in 8 bits, a list of `Quantized`, and rows in float32."""
-    codes, scales = [each[0] for each in weights], [each[1] for each in weights]
+    codes, scales = [each.codes for each in weights], [each.scales for each in weights]
     output: Tensor = torch.ops.fastgen.quantized_linear.default(rows, codes, scales, bias)
     return output
 
 
 def multiply_codes(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
     """`linear` with one weight in 8 bits, a list of one `Quantized`, and rows that are rounded to 8 bits."""
-    ((codes, scales, _, _),) = weights
+    (weight,) = weights
     rounded, row_scales = torch.ops.fastgen.quantize_rows.default(rows.flatten(0, -2))
-    products = torch._int_mm(rounded, codes.t())
-    output: Tensor = torch.ops.fastgen.dequantize.default(products, row_scales, scales, bias)
+    products = torch._int_mm(rounded, weight.codes.t())
+    output: Tensor = torch.ops.fastgen.dequantize.default(products, row_scales, weight.scales, bias)
     return output.unflatten(0, rows.shape[:-1])
 
 
 def prepare(weight: Tensor) -> list[Quantized]:
     """A weight, float32 `[out, in]`, for either product."""
-    return [(*ops.quantize_weight(weight), {}, set())]
+    return [Quantized.of(weight)]
 
 
 @functools.cache
@@ -82,7 +79,7 @@ def is_near(layer: nn.Module, copy: Quantized, product: Product, rows: Tensor, t
 
     Tried once for each copy: the first rows that the layer reads decide.
     """
-    errors = copy[2]
+    errors = copy.errors
     if product not in errors:
         with arena.outside():
             errors[product] = _error(layer, copy, product, rows, transposed)
@@ -100,19 +97,19 @@ def _error(layer: Any, copy: Quantized, product: Product, rows: Tensor, transpos
 
 def note_chosen(copy: Quantized) -> None:
     """Note that the user has chosen 8 bits for this copy's layer, so that `summary` speaks of it."""
-    copy[3].add("chosen")
+    copy.chosen_by.add("user")
 
 
 def drop_unchosen(layers: Iterable[nn.Module]) -> None:
     """Drop the copies of these layers' weights that the user has not chosen."""
-    packed_weights.drop_quantized(layers, lambda copy: not copy[3])
+    packed_weights.drop_quantized(layers, lambda copy: not copy.chosen_by)
 
 
 @report.provides("quantized")
 def summary() -> str:
     """What became of layers whose weights the user wants in 8 bits; "" before the first."""
     copies = packed_weights.all_quantized()
-    tried = [(layer, list(errors.values())) for layer, (_, _, errors, chosen) in copies if errors and chosen]
+    tried = [(layer, list(copy.errors.values())) for layer, copy in copies if copy.errors and copy.chosen_by]
     if not tried:
         return ""
     used = sum(min(errors) <= LARGEST_ERROR for _, errors in tried)

@@ -33,13 +33,16 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantized_parts(weight: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Slices of a weight's rows, `[n, size]`: where they are, their codes as floats `[n, size]`, their scales `[n]`."""
-    tiny = torch.finfo(torch.float32).tiny
     for start in range(0, len(weight), _ROWS):
         part = slice(start, start + _ROWS)
-        rows = weight[part]
-        largest = rows.abs().amax(1) if weight.shape[1] else rows.new_zeros(len(rows))
-        scales = (largest / 127).clamp_min(tiny)
-        yield part, (rows / scales[:, None]).round_(), scales
+        scales = _scales_of(weight[part])
+        yield part, (weight[part] / scales[:, None]).round_(), scales
+
+
+def _scales_of(rows: Tensor) -> Tensor:
+    """The largest number of each row, `[n, size]`, over 127, and no less than the smallest normal number."""
+    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
+    return (largest / 127).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def quantized_linear(
@@ -154,8 +157,7 @@ def check_products(products: Tensor, row_scales: Tensor, scales: Tensor, bias: T
 
 def reference_quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     check_rows(rows)
-    largest = rows.abs().amax(1) if rows.shape[1] else rows.new_zeros(len(rows))
-    scales = (largest / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = _scales_of(rows)
     is_finite = rows.isfinite().all(1)
     codes = (rows / scales[:, None]).round().masked_fill(~is_finite[:, None], 0.0)
     return codes.to(torch.int8), scales.masked_fill(~is_finite, torch.nan)

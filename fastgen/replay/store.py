@@ -97,7 +97,6 @@ def surroundings(device: torch.device) -> Hashable:
     return (
         config.current().packing,
         config.current().weights,
-        config.current().speculate,
         # A call that takes over memory of another stream would have to wait for that stream.
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else torch.get_num_threads(),
         torch.get_default_dtype(),

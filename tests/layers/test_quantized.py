@@ -20,13 +20,9 @@ FEW, MANY = linear._SKINNY_ROWS, 40
 
 
 @pytest.fixture(autouse=True)
-def _empty() -> Iterator[None]:
-    if (why := quantized.unavailable(quantized.multiply_rows)) is not None:
-        pytest.skip(why)
-    packed_weights.release()
+def _empty(eight_bits: None) -> Iterator[None]:
     linear._verdicts.clear()
     yield
-    packed_weights.release()
     linear._verdicts.clear()
 
 

@@ -10,16 +10,9 @@ import pytest
 import torch
 
 import fastgen
-from fastgen.layers import packed_weights, quantized
+from fastgen.layers import packed_weights
 
-
-@pytest.fixture(autouse=True)
-def _empty() -> Any:
-    if (why := quantized.unavailable(quantized.multiply_rows)) is not None:
-        pytest.skip(why)
-    fastgen.release()
-    yield
-    fastgen.release()
+pytestmark = pytest.mark.usefixtures("eight_bits")
 
 
 @pytest.mark.parametrize("name", ["post-norm", "pre-norm", "bart"])

@@ -11,20 +11,11 @@ import zoo
 
 import fastgen
 from fastgen import report
-from fastgen.layers import quantized
 from fastgen.optimizer.transformers import versions
 
+pytestmark = pytest.mark.usefixtures("eight_bits")
 NAMES = ["bart", "t5", "marian", "gpt2", "llama"]
 INT8 = {"weights": "int8", "packing": "always"}
-
-
-@pytest.fixture(autouse=True)
-def _empty() -> Any:
-    if (why := quantized.unavailable(quantized.multiply_rows)) is not None:
-        pytest.skip(why)
-    fastgen.release()
-    yield
-    fastgen.release()
 
 
 def first_scores(output: Any) -> torch.Tensor:

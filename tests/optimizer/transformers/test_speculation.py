@@ -25,15 +25,11 @@ NAMES = ["llama", "gpt2", "qwen3", "phi3", "olmo", "gpt_neox", "gemma"]
 
 
 @pytest.fixture(autouse=True)
-def _forced() -> Iterator[None]:
-    if (why := quantized.unavailable(quantized.multiply_rows)) is not None:
-        pytest.skip(why)
+def _forced(eight_bits: None) -> Iterator[None]:
     if not versions.COUNTS_IN_TENSORS:
         pytest.skip("steps of this version are never replayed, and those drafted would cost too much")
-    fastgen.release()
     with fastgen.configured(speculate=3, packing="always", replay="always"):
         yield
-    fastgen.release()
 
 
 def policy_of(model: Any) -> SpeculationPolicy:

@@ -12,7 +12,6 @@ import torch
 import fastgen
 from fastgen import report
 from fastgen.cache.tree import BeamTree
-from fastgen.layers import quantized
 from fastgen.optimizer import verification
 
 whisper = pytest.importorskip("whisper")
@@ -325,11 +324,10 @@ def test_a_filter_of_the_users_runs_once(verified: None) -> None:
     assert 0 < len(calls) <= 9 and verification.counts() == {verification.UNVERIFIED: 1}
 
 
+@pytest.mark.usefixtures("eight_bits")
 @pytest.mark.parametrize("beams", [None, 3])
 def test_weights_in_8_bits(beams: int | None) -> None:
     """The user's choice: other scores, near the host's, and the host's once more when it is taken back."""
-    if (why := quantized.unavailable(quantized.multiply_rows)) is not None:
-        pytest.skip(why)
     options: dict[str, Any] = {"sample_len": 1, "beam_size": beams}
     with fastgen.disabled():
         (expected,) = decode(MODEL, SOUND[:1], **options)

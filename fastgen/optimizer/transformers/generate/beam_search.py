@@ -172,7 +172,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
     # 4.57 reads a prompt in chunks by the model's `forward`, past its hooks.
     with interception.calling(request.model, call, by_forward=is_chunked and not versions.PREFILLS):
         result = request.run(stock, decoder.cache)
-    decoder.end()
+    decoder.ended(None)
     if not isinstance(result, Tensor):
         setattr(result, versions.CACHE, stock_cache(decoder.cache, decoder.tree))
     return result

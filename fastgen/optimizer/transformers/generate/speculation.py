@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastgen import config, phases, report
 from fastgen.cache.path_tree import AT_ONCE, PathTree
+from fastgen.decoding.search import Search
 from fastgen.decoding.speculation import CHECK, DRAFT, PLAIN, SpeculationPolicy
 from fastgen.layers import quantized
 from fastgen.layers.linear import LinearDispatcher
@@ -34,7 +35,7 @@ from fastgen.optimizer.transformers.model.session import Session
 from fastgen.optimizer.transformers.replay.guards import guards_of_steps
 from fastgen.optimizer.transformers.request import Request
 from fastgen.replay import store
-from fastgen.replay.replayer import Replayer
+from fastgen.replay.replayer import Captured, Replayer
 
 __phase__ = phases.LOOP
 
@@ -115,7 +116,7 @@ class SpeculativeDecoder(TreeDecoder):
     ) -> None:
         prompt = request.input_ids.shape[1]
         self._steps = request.generation_config.max_length - prompt
-        tree = PathTree(prompt, self._steps, policy.drafts + 1, max(AT_ONCE, policy.room), Buffers(request.model))
+        tree = PathTree(prompt, self._steps, max(AT_ONCE, policy.room), Buffers(request.model))
         super().__init__(request, tree, replayer, may_use_argmax_head)
         self._recorded = None  # what is kept for later calls is kept here
         self._policy, self._path = policy, tree
@@ -159,16 +160,18 @@ class SpeculativeDecoder(TreeDecoder):
     def store_graph(self) -> None:
         if not self._may_store or (key := self._key()) is None:
             return
-        captured = {(kind, epoch): its for kind, one in self._replayers.items() for epoch, its in one.captured.items()}
-        captured = {key: its for key, its in captured.items() if key[1] == self._path.epoch}
+        epoch = self._path.epoch
+        captured: dict[Any, Captured] = {
+            (kind, epoch): one.captured[epoch] for kind, one in self._replayers.items() if one.has_captured(epoch)
+        }
         if captured:
             state = SpeculativeState(self._path, self.session, self.cache, self._float, self._int8)
             self.session.products = self._float
-            recording = store.StoredGraph(state, dict(captured))
+            recording = store.StoredGraph(state, captured)
             store.put(self.model, key, recording, lambda: guards_of_steps(self.model), self._device)
             self._is_stored = True
 
-    def end(self) -> None:
+    def ended(self, search: Search | None) -> None:
         self._path.settle(self._count)
 
     def close(self) -> None:
@@ -231,30 +234,21 @@ class SpeculativeDecoder(TreeDecoder):
             isinstance(positions, Tensor)
             and positions.shape == (1, 1)
             and not {*tensors} - {"input_ids", "position_ids", "attention_mask"}
-            and all(layer.window is None for layer in self._path.layers)
         )
 
     def _step(
         self, kind: str, forward: Callable[..., Any], inputs: dict[str, Any], tokens: list[int], count: int
     ) -> Any:
         start = time.perf_counter()
-        tree, session, replayer = self._path, self.session, self._replayers[kind]
+        tree, replayer = self._path, self._replayers[kind]
         tree.open(count, len(tokens))
         inputs = {**inputs, "attention_mask": tree.ancestry()[:, None]}
         if kind != PLAIN:
             rows = torch.arange(count - self._count, count - self._count + len(tokens))[:, None]
             inputs |= {"input_ids": torch.tensor(tokens)[:, None], "position_ids": inputs["position_ids"] + rows}
-        session.products = self._int8 if kind == DRAFT else self._float
-
-        def step(inputs: dict[str, Any]) -> Any:
-            with session.active():
-                return forward(**inputs)
-
+        self.session.products = self._int8 if kind == DRAFT else self._float
         before = replayer.counts.replays
-        with self._arena:
-            if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):  # as in `TreeDecoder.run`
-                return step(inputs)
-            outputs = replayer(step, inputs, tree.epoch)
+        outputs = self._replayed(forward, inputs, replayer)
         self._policy.note_step(kind, time.perf_counter() - start, replayer.counts.replays > before)
         return outputs
 

@@ -171,8 +171,8 @@ class CallDecoder(TreeDecoder):
         may_leave = self.is_clearing or not self.has_moved or bool(given_up)
         return leaving if self.num_finished and may_leave else None
 
-    def ended(self, search: Search) -> None:
-        if self._found is not None:
+    def ended(self, search: Search | None) -> None:
+        if self._found is not None and search is not None:
             self._report(search, torch.ones(search.batch, dtype=torch.bool))
 
     def _report(self, search: Search, finished: Tensor) -> None:

@@ -197,7 +197,10 @@ class TreeDecoder:
     @phases.marked(phases.PASS)
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Run one step by the model's `forward`. The next step may overwrite the result of a replayed one."""
-        inputs = self.step_inputs(inputs)
+        return self._replayed(forward, self.step_inputs(inputs), self.replayer)
+
+    def _replayed(self, forward: Callable[..., Any], inputs: dict[str, Any], replayer: Replayer | None) -> Any:
+        """Run the step that the tree has opened, replayed if it can be."""
 
         def step(inputs: dict[str, Any]) -> Any:
             with self.session.active():
@@ -206,9 +209,9 @@ class TreeDecoder:
         # Autograd has to see the model, and a replay would not cast weights again for autocast.
         may_replay = not (torch.is_grad_enabled() or torch.is_autocast_enabled(self._device.type))
         with self._arena:
-            if self.replayer is None or not may_replay:
+            if replayer is None or not may_replay:
                 return step(inputs)
-            return self.replayer(step, inputs, self.tree.epoch)
+            return replayer(step, inputs, self.tree.epoch)
 
     @phases.marked(phases.CACHE)
     def reorder(self, parents: Tensor) -> None:
@@ -224,11 +227,8 @@ class TreeDecoder:
             return None  # by now all have finished
         return leaving
 
-    def end(self) -> None:
-        """Called when the host's loop is done, before the result is given a cache."""
-
-    def ended(self, search: Search) -> None:
-        """Called when the search is done."""
+    def ended(self, search: Search | None) -> None:
+        """Called when the loop is done, before the result gets a cache; `search`: our loop's, None in the host's."""
 
     @phases.marked(phases.CACHE)
     def select(self, sentences: Tensor) -> None:
