@@ -7,7 +7,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from fastgen.cache.tree import BeamTree
+from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.memory.buffers import Buffers
 
 AT_ONCE = 256  # steps for which there is room at first
@@ -37,8 +37,9 @@ class PathTree(BeamTree):
         super().begin_decoding(prompt_mask, device)
         self._prompt = self._ancestry[0, 0, : self.prompt_length].clone()
 
-    def become(self, other: PathTree) -> None:
+    def reset_from(self, other: BeamTree) -> None:
         """Begin again, in place, with the prompt of `other`, a tree of the same width that has just begun."""
+        assert isinstance(other, PathTree)
         self.prompt_length, self.capacity, self.max_steps = other.prompt_length, other.capacity, other.max_steps
         self._prompt, self.beams, self.steps, self.generated = other._prompt, 1, 0, 0
         for mine, its in zip(self.layers, other.layers, strict=True):
@@ -86,6 +87,15 @@ class PathTree(BeamTree):
         device = self._positions.device
         ancestry = torch.zeros(1, rows, self.width, dtype=torch.bool, device=device)
         return ancestry, torch.zeros(rows, dtype=torch.int64, device=device), torch.arange(rows, device=device)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        def make() -> Tensor:
+            seen = self.ancestry()
+            if window is not None:  # which keys it leaves out differs from row to row
+                seen = seen & (self.slots[:, None] - self._positions < window)
+            return additive_mask(seen, dtype)[:, None]
+
+        return self.of_step((window, dtype), make)
 
     def reorder(self, parents: Tensor) -> None:
         """Nothing: there is one beam."""

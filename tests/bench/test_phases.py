@@ -111,6 +111,7 @@ def test_every_rule_fits_something() -> None:
     elsewhere |= {f"decoding/{name}_beam_search.py" for name in ("fairseq", "diverse", "static")}
     elsewhere |= {f"optimizer/transformers/{name}.py" for name in ("generate/diverse_beam_search", "model/streams")}
     elsewhere |= {"optimizer/transformers/generate/argmax_head.py", "optimizer/transformers/versions.py prefill"}
+    elsewhere |= {f"optimizer/transformers/generate/speculation.py{name}" for name in ("", " run")}
     elsewhere |= {f"optimizer/transformers/model/decoder.py {name}" for name in ("select", "selected", "_widen_source")}
     folders = "cache", "layers", "decoding", "optimizer/transformers"
     assert unreached(codes, *folders) <= elsewhere

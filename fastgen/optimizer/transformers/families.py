@@ -31,6 +31,8 @@ class Family:
     # sentences at different positions may share a batch.
     shares_batches: bool = False
     chunks_prompts: bool = False  # chunks of a prompt give the logits of the whole prompt
+    # A step may read several tokens of one sentence: positions count on from the number of earlier tokens.
+    reads_several: bool = False
     encoder: str = ""  # the encoder's class, if right padding does not change other positions
     attention: dict[str, Attention] = field(default_factory=dict)  # by the names of classes
 
@@ -44,15 +46,15 @@ def _fused(name: str, layer: str, is_rotary: bool = False) -> dict[str, Attentio
 
 
 def _seq2seq(name: str, attention: dict[str, Attention], shares_batches: bool = True) -> Family:
-    return Family(shares_batches, encoder=f"{name}Encoder", attention=attention)
+    return Family(shares_batches, reads_several=True, encoder=f"{name}Encoder", attention=attention)
 
 
 def _t5(name: str) -> Family:
-    return Family(True, encoder=f"{name}Stack", attention=_separate(f"{name}Attention", "k", "v"))
+    return Family(True, reads_several=True, encoder=f"{name}Stack", attention=_separate(f"{name}Attention", "k", "v"))
 
 
 def _decoder(attention: dict[str, Attention] | None = None, shares_batches: bool = True) -> Family:
-    return Family(shares_batches, chunks_prompts=True, attention=attention or {})
+    return Family(shares_batches, chunks_prompts=True, reads_several=True, attention=attention or {})
 
 
 FAMILIES: dict[str, Family] = {
@@ -73,7 +75,7 @@ FAMILIES: dict[str, Family] = {
     "mbart": _seq2seq("MBart", _separate("MBartAttention")),
     "mistral": _decoder(_separate("MistralAttention", is_rotary=True)),
     "mt5": _t5("MT5"),
-    "olmo": Family(attention=_separate("OlmoAttention", is_rotary=True)),
+    "olmo": Family(reads_several=True, attention=_separate("OlmoAttention", is_rotary=True)),
     "opt": _decoder(_separate("OPTAttention")),
     "pegasus": _seq2seq("Pegasus", _separate("PegasusAttention")),
     "phi3": _decoder(_fused("Phi3Attention", "qkv_proj", is_rotary=True)),
@@ -84,9 +86,10 @@ FAMILIES: dict[str, Family] = {
     "trocr": Family(),
     "umt5": _t5("UMT5"),
     "unilm": Family(),
-    "whisper": Family(attention=_separate("WhisperAttention")),
+    "whisper": Family(reads_several=True, attention=_separate("WhisperAttention")),
 }
 SHARE_BATCHES = frozenset(name for name, family in FAMILIES.items() if family.shares_batches)
+READ_SEVERAL = frozenset(name for name, family in FAMILIES.items() if family.reads_several)
 ATTENTIONS = {name: one for family in FAMILIES.values() for name, one in family.attention.items()}
 ENCODERS = frozenset(family.encoder for family in FAMILIES.values() if family.encoder)
 # For `fastgen.encode`: base models that are only encoders, and the heads.

@@ -28,6 +28,12 @@ _ROW_LOCAL = tuple(
     SuppressTokensAtBeginLogitsProcessor SuppressTokensLogitsProcessor
     EncoderNoRepeatNGramLogitsProcessor""".split()
 )
+# Processors that only scale or cut off scores never change which is the largest.
+_KEEP_THE_LARGEST = tuple(
+    getattr(logits_process, name, None)
+    for name in """TemperatureLogitsWarper TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper TypicalLogitsWarper
+    EpsilonLogitsWarper EtaLogitsWarper LogitNormalization""".split()
+)
 # Criteria that depend only on the last token and the length.
 _BY_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria)
 
@@ -142,6 +148,12 @@ class Request:
             return max(sum(map(len, ngrams.values())) for ngrams in processor.generated_ngrams)
         listed = ("suppress_tokens", "begin_suppress_tokens", "eos_token_id", "sequence_bias")
         return max(len(getattr(processor, name, ())) for name in listed)
+
+    def rules_of_the_largest(self) -> list[Any]:
+        """The processors that may change which score is the largest, of those that can be called at any time: they keep
+        nothing between two calls."""
+        kinds = {*_ROW_LOCAL, getattr(logits_process, "WhisperTimeStampLogitsProcessor", None)} - {*_KEEP_THE_LARGEST}
+        return [processor for processor in self.logits_processor if type(processor) in kinds]
 
     def select(self, rows: Tensor) -> None:
         """Drop all rows but these, int64 `[rows']`, from processors that hold data for each row."""

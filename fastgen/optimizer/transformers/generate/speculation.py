@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessorList
 
 from fastgen import config, phases, report
 from fastgen.cache.path_tree import AT_ONCE, PathTree
@@ -29,10 +30,11 @@ from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.memory.release import keeper
-from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.families import READ_SEVERAL
+from fastgen.optimizer.transformers.generate.processors import Processing
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
-from fastgen.optimizer.transformers.model.session import Session
 from fastgen.optimizer.transformers.replay.guards import guards_of_steps
+from fastgen.optimizer.transformers.replay.step_state import State
 from fastgen.optimizer.transformers.request import Request
 from fastgen.replay import store
 from fastgen.replay.replayer import Captured, Replayer
@@ -56,14 +58,12 @@ def policy_for(request: Request) -> SpeculationPolicy | None:
     model, steps = request.model, request.generation_config.max_length - request.input_ids.shape[1]
     if speculate == "off" or settings.weights != "float32" or settings.packing == "off":
         return None
-    if request.is_beam_search or request.input_ids.shape[0] != 1 or model.config.is_encoder_decoder:
+    if request.is_beam_search or request.input_ids.shape[0] != 1 or model.config.model_type not in READ_SEVERAL:
         return None
     if not request.facts.is_tested or request.facts.folding or not _is_float32(request):
         return None
     if quantized.unavailable(quantized.multiply_rows) is not None or _rope_types(model) & _ROPE_BY_LENGTH:
         return None
-    if any(getattr(layer, "sliding_window", None) for layer in request.model_kwargs[versions.CACHE].layers):
-        return None  # which keys a window leaves out depends on the position, and rows of one step have several
     if speculate == "auto" and (steps < _MIN_STEPS or torch.are_deterministic_algorithms_enabled()):
         return None
     is_forced = speculate != "auto"
@@ -91,21 +91,23 @@ def _rope_types(model: Any) -> set[Any]:
     return {each.get("rope_type") or each.get("type") for each in found if isinstance(each, dict)}
 
 
+@dataclass(frozen=True)
+class Products:
+    """The linear layers' products, by the kind of step."""
+
+    float32: LinearDispatcher
+    int8: LinearDispatcher
+
+    def are_current(self, now: LinearDispatcher) -> bool:
+        """Whether the model's weights are those that were copied."""
+        return self.float32.are_current(now) and self.int8.are_current(now)
+
+
 @dataclass
-class SpeculativeState:
-    """The state that captured steps read and write, kept for later calls."""
+class SpeculativeRecording(store.StoredGraph):
+    """Captured steps of all kinds, by kind and epoch."""
 
-    tree: PathTree
-    session: Session
-    cache: Any
-    products: LinearDispatcher  # in float32
-    in_8_bits: LinearDispatcher
-
-    def nbytes(self) -> int:
-        return self.tree.nbytes
-
-    def close(self) -> None:
-        self.tree.close()
+    products: Products
 
 
 class SpeculativeDecoder(TreeDecoder):
@@ -120,42 +122,54 @@ class SpeculativeDecoder(TreeDecoder):
         super().__init__(request, tree, replayer, may_use_argmax_head)
         self._recorded = None  # what is kept for later calls is kept here
         self._policy, self._path = policy, tree
-        self._float = self.session.products
-        self._int8 = self._float.beside("int8")
+        self._products = Products(self.session.products, self.session.products.beside("int8"))
         self._replayers = {kind: replayer.another() for kind in (PLAIN, DRAFT, CHECK)}
+        prefix = "decoder_" if self.is_encoder_decoder else ""
+        self._tokens_name, self._positions_name = f"{prefix}input_ids", f"{prefix}position_ids"
+        self._padding_token = request.model.config.get_text_config(decoder=True).pad_token_id
+        self._rules = LogitsProcessorList(request.rules_of_the_largest())
+        self._processing = Processing(Buffers(request.model))
+        self._ids = request.input_ids[0].tolist()  # the prompt, and the tokens that the host has chosen
         self._count = 0  # tokens beyond the prompt that the host has chosen, the last of which is to be read
         self._ahead: list[tuple[int, Any]] = []  # drafts, and the model's outputs after each
         self._accepted: int | None = None  # drafts of this round, so far
-        self._first_position = 0  # of the first token beyond the prompt
+        self._first_position: int | None = None  # of the first token beyond the prompt, if the host numbers tokens
         self._may_store = not request.generation_config.return_dict_in_generate
         self._is_stored = False
 
     def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
         super().begin_decoding(inputs, logits)
-        if self._may_store and (key := self._key()) is not None:
-            self._reuse(key)
+        if not self._may_store:
+            return
+        self._widen_source()
+        if (key := self._key()) is None or not self._reuse(key):
+            self._own_source()
+        self._hand_source()
 
     def _key(self) -> Hashable:
-        surroundings = store.surroundings(self._device)
-        tensors = [tensor for layer in self._path.layers for tensor in layer.stored()]
-        layers = tuple((x.shape, x.dtype, x.is_inference()) for x in tensors)
-        return surroundings and (_KEY, self._policy.drafts, layers, surroundings, self._is_screened)
+        surroundings, source = store.surroundings(self._device), self._state().shape_of_tensors()
+        return surroundings and source and (_KEY, self._policy.drafts, source, surroundings, self._is_screened)
 
-    def _reuse(self, key: Hashable) -> None:
-        """Take over the captured steps of an earlier call, and the buffers that they read and write."""
+    def _reuse(self, key: Hashable) -> bool:
+        """Take over the captured steps of an earlier call, and the buffers that they read and write, if there are."""
         recording = store.take(self.model, key)
         if recording is None:
-            return
-        kept: SpeculativeState = recording.state
-        if not (kept.products.are_current(self._float) and kept.in_8_bits.are_current(self._float)):
+            return False
+        assert isinstance(recording, SpeculativeRecording)
+        kept: State = recording.state
+        products = recording.products
+        if not products.are_current(self.session.products):
             kept.close()
-            return
-        kept.tree.become(self._path)
-        self._path.close()
-        self.tree, self._path, self.session, self.cache = kept.tree, kept.tree, kept.session, kept.cache
-        self._float, self._int8 = kept.products, kept.in_8_bits
+            return False
+        mine = self._state()
+        kept.fill(mine)
+        mine.close()
+        kept.hand_to(self)
+        assert isinstance(self.tree, PathTree)
+        self._path, self._products = self.tree, products
         for kind, replayer in self._replayers.items():
             replayer.resume({key[1]: its for key, its in recording.captured.items() if key[0] == kind})
+        return True
 
     def store_graph(self) -> None:
         if not self._may_store or (key := self._key()) is None:
@@ -165,9 +179,8 @@ class SpeculativeDecoder(TreeDecoder):
             (kind, epoch): one.captured[epoch] for kind, one in self._replayers.items() if one.has_captured(epoch)
         }
         if captured:
-            state = SpeculativeState(self._path, self.session, self.cache, self._float, self._int8)
-            self.session.products = self._float
-            recording = store.StoredGraph(state, captured)
+            self.session.products = self._products.float32
+            recording = SpeculativeRecording(self._state(), captured, self._products)
             store.put(self.model, key, recording, lambda: guards_of_steps(self.model), self._device)
             self._is_stored = True
 
@@ -189,7 +202,8 @@ class SpeculativeDecoder(TreeDecoder):
     @phases.marked(phases.PASS)
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step."""
-        token = int(inputs["input_ids"])
+        token = int(inputs[self._tokens_name])
+        self._ids.append(token)
         if self._ahead and self._ahead[0][0] == token and self._is_at_its_position(inputs):
             assert self._accepted is not None
             self._accepted += 1
@@ -201,22 +215,41 @@ class SpeculativeDecoder(TreeDecoder):
         tokens = [token]
         for _ in range(drafts):
             outputs = self._step(DRAFT, forward, inputs, tokens[-1:], self._count + len(tokens) - 1)
-            tokens.append(int(outputs.logits[0, -1].argmax()))
+            tokens.append(self._drafted(outputs.logits[:, -1], tokens[1:]))
         outputs = self._step(CHECK if drafts else PLAIN, forward, inputs, tokens, self._count)
         self._count += 1
         if not drafts:
             return outputs
-        self._accepted, self._first_position = 0, int(inputs["position_ids"]) - self._count + 1
+        self._accepted = 0
+        position = self._position(inputs)
+        self._first_position = None if position is None else position - self._count + 1
         logits = outputs.logits.clone()  # a replayed step writes the next ones to the same memory
         each = [copy.copy(outputs) for _ in tokens]
         for row, one in enumerate(each):
-            one.logits = logits[row : row + 1]
+            one.logits = logits[:, row : row + 1]
         self._ahead = list(zip(tokens[1:], each[1:], strict=True))
+        if (
+            self._padding_token in tokens
+        ):  # some models do not count padding, so tokens after it are not where they would be
+            del self._ahead[tokens.index(self._padding_token) :]
         return each[0]
+
+    def _drafted(self, logits: Tensor, drafts: list[int]) -> int:
+        """The best token after these drafts, by the host's rules, as far as they can be asked before their time."""
+        if self._rules:
+            ids = torch.tensor([self._ids + drafts])
+            logits = self._processing.apply(self._rules, ids, logits, ours=True)
+        return int(logits[0].argmax())
+
+    def _position(self, inputs: dict[str, Any]) -> int | None:
+        """The position that the host gives the next token; None if the model counts by itself."""
+        positions = inputs.get(self._positions_name)
+        return int(positions) if isinstance(positions, Tensor) else None
 
     def _is_at_its_position(self, inputs: dict[str, Any]) -> bool:
         """Whether the host's next token has the position that the draft had."""
-        return int(inputs["position_ids"]) == self._first_position + self._count
+        first = self._first_position
+        return self._position(inputs) == (None if first is None else first + self._count)
 
     def _end_round(self) -> None:
         if self._accepted is not None:
@@ -224,29 +257,30 @@ class SpeculativeDecoder(TreeDecoder):
         self._ahead, self._accepted = [], None
 
     def _may_draft(self, inputs: dict[str, Any]) -> bool:
-        """Whether there is room for drafts, and rows may have different positions: the host gives each row its own."""
+        """Whether there is room for drafts, and the model will know where each is."""
         # The last token is chosen and not read; and positions beyond the last may not exist.
         if self._count + self._policy.drafts >= self._steps - 1:
             return False
-        positions = inputs.get("position_ids")
-        tensors = [name for name, value in inputs.items() if isinstance(value, Tensor)]
-        return (
-            isinstance(positions, Tensor)
-            and positions.shape == (1, 1)
-            and not {*tensors} - {"input_ids", "position_ids", "attention_mask"}
-        )
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        positions = tensors.pop(self._positions_name, None)
+        is_told = self.is_encoder_decoder if positions is None else positions.shape == (1, 1)
+        return is_told and not {*tensors} - {self._tokens_name, "attention_mask", "decoder_attention_mask"}
 
     def _step(
         self, kind: str, forward: Callable[..., Any], inputs: dict[str, Any], tokens: list[int], count: int
     ) -> Any:
         start = time.perf_counter()
-        tree, replayer = self._path, self._replayers[kind]
-        tree.open(count, len(tokens))
-        inputs = {**inputs, "attention_mask": tree.ancestry()[:, None]}
+        replayer = self._replayers[kind]
+        self._path.open(count, len(tokens))
+        inputs = self.step_inputs(inputs)
         if kind != PLAIN:
-            rows = torch.arange(count - self._count, count - self._count + len(tokens))[:, None]
-            inputs |= {"input_ids": torch.tensor(tokens)[:, None], "position_ids": inputs["position_ids"] + rows}
-        self.session.products = self._int8 if kind == DRAFT else self._float
+            inputs[self._tokens_name] = torch.tensor([tokens])
+            if (first := self._position(inputs)) is not None:
+                first += count - self._count
+                inputs[self._positions_name] = torch.arange(first, first + len(tokens))[None]
+            if "logits_to_keep" in inputs:
+                inputs["logits_to_keep"] = len(tokens)
+        self.session.products = self._products.int8 if kind == DRAFT else self._products.float32
         before = replayer.counts.replays
         outputs = self._replayed(forward, inputs, replayer)
         self._policy.note_step(kind, time.perf_counter() - start, replayer.counts.replays > before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -126,8 +125,7 @@ class TreeDecoder:
         if not self._recorded.may_share:
             return
         if reused is not None:
-            for field in dataclasses.fields(reused):
-                setattr(self, field.name, getattr(reused, field.name))
+            reused.hand_to(self)
         self._hand_source()
         self._recorded.retain_buffers(self.tree)
 
@@ -165,8 +163,7 @@ class TreeDecoder:
         self._hand_source()
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Open the next step and change the host's inputs, one row per beam, into inputs for the tree."""
-        self.tree.advance()
+        """Change the host's inputs, one row per beam, into inputs for the step that the tree has opened."""
         mask = self.tree.ancestry()[:, None]  # bool [B, 1, M, used]
         if not self.is_encoder_decoder:
             return {**inputs, "attention_mask": mask}
@@ -197,6 +194,7 @@ class TreeDecoder:
     @phases.marked(phases.PASS)
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """Run one step by the model's `forward`. The next step may overwrite the result of a replayed one."""
+        self.tree.advance()
         return self._replayed(forward, self.step_inputs(inputs), self.replayer)
 
     def _replayed(self, forward: Callable[..., Any], inputs: dict[str, Any], replayer: Replayer | None) -> Any:

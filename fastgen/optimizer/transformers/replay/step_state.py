@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -44,6 +44,11 @@ class State:
         if self.source_mask is not None:
             self.session.write_source_mask(self.source_mask[:, None, None].bool())
 
+    def hand_to(self, decoder: Any) -> None:
+        """Give all of it to a `TreeDecoder`, which has attributes of these names."""
+        for field in fields(self):
+            setattr(decoder, field.name, getattr(self, field.name))
+
     def retain_buffers(self) -> None:
         """Note the source's buffers, as sentences are about to leave and others will replace these buffers."""
         tensors = [layer.tensors for layer in self._source_layers()]
@@ -63,16 +68,21 @@ class State:
 
     def shape(self) -> Hashable:
         """A key that must be equal for two states if one is to be filled from the other; None if none can be."""
-        tree, outputs = self.tree, self.encoder_outputs
-        if outputs is not None and not (isinstance(outputs, dict) and all(map(torch.is_tensor, outputs.values()))):
-            return None  # outputs of all layers, which the user has asked for
-        return (
+        tree, tensors = self.tree, self.shape_of_tensors()
+        return tensors and (
             (tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length),
             tuple((layer.window, identity_of(layer.slim)) for layer in tree.layers),
             tuple(identity_of(layer.slim) for layer in self._source_layers()),
-            tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self._tensors()),
-            self.source_mask is None,
+            tensors,
         )
+
+    def shape_of_tensors(self) -> Hashable:
+        """The part of `shape` that is of the buffers alone."""
+        outputs = self.encoder_outputs
+        if outputs is not None and not (isinstance(outputs, dict) and all(map(torch.is_tensor, outputs.values()))):
+            return None  # outputs of all layers, which the user has asked for
+        tensors = tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self._tensors())
+        return tensors, self.source_mask is None
 
     def nbytes(self) -> int:
         search = 0 if self.search is None else self.search[1].live.nbytes
