@@ -15,35 +15,39 @@ constexpr int64_t kDots = 4;
 // least: 16 KB are as fast as the memory is (8 to 32 KB: the same); the first-level cache is too small for that.
 constexpr int64_t kAhead = 4096;
 
-// Sums of products of `Rows` rows with four vectors, [Rows, 4]. `IsAhead`: memory `ahead` floats further is asked for.
-template <int Rows, bool IsAhead = false, typename Vector = float>
+// Sums of products of `Rows` rows with `Dots` vectors, a multiple of four, `[Rows, Dots]`. `IsAhead`: memory `ahead` floats
+// further is asked for.
+template <int Rows, bool IsAhead = false, int Dots = kDots, typename Vector = float>
 FASTGEN_TARGET inline void dot_tile(
     const float* rows, int64_t stride, const Vector* const* vectors, int64_t size, float* output,
     int64_t output_stride, int64_t ahead = 0) {
-  const Vector *const a = vectors[0], *const b = vectors[1], *const c = vectors[2], *const d = vectors[3];
   constexpr int64_t kLine = 64 / sizeof(Vector);
-  Floats sums[Rows][kDots] = {};
+  const Vector* from[Dots];
+  std::copy(vectors, vectors + Dots, from);
+  Floats sums[Rows][Dots] = {};
   const auto add = [&](int64_t i, auto part) FASTGEN_TARGET {
-    const auto take = [&](const auto* from) FASTGEN_TARGET {
+    const auto take = [&](const auto* numbers) FASTGEN_TARGET {
       if constexpr (decltype(part)::value) {
-        return load_part(from + i, size - i);
+        return load_part(numbers + i, size - i);
       } else {
-        return load(from + i);
+        return load(numbers + i);
       }
     };
-    const Floats va = take(a), vb = take(b), vc = take(c), vd = take(d);
-    if (IsAhead && (kLanes == kLine || i % kLine == 0)) { // once a cache line
-      for (const Vector* vector : {a, b, c, d}) {
-        __builtin_prefetch(vector + i + ahead, 0, 2); // into the second-level cache
+    Floats of_vectors[Dots];
+#pragma GCC unroll 8
+    for (int dot = 0; dot < Dots; ++dot) {
+      of_vectors[dot] = take(from[dot]);
+      if (IsAhead && (kLanes == kLine || i % kLine == 0)) { // once a cache line
+        __builtin_prefetch(from[dot] + i + ahead, 0, 2); // into the second-level cache
       }
     }
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {
       const Floats x = take(rows + row * stride);
-      sums[row][0] += x * va;
-      sums[row][1] += x * vb;
-      sums[row][2] += x * vc;
-      sums[row][3] += x * vd;
+#pragma GCC unroll 8
+      for (int dot = 0; dot < Dots; ++dot) {
+        sums[row][dot] += x * of_vectors[dot];
+      }
     }
   };
   int64_t i = 0;
@@ -55,16 +59,20 @@ FASTGEN_TARGET inline void dot_tile(
   }
 #pragma GCC unroll 8
   for (int row = 0; row < Rows; ++row) {
-    const Four four = sums_of_lanes(sums[row][0], sums[row][1], sums[row][2], sums[row][3]);
-    __builtin_memcpy(output + row * output_stride, &four, sizeof four);
+#pragma GCC unroll 2
+    for (int dot = 0; dot < Dots; dot += 4) {
+      const Floats* const of = sums[row] + dot;
+      const Four four = sums_of_lanes(of[0], of[1], of[2], of[3]);
+      __builtin_memcpy(output + row * output_stride + dot, &four, sizeof four);
+    }
   }
 }
 
-// Has `four` point at rows `i` to `i + 3` of a weight `[width, size]`, the last one again where there are no more.
-template <typename Weight>
-inline void point_at(const Weight* weight, int64_t i, int64_t width, int64_t size, const Weight** four) {
-  for (int64_t j = 0; j < kDots; ++j) {
-    four[j] = weight + std::min(i + j, width - 1) * size;
+// Has `vectors` point at rows `i` and so on of a weight `[width, size]`, the last one again where there are no more.
+template <int Dots = kDots, typename Weight>
+inline void point_at(const Weight* weight, int64_t i, int64_t width, int64_t size, const Weight** vectors) {
+  for (int64_t j = 0; j < Dots; ++j) {
+    vectors[j] = weight + std::min(i + j, width - 1) * size;
   }
 }
 

@@ -19,15 +19,21 @@ constexpr int64_t kCopied = 1 << 16; // numbers at a time, of a tensor whose row
 
 // What these rows, `[count, size]`, which are dense and the tensor's from row `first` on, add to its fingerprint.
 uint64_t of_rows(const at::Tensor& rows, int64_t first, const std::vector<uint64_t>& by) {
-  const auto sum = FASTGEN_CHOOSE(row_sum);
+  constexpr int64_t kAtOnce = 8;
+  const auto one = FASTGEN_CHOOSE(row_sums<1>), several = FASTGEN_CHOOSE(row_sums<kAtOnce>);
   const char* const data = static_cast<const char*>(rows.const_data_ptr());
   const int64_t bytes = rows.size(1) * rows.element_size(), stride = rows.stride(0) * rows.element_size();
   const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, bytes / 4));
   return at::parallel_reduce(
       0, rows.size(0), grain, uint64_t{0},
       [&](int64_t begin, int64_t end, uint64_t total) {
-        for (int64_t i = begin; i < end; ++i) {
-          total += mixed(sum(data + i * stride, bytes, by.data())) * multiplier(kOfRows + first + i);
+        uint64_t sums[kAtOnce];
+        for (int64_t i = begin, count; i < end; i += count) {
+          count = end - i >= kAtOnce ? kAtOnce : 1;
+          (count == 1 ? one : several)(data + i * stride, stride, bytes, by.data(), sums);
+          for (int64_t row = 0; row < count; ++row) {
+            total += mixed(sums[row]) * multiplier(kOfRows + first + i + row);
+          }
         }
         return total;
       },
