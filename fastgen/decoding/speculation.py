@@ -34,6 +34,8 @@ class SpeculationPolicy:
         default_factory=lambda: {kind: deque(maxlen=_RECENT) for kind in (PLAIN, DRAFT, CHECK)}
     )
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))  # accepted drafts of the last rounds
+    looked_up: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))  # of those that took no drafting steps
+    not_looked_up: int = 0  # rounds that could have done without drafting steps since that was found not to pay
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_CALLS))  # steps of the last calls
     failure: str | None = None  # why steps of rounds are not replayed
     refused: int = 0  # calls that could have drafted since drafting was found not to pay
@@ -59,13 +61,13 @@ class SpeculationPolicy:
             if kind != PLAIN:
                 self.spent += seconds
 
-    def note_round(self, accepted: int) -> None:
-        """Note how many of a round's drafts were accepted."""
+    def note_round(self, accepted: int, is_looked_up: bool = False) -> None:
+        """Note how many of a round's drafts were accepted; `is_looked_up`: they took no drafting steps."""
         with self._lock:
             self.rounds += 1
             self.drafted += self.drafts
             self.accepted += accepted
-            self.recent.append(accepted)
+            (self.looked_up if is_looked_up else self.recent).append(accepted)
 
     def wants_drafts(self) -> bool:
         """Whether the next round should draft: steps without drafts are timed first, then rounds are tried until steps
@@ -73,6 +75,19 @@ class SpeculationPolicy:
         with self._lock:
             is_timed = self.is_forced or len(self.seconds[PLAIN]) >= _TIMINGS
             return is_timed and not self.is_hopeless
+
+    def prefers_looking_up(self) -> bool:
+        """Whether a round that `wants_drafts` should take tokens that were looked up, by the last rounds that did."""
+        with self._lock:
+            if len(self.looked_up) < _ROUNDS or not self.seconds[CHECK]:
+                return True
+            check = statistics.median(self.seconds[CHECK])
+            drafting = self.drafts * statistics.median(self.seconds[DRAFT]) if self.seconds[DRAFT] else check
+            tokens, others = (1 + statistics.fmean(found or [0]) for found in (self.looked_up, self.recent))
+            if tokens / check > others / (drafting + check):
+                return True
+            self.not_looked_up += 1
+            return self.not_looked_up % _RECENT == 0  # the text may have changed
 
     @property
     def is_hopeless(self) -> bool:
@@ -97,6 +112,7 @@ class SpeculationPolicy:
             self.refused = self.rounds = self.drafted = self.accepted = 0
             self.spent, self.failure = 0.0, None
             self.recent.clear()
+            self.looked_up.clear()
             for found in self.seconds.values():
                 found.clear()
             return True

@@ -138,3 +138,18 @@ def test_words() -> None:
     assert str(policy) == "1 round, 1 of 2 drafts accepted"
     timed(policy, **{PLAIN: 0.4, DRAFT: 0.05, CHECK: 0.05})
     assert str(policy) == "1 round, 1 of 2 drafts accepted, +500 ms saved"
+
+
+def test_looking_up_pays_by_the_tokens_that_come_of_it() -> None:
+    policy = SpeculationPolicy(4)
+    assert policy.prefers_looking_up(), "not tried yet"
+    for kind, seconds in ((PLAIN, 1.0), (DRAFT, 0.5), (CHECK, 1.5)):
+        policy.seconds[kind].extend([seconds] * 3)
+    policy.recent.extend([4] * 8)  # 5 tokens in 3.5 seconds: 1.43 a second
+    policy.looked_up.extend([2] * 6)  # 3 tokens in 1.5
+    assert policy.prefers_looking_up()
+    policy.looked_up.extend([0] * 32)  # 1 token in 1.5
+    answers = [policy.prefers_looking_up() for _ in range(64)]
+    assert sum(answers) == 2, "it is tried again now and then"
+    policy.looked_up.extend([1] * 32)  # 2 tokens in 1.5: 1.33 a second
+    assert not policy.prefers_looking_up()

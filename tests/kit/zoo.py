@@ -403,10 +403,26 @@ def generate(model: Any, inputs: Inputs, **options: Any) -> Any:
     return model.generate(**inputs, **options)
 
 
-@functools.cache
+_shared: dict[str, Any] = {}
+
+
 def load(name: str) -> Any:
     """The family's model: built once, shared by all tests, which must leave it as it was."""
-    return fresh(name)
+    if name not in _shared:
+        _shared[name] = fresh(name)
+    return _shared[name]
+
+
+def forget_hooked() -> list[str]:
+    """Share no longer the models that a test has left with hooks, and name them: no step of a hooked model is kept."""
+    found = [
+        name
+        for name, model in _shared.items()
+        if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    ]
+    for name in found:
+        del _shared[name]
+    return found
 
 
 def fresh(name: str) -> Any:

@@ -15,6 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
 import transformers
+import zoo
 
 import fastgen
 from fastgen.cache import tree
@@ -30,8 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What 4.57 leaves to stock has no path to test there; that it falls back is what test_families.py checks."""
-    import zoo
-
     if zoo.MAJOR >= 5:
         return
     for item in items:
@@ -50,6 +49,7 @@ def _undisturbed() -> Iterator[None]:
         yield
     fastgen.configure(**before)
     assert fastgen.status().enabled, "a test left fastgen disabled"
+    assert not (hooked := zoo.forget_hooked()), f"a test left hooks on the shared {hooked}: the host's own, perhaps"
 
 
 @pytest.fixture

@@ -273,7 +273,7 @@ def test_a_model_that_stays_with_the_host() -> None:
 )
 def test_options_that_contradict(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        zoo.generate(zoo.load("bart"), {**_inputs("bart"), **DIVERSE, **options})
+        zoo.generate(copy.deepcopy(zoo.load("bart")), {**_inputs("bart"), **DIVERSE, **options})
 
 
 def test_without_fastgen_the_host_says_where_it_is() -> None:

@@ -63,6 +63,18 @@ def test_greedy_search(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"gemma2", "gpt_oss"}))
+def test_the_outputs_are_those_without_drafts_to_the_last_digit(name: str) -> None:
+    """So whether a call drafts may be decided by the clock. The two left out multiply in attention as the host does."""
+    model, inputs = zoo.load(name), zoo.inputs_for(name, batch=1)
+    options = dict(num_beams=1, max_new_tokens=30, min_new_tokens=30, return_dict_in_generate=True, output_logits=True)
+    found = []
+    for speculate in ("off", 3):
+        with fastgen.configured(speculate=speculate):
+            found.append(torch.stack(harness.run_fastgen(model, inputs, **options)[0].logits))
+    assert torch.equal(*found) and policy_of(model).rounds
+
+
 OPTIONS: list[dict[str, Any]] = [
     dict(max_new_tokens=1),
     dict(max_new_tokens=4),
@@ -121,11 +133,20 @@ def test_wrong_drafts_change_nothing(name: str, noise: float, monkeypatch: pytes
         return (found + added).round().clamp(-127, 127).to(torch.int8), scales
 
     monkeypatch.setattr("fastgen.ops.quantize_weight", corrupted)
+    monkeypatch.setattr(SpeculationPolicy, "prefers_looking_up", lambda policy: False)
     monkeypatch.setattr(quantized, "LARGEST_ERROR", float("inf"))
     policy = compare(name, min_new_tokens=40, max_new_tokens=40)
     part = policy.accepted / policy.drafted
     assert part > 0.5 if noise == 0 else part < 0.95, part
     assert noise < 300 or part < 0.5, part
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_texts_that_repeat_themselves_take_no_drafting_steps(name: str) -> None:
+    model = copy.deepcopy(zoo.load(name))
+    policy = compare(name, model, max_new_tokens=40, min_new_tokens=40)
+    assert policy.looked_up and policy.rounds == len(policy.looked_up) + len(policy.recent)
+    assert sum(policy.looked_up) + sum(policy.recent) == policy.accepted
 
 
 def test_code_of_the_users_between_steps_sees_no_draft() -> None:

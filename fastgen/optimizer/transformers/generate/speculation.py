@@ -23,6 +23,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from fastgen import config, phases, report
 from fastgen.cache.path_tree import AT_ONCE, PathTree
+from fastgen.decoding.prompt_lookup import PromptLookup
 from fastgen.decoding.search import Search
 from fastgen.decoding.speculation import CHECK, DRAFT, PLAIN, SpeculationPolicy
 from fastgen.layers import quantized
@@ -129,10 +130,13 @@ class SpeculativeDecoder(TreeDecoder):
         self._padding_token = request.model.config.get_text_config(decoder=True).pad_token_id
         self._rules = LogitsProcessorList(request.rules_of_the_largest())
         self._processing = Processing(Buffers(request.model))
-        self._ids = request.input_ids[0].tolist()  # the prompt, and the tokens that the host has chosen
+        self._chosen = PromptLookup(
+            request.input_ids[0].tolist()
+        )  # the prompt, and the tokens that the host has chosen
         self._count = 0  # tokens beyond the prompt that the host has chosen, the last of which is to be read
         self._ahead: list[tuple[int, Any]] = []  # drafts, and the model's outputs after each
         self._accepted: int | None = None  # drafts of this round, so far
+        self._is_looked_up = False  # this round's drafts took no steps
         self._first_position: int | None = None  # of the first token beyond the prompt, if the host numbers tokens
         self._may_store = not request.generation_config.return_dict_in_generate
         self._is_stored = False
@@ -203,7 +207,7 @@ class SpeculativeDecoder(TreeDecoder):
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step."""
         token = int(inputs[self._tokens_name])
-        self._ids.append(token)
+        self._chosen.append(token)
         if self._ahead and self._ahead[0][0] == token and self._is_at_its_position(inputs):
             assert self._accepted is not None
             self._accepted += 1
@@ -211,14 +215,11 @@ class SpeculativeDecoder(TreeDecoder):
             self._path.steps = self._count
             return self._ahead.pop(0)[1]
         self._end_round()
-        drafts = self._policy.drafts if self._policy.wants_drafts() and self._may_draft(inputs) else 0
-        tokens = [token]
-        for _ in range(drafts):
-            outputs = self._step(DRAFT, forward, inputs, tokens[-1:], self._count + len(tokens) - 1)
-            tokens.append(self._drafted(outputs.logits[:, -1], tokens[1:]))
-        outputs = self._step(CHECK if drafts else PLAIN, forward, inputs, tokens, self._count)
+        is_round = self._policy.wants_drafts() and self._may_draft(inputs)
+        tokens = [token, *(self._drafts(forward, inputs, token) if is_round else ())]
+        outputs = self._step(CHECK if is_round else PLAIN, forward, inputs, tokens, self._count)
         self._count += 1
-        if not drafts:
+        if not is_round:
             return outputs
         self._accepted = 0
         position = self._position(inputs)
@@ -234,10 +235,21 @@ class SpeculativeDecoder(TreeDecoder):
             del self._ahead[tokens.index(self._padding_token) :]
         return each[0]
 
+    def _drafts(self, forward: Callable[..., Any], inputs: dict[str, Any], token: int) -> list[int]:
+        drafts = self._chosen.next(self._policy.drafts)
+        self._is_looked_up = bool(drafts) and self._policy.prefers_looking_up()
+        if self._is_looked_up:
+            return drafts
+        drafts = []
+        for place in range(self._policy.drafts):
+            outputs = self._step(DRAFT, forward, inputs, [drafts[-1] if drafts else token], self._count + place)
+            drafts.append(self._drafted(outputs.logits[:, -1], drafts))
+        return drafts
+
     def _drafted(self, logits: Tensor, drafts: list[int]) -> int:
         """The best token after these drafts, by the host's rules, as far as they can be asked before their time."""
         if self._rules:
-            ids = torch.tensor([self._ids + drafts])
+            ids = torch.tensor([self._chosen.tokens + drafts])
             logits = self._processing.apply(self._rules, ids, logits, ours=True)
         return int(logits[0].argmax())
 
@@ -253,7 +265,7 @@ class SpeculativeDecoder(TreeDecoder):
 
     def _end_round(self) -> None:
         if self._accepted is not None:
-            self._policy.note_round(self._accepted)
+            self._policy.note_round(self._accepted, self._is_looked_up)
         self._ahead, self._accepted = [], None
 
     def _may_draft(self, inputs: dict[str, Any]) -> bool:
