@@ -128,6 +128,8 @@ class Job:
     def prompts(self) -> list[int]:
         """Of each input: how many tokens of its output were given."""
         found = []
+        if self.model.config.model_type == "whisper":  # whose own `generate` leaves them out
+            return [0] * sum(len(batch["input_features"]) for batch in self.batches)
         for batch in self.batches:
             given = batch.get("decoder_input_ids") if self.is_seq2seq else batch["input_ids"]
             rows = len(next(iter(batch.values())))

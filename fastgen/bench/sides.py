@@ -81,6 +81,9 @@ SIDES: dict[str, Side] = {
     "fastgen-compat": _ours(
         "fastgen, the host's loop", "tier='compat': the host's own search over the tree", tier="compat"
     ),
+    "fastgen-undrafted": _ours(
+        "fastgen without drafts", "speculate='off': no step reads more than one token", speculate="off"
+    ),
     "fastgen-tree": _ours(
         "fastgen, without products or recordings",
         "packing='off', replay='off': the host's products, and no recorded steps",

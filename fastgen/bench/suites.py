@@ -14,10 +14,10 @@ GREEDY = ("transformers", "transformers-static", "ctranslate2", "ctranslate2-int
 OURS = ("transformers", "fastgen")
 PEERS = ("transformers", "ctranslate2", "fastgen")
 INT8 = ("transformers", "ctranslate2-int8", "fastgen", "fastgen-int8")
-OURS_INT8 = (*OURS, "fastgen-int8")
 FAIRSEQ = ("fairseq", "fastgen-fairseq")
 ALL = ("transformers", "fairseq", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-fairseq")
 SENTENCES = "English to German, 1,000 sentences, batches of 64, 5 beams"
+DRAFTED = ("transformers", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-undrafted")
 MODES = ("transformers", "fastgen", "fastgen-compat", "fastgen-tree", "fastgen-slim")
 
 _RANDOM = "Random weights in the model's true shape, so lengths are forced equal."
@@ -101,8 +101,18 @@ def peers(quick: bool) -> list[Section]:
     modes, lists = MODES, (*OURS, "fastgen-lists", "fastgen-refill")
     if quick:
         return sections
+    clip = Task("greedy-whisper", "Whisper-base, 11 s of speech", "whisper", DRAFTED, batch=1, new=120)
+    alone = [
+        _task(f"greedy-smollm-{source}", "SmolLM2-135M", "smollm", DRAFTED, batch=1, source=source, new=new)
+        for source, new in ((512, 128), (64, 256))
+    ]
     return [
         *sections,
+        Section(
+            "Greedy search of one sentence, trained models",
+            "fastgen drafts where that is faster; fastgen without drafts stands beside it.",
+            [clip, *alone],
+        ),
         Section(
             "What fastgen's options do",
             _RANDOM,
@@ -121,7 +131,7 @@ def int8(quick: bool) -> list[Section]:
 
     def of(section: Section, title: str, show: list[str]) -> Section:
         tasks = [task for task in section.tasks if task.sides != FAIRSEQ and task.model != "smollm"]
-        tasks = [replace(task, name=f"int8-{task.name}", sides=_with_int8(task)) for task in tasks]
+        tasks = [replace(task, name=f"int8-{task.name}", sides=INT8) for task in tasks]
         return replace(section, title=title, tasks=tasks, show=show)
 
     beam, greedy, trained = peers(quick)[:3]
@@ -133,16 +143,12 @@ def int8(quick: bool) -> list[Section]:
     if not quick:
         prompts = [(4, 512, 48, 4), (1, 512, 128, 1), (1, 64, 256, 1)]
         tasks = [
-            _task(f"int8-smollm-{batch}x{source}", "SmolLM2-135M", "smollm", OURS_INT8, **sizes)
+            _task(f"int8-smollm-{batch}x{source}", "SmolLM2-135M", "smollm", INT8, **sizes)
             for batch, source, new, beams in prompts
             for sizes in [dict(batch=batch, source=source, new=new, beams=beams)]
         ]
         sections.append(Section("A language model in 8 bits", "Trained; its outputs are as long as is said.", tasks))
     return sections
-
-
-def _with_int8(task: Task) -> tuple[str, ...]:
-    return OURS_INT8 if task.sides == OURS else INT8
 
 
 # ---------------------------------------------------------------------------------------------- longer
@@ -184,8 +190,8 @@ def _trained(quick: bool) -> list[Task]:
     return [
         demo,
         Task("ddtp", SENTENCES, "ddtp", ALL, batch=64, new=120, beams=5),
-        Task("whisper", "Whisper-base, 4 x 11 s of speech, 5 beams", "whisper", OURS, batch=4, new=120, beams=5),
-        Task("smollm", "SmolLM2-135M, 4 x 512 -> 48, 4 beams", "smollm", OURS, batch=4, source=512, new=48, beams=4),
+        Task("whisper", "Whisper-base, 4 x 11 s of speech, 5 beams", "whisper", HOSTS, batch=4, new=120, beams=5),
+        Task("smollm", "SmolLM2-135M, 4 x 512 -> 48, 4 beams", "smollm", HOSTS, batch=4, source=512, new=48, beams=4),
     ]
 
 
