@@ -1,4 +1,4 @@
-// The numbers that fastgen::fingerprint multiplies by; fastgen/ops/reference.py says the same in torch.
+// The numbers that fastgen::fingerprint multiplies by; fastgen/ops/fingerprint.py says the same in torch.
 #pragma once
 
 #include <cstdint>

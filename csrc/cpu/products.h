@@ -24,7 +24,7 @@ struct Skinny {
   const float* bias; // [width] or null
   float* output; // rows of `output_stride` floats
   int64_t count, size, width, output_stride;
-  bool in_order; // one row of the weight after another, where that may pay; else four at once
+  bool in_order; // one row of the weight after another, where that may pay; else four or eight at once
 };
 
 // With a weight whose rows have codes: `weight[i]` is about `codes[i] * scales[i]`, and a row `x` times what is left of

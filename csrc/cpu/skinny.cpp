@@ -4,7 +4,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/ones.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -19,16 +18,18 @@
 namespace fastgen {
 namespace {
 
-// Whether one row of a weight after another is read faster here than four at once. On some processors it is, by up to a
-// third; on others by as much the other way. Sums are added in the same order: the products are the same, bit for bit.
+constexpr int64_t kWorthMeasuring = 1 << 20; // numbers of a weight: with fewer, either way takes no time
+
+// Whether one row of a weight after another is read faster here than several at once. On some processors it is, by up to
+// a third; on others by as much the other way. Sums are added in the same order: products are the same, bit for bit.
 bool is_faster_in_order() {
   static const bool is_faster = [] {
     constexpr int64_t kWidth = 1 << 14, kSize = 512; // 32 MB: more than second-level caches hold
-    const at::Tensor weight = at::ones({kWidth, kSize}), row = at::ones({1, kSize}), output = at::empty({1, kWidth});
+    const std::vector<float> weight(kWidth * kSize, 1.0f), row(kSize, 1.0f);
+    std::vector<float> output(kWidth);
     const auto seconds = [&](bool in_order) {
       const Skinny<float> all{
-          row.const_data_ptr<float>(), weight.const_data_ptr<float>(), nullptr, nullptr,
-          output.mutable_data_ptr<float>(), 1, kSize, kWidth, kWidth, in_order};
+          row.data(), weight.data(), nullptr, nullptr, output.data(), 1, kSize, kWidth, kWidth, in_order};
       const auto start = std::chrono::steady_clock::now();
       FASTGEN_CHOOSE(multiply<float>)(all, 0, kWidth / 4);
       return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -61,7 +62,7 @@ at::Tensor multiply_all(
   std::vector<std::function<void(int64_t, int64_t)>> parts; // of each weight
   std::vector<int64_t> ends; // of each part, in groups of four outputs
   int64_t done = 0, groups = 0;
-  const bool in_order = is_faster_in_order();
+  const bool in_order = width * size >= kWorthMeasuring && is_faster_in_order();
   const auto add_part = [&](auto multiply, const auto* weight, const float* factors, int64_t outputs) {
     const Skinny<std::decay_t<decltype(*weight)>> part{
         x.const_data_ptr<float>(), weight, factors, bias ? b.const_data_ptr<float>() + done : nullptr,

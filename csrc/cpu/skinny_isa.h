@@ -52,7 +52,7 @@ FASTGEN_TARGET inline void multiply_by(const Skinny<Weight>& all, int64_t from, 
 template <typename Weight>
 FASTGEN_TARGET void multiply(const Skinny<Weight>& all, int64_t begin, int64_t end) {
   const int64_t from = begin * kDots, to = std::min(end * kDots, all.width);
-  if (all.count <= kEightAtOnce && !all.in_order) {
+  if (all.count <= kEightAtOnce && (!all.in_order || std::is_same_v<Weight, int8_t>)) {
     multiply_by<2 * kDots>(all, from, to);
   } else {
     multiply_by<kDots>(all, from, to);

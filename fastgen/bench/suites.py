@@ -101,18 +101,9 @@ def peers(quick: bool) -> list[Section]:
     modes, lists = MODES, (*OURS, "fastgen-lists", "fastgen-refill")
     if quick:
         return sections
-    clip = Task("greedy-whisper", "Whisper-base, 11 s of speech", "whisper", DRAFTED, batch=1, new=120)
-    alone = [
-        _task(f"greedy-smollm-{source}", "SmolLM2-135M", "smollm", DRAFTED, batch=1, source=source, new=new)
-        for source, new in ((512, 128), (64, 256))
-    ]
     return [
         *sections,
-        Section(
-            "Greedy search of one sentence, trained models",
-            "fastgen drafts where that is faster; fastgen without drafts stands beside it.",
-            [clip, *alone],
-        ),
+        _one_sentence(),
         Section(
             "What fastgen's options do",
             _RANDOM,
@@ -123,6 +114,14 @@ def peers(quick: bool) -> list[Section]:
             ],
         ),
     ]
+
+
+def _one_sentence() -> Section:
+    tasks = [Task("greedy-whisper", "Whisper-base, 11 s of speech", "whisper", DRAFTED, batch=1, new=120)]
+    for source, new in ((512, 128), (64, 256)):
+        name = f"greedy-smollm-{source}"
+        tasks.append(_task(name, "SmolLM2-135M", "smollm", DRAFTED, batch=1, source=source, new=new))
+    return Section("Greedy search of one sentence", "Trained models. fastgen is there without drafts, too.", tasks)
 
 
 # ---------------------------------------------------------------------------------------------- int8
@@ -141,12 +140,10 @@ def int8(quick: bool) -> list[Section]:
         of(trained, "Trained models in 8 bits", [*_SHOWN, "metrics"]),
     ]
     if not quick:
-        prompts = [(4, 512, 48, 4), (1, 512, 128, 1), (1, 64, 256, 1)]
-        tasks = [
-            _task(f"int8-smollm-{batch}x{source}", "SmolLM2-135M", "smollm", INT8, **sizes)
-            for batch, source, new, beams in prompts
-            for sizes in [dict(batch=batch, source=source, new=new, beams=beams)]
-        ]
+        sizes = [dict(batch=4, source=512, new=48, beams=4), dict(batch=1, source=512, new=128)]
+        sizes.append(dict(batch=1, source=64, new=256))
+        name = "int8-smollm-{batch}x{source}".format_map
+        tasks = [_task(name(each), "SmolLM2-135M", "smollm", INT8, **each) for each in sizes]
         sections.append(Section("A language model in 8 bits", "Trained; its outputs are as long as is said.", tasks))
     return sections
 

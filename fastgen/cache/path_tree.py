@@ -21,6 +21,8 @@ class PathTree(BeamTree):
     drafts: a later step may begin at the same position, and writes over them. Always static: see `BeamTree`.
     """
 
+    reads_several = True
+
     def __init__(self, prompt_length: int, max_steps: int, room: int, buffers: Buffers | None = None) -> None:
         """`room`: steps for which there is room at first."""
         super().__init__(1, 1, max_steps, buffers, is_static=True)

@@ -30,6 +30,8 @@ _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays
 class BeamTree:
     """The state that all layers of a call share: the slots in use, and which of them each beam may see."""
 
+    reads_several = False  # a step's rows may be several tokens of one sentence
+
     def __init__(
         self, batch: int, beams: int, max_steps: int, buffers: Buffers | None = None, is_static: bool = False
     ) -> None:

@@ -39,5 +39,5 @@ class PromptLookup:
         """
         if self._found is None:
             return []
-        followed = self.tokens[self._found :]
+        followed = self.tokens[self._found : self._found + count]
         return (followed * (count // len(followed) + 1))[:count]

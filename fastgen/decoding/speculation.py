@@ -7,16 +7,19 @@ the token that was chosen.
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 from collections import deque
 from dataclasses import dataclass, field
 
 PLAIN, DRAFT, CHECK = "plain", "draft", "check"  # a step without drafts, a drafting step, one of several tokens
+LOOK_UP = "look up"  # a round whose drafts take no steps
 _TIMINGS, _ROUNDS = 3, 6  # of each kind, and of drafting, before anything is decided
 _MOST_ROUNDS = 48  # without timings of each kind: a kind of step that is never replayed does not pay
 _WORTH = 1.05  # the least gain in speed
 _RECENT, _CALLS = 32, 8  # rounds and timings, and calls, that are remembered
+_MIN_STEPS_AT_ONCE = 128  # of a model's first call: copying the weights takes as long as some thirty steps
 _TRY_AGAIN = 100  # calls after which what did not pay is tried again: the machine may have been busy
 
 
@@ -33,9 +36,14 @@ class SpeculationPolicy:
     seconds: dict[str, deque[float]] = field(
         default_factory=lambda: {kind: deque(maxlen=_RECENT) for kind in (PLAIN, DRAFT, CHECK)}
     )
-    recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))  # accepted drafts of the last rounds
-    looked_up: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))  # of those that took no drafting steps
-    not_looked_up: int = 0  # rounds that could have done without drafting steps since that was found not to pay
+    recent: deque[int] = field(
+        default_factory=lambda: deque(maxlen=_RECENT)
+    )  # accepted in the last rounds that drafted
+    looked_up: deque[int] = field(
+        default_factory=lambda: deque(maxlen=_RECENT)
+    )  # and in the last that looked drafts up
+    not_looked_up: int = 0  # times that drafts could have been looked up since that was found not to pay
+    calls: int = 0  # that could draft
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_CALLS))  # steps of the last calls
     failure: str | None = None  # why steps of rounds are not replayed
     refused: int = 0  # calls that could have drafted since drafting was found not to pay
@@ -69,43 +77,63 @@ class SpeculationPolicy:
             self.accepted += accepted
             (self.looked_up if is_looked_up else self.recent).append(accepted)
 
-    def wants_drafts(self) -> bool:
-        """Whether the next round should draft: steps without drafts are timed first, then rounds are tried until steps
-        of each kind have been timed, then the timings decide."""
-        with self._lock:
-            is_timed = self.is_forced or len(self.seconds[PLAIN]) >= _TIMINGS
-            return is_timed and not self.is_hopeless
+    def choose(self, can_look_up: bool) -> str:
+        """How the next step goes: `LOOK_UP` or `DRAFT`, a round with drafts of that kind; or `PLAIN`.
 
-    def prefers_looking_up(self) -> bool:
-        """Whether a round that `wants_drafts` should take tokens that were looked up, by the last rounds that did."""
+        Steps without drafts are timed first. Then some rounds of each kind are tried, and then timings decide.
+        `can_look_up`: the text's last tokens were there before.
+        """
         with self._lock:
-            if len(self.looked_up) < _ROUNDS or not self.seconds[CHECK]:
-                return True
-            check = statistics.median(self.seconds[CHECK])
-            drafting = self.drafts * statistics.median(self.seconds[DRAFT]) if self.seconds[DRAFT] else check
-            tokens, others = (1 + statistics.fmean(found or [0]) for found in (self.looked_up, self.recent))
-            if tokens / check > others / (drafting + check):
-                return True
-            self.not_looked_up += 1
-            return self.not_looked_up % _RECENT == 0  # the text may have changed
+            if self.failure or not (self.is_forced or len(self.seconds[PLAIN]) >= _TIMINGS):
+                return PLAIN
+            if can_look_up and self._tries_looking_up():
+                return LOOK_UP
+            return DRAFT if self._drafting_may_pay else PLAIN
+
+    @property
+    def _drafting_may_pay(self) -> bool:
+        if self.is_forced or len(self.recent) < _ROUNDS:
+            return True
+        if any(len(found) < _TIMINGS for found in self.seconds.values()):
+            return self.rounds < _MOST_ROUNDS
+        return self.gain > _WORTH
+
+    def _tries_looking_up(self) -> bool:
+        if self._looking_up_may_pay:
+            return True
+        self.not_looked_up += 1
+        return self.not_looked_up % _RECENT == 0  # the text may have changed
+
+    @property
+    def _looking_up_may_pay(self) -> bool:
+        if len(self.looked_up) < _ROUNDS:
+            return True
+        plain, draft, check = (self.seconds[kind] for kind in (PLAIN, DRAFT, CHECK))
+        if len(check) < _TIMINGS:
+            return self.rounds < _MOST_ROUNDS
+        steps = statistics.median(check) / (1 + statistics.fmean(self.looked_up))  # seconds a token
+        others = [statistics.median(plain) / _WORTH] if len(plain) >= _TIMINGS else []
+        if len(draft) >= _TIMINGS and self.recent:
+            drafting = self.drafts * statistics.median(draft) + statistics.median(check)
+            others.append(drafting / (1 + statistics.fmean(self.recent)))
+        return steps < min(others, default=math.inf)
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether drafting has been tried and does not pay, or cannot be done."""
+        """Whether drafts of both kinds have been tried and do not pay, or cannot be checked."""
         with self._lock:
             if self.failure:
                 return True
-            if self.is_forced or len(self.recent) < _ROUNDS:
-                return False
-            if any(len(found) < _TIMINGS for found in self.seconds.values()):
-                return self.rounds >= _MOST_ROUNDS
-            return self.gain <= _WORTH
+            is_known = len(self.looked_up) >= _ROUNDS and self._looking_up_may_pay
+            return not self._drafting_may_pay and not is_known
 
-    def may_try(self) -> bool:
-        """Whether a call should draft, or try to; asked once for each call. What did not pay is tried again later."""
+    def may_try(self, steps: int) -> bool:
+        """Whether a call of at most so many `steps` should draft, or try to; asked once for each call. What did not pay
+        is tried again later."""
         with self._lock:
             if not self.is_hopeless:
-                return True
+                self.calls += 1
+                return self.is_forced or self.calls > 1 or steps >= _MIN_STEPS_AT_ONCE
             self.refused += 1
             if self.refused < _TRY_AGAIN:
                 return False
@@ -119,7 +147,7 @@ class SpeculationPolicy:
 
     @property
     def gain(self) -> float:
-        """How many times as fast tokens come with drafts as without; needs timings of all kinds, and a round."""
+        """How many times as fast tokens come with drafting steps as without; needs a round, and all timings."""
         with self._lock:
             plain, draft, check = (statistics.median(self.seconds[kind]) for kind in (PLAIN, DRAFT, CHECK))
             return plain * (1 + statistics.mean(self.recent)) / (self.drafts * draft + check)

@@ -59,6 +59,10 @@ def interrupt(run: Callable[[], int], journal: Path, number: signal.Signals) -> 
     return process.exitcode
 
 
+def batches(journal: Path) -> int:
+    return _lines(journal) - 1
+
+
 def _lines(journal: Path) -> int:
     """Batches in the journal, and its header."""
     return journal.read_bytes().count(b"\n") if journal.exists() else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -192,3 +194,18 @@ def test_weights_in_half_precision(operators: Any, rows: int) -> None:
     torch.testing.assert_close(
         operators.skinny_linear(x, [special], None), F.linear(x, special.float()), rtol=0, atol=0, equal_nan=True
     )
+
+
+_FIRST_PRODUCT = """
+import torch
+torch.set_default_dtype(torch.float64)
+from fastgen import ops
+rows, weight = torch.ones(1, 2048, dtype=torch.float32), torch.ones(1024, 2048, dtype=torch.float32)
+assert ops.is_native(rows.device), "not native"
+assert (ops.skinny_linear(rows, [weight], None) == 2048).all()
+"""
+
+
+def test_the_first_product_of_a_process_whatever_the_default_dtype(native: Any) -> None:
+    """It times which way of reading weights is faster here."""
+    subprocess.run([sys.executable, "-c", _FIRST_PRODUCT], check=True, timeout=120)

@@ -31,7 +31,7 @@ _ROW_LOCAL = tuple(
 # Processors that only scale or cut off scores never change which is the largest.
 _KEEP_THE_LARGEST = tuple(
     getattr(logits_process, name, None)
-    for name in """TemperatureLogitsWarper TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper TypicalLogitsWarper
+    for name in """TemperatureLogitsWarper TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper
     EpsilonLogitsWarper EtaLogitsWarper LogitNormalization""".split()
 )
 # Criteria that depend only on the last token and the length.

@@ -11,6 +11,7 @@ import pytest
 import torch
 import zoo
 from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 
 import fastgen
 from fastgen.cache import path_tree
@@ -65,7 +66,7 @@ def test_greedy_search(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"gemma2", "gpt_oss"}))
 def test_the_outputs_are_those_without_drafts_to_the_last_digit(name: str) -> None:
-    """So whether a call drafts may be decided by the clock. The two left out multiply in attention as the host does."""
+    """With every product fastgen's own. The two left out multiply in attention as the host does."""
     model, inputs = zoo.load(name), zoo.inputs_for(name, batch=1)
     options = dict(num_beams=1, max_new_tokens=30, min_new_tokens=30, return_dict_in_generate=True, output_logits=True)
     found = []
@@ -133,7 +134,7 @@ def test_wrong_drafts_change_nothing(name: str, noise: float, monkeypatch: pytes
         return (found + added).round().clamp(-127, 127).to(torch.int8), scales
 
     monkeypatch.setattr("fastgen.ops.quantize_weight", corrupted)
-    monkeypatch.setattr(SpeculationPolicy, "prefers_looking_up", lambda policy: False)
+    monkeypatch.setattr(SpeculationPolicy, "_tries_looking_up", lambda policy: False)
     monkeypatch.setattr(quantized, "LARGEST_ERROR", float("inf"))
     policy = compare(name, min_new_tokens=40, max_new_tokens=40)
     part = policy.accepted / policy.drafted
@@ -270,6 +271,53 @@ def test_a_call_that_outgrows_its_buffers(monkeypatch: pytest.MonkeyPatch) -> No
         captures.append(statistics.counts(model).captures)
     assert policy.accepted and policy.room == 39
     assert captures[0] > 2 and captures[-1] == captures[-2]
+
+
+@pytest.mark.parametrize("padding", [7, None])
+def test_a_padding_token_that_the_config_has_forgotten(padding: int | None) -> None:
+    """M2M100 numbers positions by the one that the model was made with, and does not count it."""
+    model = copy.deepcopy(zoo.load("m2m_100"))
+    model.config.pad_token_id = padding
+    for seed in range(8):
+        torch.manual_seed(seed)
+        compare(
+            "m2m_100",
+            model,
+            seed=seed,
+            do_sample=True,
+            suppress_tokens=None,
+            sequence_bias=[[[zoo.PAD], 4.0]],
+            pad_token_id=zoo.PAD,
+            min_new_tokens=20,
+        )
+    assert policy_of(model).rounds
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bart", "whisper"])
+def test_a_text_that_ends_at_the_last_position_there_is(name: str) -> None:
+    """The host never reads beyond: drafts must not either, though the longest length would have room."""
+    model = copy.deepcopy(zoo.load(name))
+    config = model.config
+    positions = getattr(config, "max_target_positions", None) or config.max_position_embeddings
+    inputs = zoo.inputs_for(name, batch=1)
+    ids = "decoder_input_ids" if config.is_encoder_decoder else "input_ids"
+    longest = positions if ids not in inputs else positions - inputs[ids].shape[1]
+    stock = harness.run_stock(model, inputs, num_beams=1, max_new_tokens=longest - 1, min_new_tokens=longest - 1)
+    options = dict(num_beams=1, max_new_tokens=2 * positions, min_new_tokens=longest - 1)
+    stop = MaxLengthCriteria(max_length=stock.shape[1])
+    harness.compare(model, inputs, **options, stopping_criteria=StoppingCriteriaList([stop]))
+    assert policy_of(model).rounds
+
+
+def test_numbers_in_the_prompt_that_are_no_tokens() -> None:
+    """Placeholders beside `inputs_embeds`: they may be looked up, and are never drafted."""
+    model, inputs = copy.deepcopy(zoo.load("llama")), zoo.inputs_for("llama", batch=1, length=12)
+    ids = inputs["input_ids"]
+    embedded = model.get_input_embeddings()(ids).detach()
+    chosen = harness.run_stock(model, inputs, num_beams=1, max_new_tokens=8)[0, ids.shape[1] :].tolist()
+    placeholders = torch.tensor([[*chosen[:3], -100, -100, -100, *chosen[:3], 999, 999, 999]])
+    given = {**inputs, "input_ids": placeholders, "inputs_embeds": embedded}
+    harness.compare(model, given, num_beams=1, max_new_tokens=24, min_new_tokens=24)
 
 
 @pytest.mark.parametrize("name", ["led", "fsmt", "prophetnet", "trocr"])

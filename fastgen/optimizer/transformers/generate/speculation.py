@@ -1,21 +1,23 @@
-"""Speculative decoding of one sentence in greedy search and sampling: weights in 8 bits draft, float32 decides.
+"""Speculative decoding of one sentence in greedy search and sampling: cheap drafts, and float32 decides.
 
 The host's own loop runs. Where it calls the model with one token, a round begins: steps with weights in 8 bits draft
-the next tokens, and one step in float32, with the token and the drafts as rows, gives the model's outputs after each.
-As long as the host chooses what was drafted, its further calls are answered from these; another token begins the next
-round, whose keys and values take the place of those that no token is left of. So every output that the host sees is the
-model's own in float32, after the tokens that the host has chosen by its own rules.
+the next tokens, or they are looked up in the text so far. One step in float32, which reads the token and the drafts as
+one sequence, gives the model's outputs after each. As long as the host chooses what was drafted, its further calls are
+answered from these; another token begins the next round, whose keys and values take the place of those that no token is
+left of. So every output that the host sees is the model's own in float32, after the tokens that the host has chosen by
+its own rules.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from fastgen import config, phases, report
 from fastgen.cache.path_tree import AT_ONCE, PathTree
 from fastgen.decoding.prompt_lookup import PromptLookup
 from fastgen.decoding.search import Search
-from fastgen.decoding.speculation import CHECK, DRAFT, PLAIN, SpeculationPolicy
+from fastgen.decoding.speculation import CHECK, DRAFT, LOOK_UP, PLAIN, SpeculationPolicy
 from fastgen.layers import quantized
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import arena
@@ -34,6 +36,7 @@ from fastgen.memory.release import keeper
 from fastgen.optimizer.transformers.families import READ_SEVERAL
 from fastgen.optimizer.transformers.generate.processors import Processing
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
+from fastgen.optimizer.transformers.model.modules import decoder_modules
 from fastgen.optimizer.transformers.replay.guards import guards_of_steps
 from fastgen.optimizer.transformers.replay.step_state import State
 from fastgen.optimizer.transformers.request import Request
@@ -73,10 +76,11 @@ def policy_for(request: Request) -> SpeculationPolicy | None:
         policies = _policies.setdefault(model, {})
         key = (drafts, is_forced, torch.get_num_threads())
         policy = policies.setdefault(key, SpeculationPolicy(drafts, is_forced))
-    if policy.may_try():
+    if policy.may_try(steps):
         return policy
-    quantized.drop_unchosen(model.modules())
-    store.drop_some(model, lambda key: isinstance(key, tuple) and key[0] == _KEY)
+    if policy.is_hopeless:
+        quantized.drop_unchosen(model.modules())
+        store.drop_some(model, lambda key: isinstance(key, tuple) and key[0] == _KEY)
     return None
 
 
@@ -90,6 +94,25 @@ def _rope_types(model: Any) -> set[Any]:
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     found = [rope, *rope.values()] if isinstance(rope, dict) else []
     return {each.get("rope_type") or each.get("type") for each in found if isinstance(each, dict)}
+
+
+class _Limits(NamedTuple):
+    """What a model's tokens and positions can be."""
+
+    vocabulary: int
+    positions: float  # how many there are, by its config; perhaps more
+    paddings: frozenset[Any]  # tokens that it may not count
+
+
+def _limits_of(model: Any) -> _Limits:
+    config = model.config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    positions = [value for name in names if isinstance(value := getattr(config, name, None), int)]
+    # Modules know the padding token that the model was made with; its config may have been given another since.
+    paddings = {getattr(module, "padding_idx", None) for module in decoder_modules(model)}
+    return _Limits(
+        config.vocab_size, min(positions, default=math.inf), frozenset({*paddings, config.pad_token_id} - {None})
+    )
 
 
 @dataclass(frozen=True)
@@ -127,12 +150,13 @@ class SpeculativeDecoder(TreeDecoder):
         self._replayers = {kind: replayer.another() for kind in (PLAIN, DRAFT, CHECK)}
         prefix = "decoder_" if self.is_encoder_decoder else ""
         self._tokens_name, self._positions_name = f"{prefix}input_ids", f"{prefix}position_ids"
-        self._padding_token = request.model.config.get_text_config(decoder=True).pad_token_id
+        self._limits = _limits_of(request.model)
         self._rules = LogitsProcessorList(request.rules_of_the_largest())
         self._processing = Processing(Buffers(request.model))
-        self._chosen = PromptLookup(
-            request.input_ids[0].tolist()
-        )  # the prompt, and the tokens that the host has chosen
+        # The prompt and the tokens that the host has chosen, with room for drafts behind.
+        self._text = torch.zeros(1, prompt + self._steps, dtype=torch.int64, device=self._device)
+        self._text[:, :prompt] = request.input_ids
+        self._lookup = PromptLookup(request.input_ids[0].tolist())
         self._count = 0  # tokens beyond the prompt that the host has chosen, the last of which is to be read
         self._ahead: list[tuple[int, Any]] = []  # drafts, and the model's outputs after each
         self._accepted: int | None = None  # drafts of this round, so far
@@ -207,7 +231,8 @@ class SpeculativeDecoder(TreeDecoder):
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step."""
         token = int(inputs[self._tokens_name])
-        self._chosen.append(token)
+        self._text[0, len(self._lookup.tokens)] = token
+        self._lookup.append(token)
         if self._ahead and self._ahead[0][0] == token and self._is_at_its_position(inputs):
             assert self._accepted is not None
             self._accepted += 1
@@ -215,11 +240,11 @@ class SpeculativeDecoder(TreeDecoder):
             self._path.steps = self._count
             return self._ahead.pop(0)[1]
         self._end_round()
-        is_round = self._policy.wants_drafts() and self._may_draft(inputs)
-        tokens = [token, *(self._drafts(forward, inputs, token) if is_round else ())]
-        outputs = self._step(CHECK if is_round else PLAIN, forward, inputs, tokens, self._count)
+        drafts = self._drafts(forward, inputs, token)
+        tokens = [token, *drafts]
+        outputs = self._step(CHECK if drafts else PLAIN, forward, inputs, tokens, self._count)
         self._count += 1
-        if not is_round:
+        if not drafts:
             return outputs
         self._accepted = 0
         position = self._position(inputs)
@@ -228,29 +253,39 @@ class SpeculativeDecoder(TreeDecoder):
         each = [copy.copy(outputs) for _ in tokens]
         for row, one in enumerate(each):
             one.logits = logits[:, row : row + 1]
-        self._ahead = list(zip(tokens[1:], each[1:], strict=True))
-        if (
-            self._padding_token in tokens
-        ):  # some models do not count padding, so tokens after it are not where they would be
-            del self._ahead[tokens.index(self._padding_token) :]
+        self._ahead = list(zip(drafts, each[1:], strict=True))
+        # Some models do not count padding: tokens after it are not where they would be.
+        padding = next((place for place, one in enumerate(tokens) if one in self._limits.paddings), len(tokens))
+        del self._ahead[padding:]
         return each[0]
 
     def _drafts(self, forward: Callable[..., Any], inputs: dict[str, Any], token: int) -> list[int]:
-        drafts = self._chosen.next(self._policy.drafts)
-        self._is_looked_up = bool(drafts) and self._policy.prefers_looking_up()
-        if self._is_looked_up:
-            return drafts
+        """The drafts of a round that begins with `token`; none if no round does."""
+        if not self._may_draft(inputs):
+            return []
+        number, drafts = self._policy.drafts, self._lookup.next(self._policy.drafts)
+        # A prompt may hold numbers that stand for something else than a token.
+        kind = self._policy.choose(all(0 <= one < self._limits.vocabulary for one in drafts) and bool(drafts))
+        self._is_looked_up = kind == LOOK_UP
+        if kind != DRAFT:
+            return drafts if self._is_looked_up else []
         drafts = []
-        for place in range(self._policy.drafts):
-            outputs = self._step(DRAFT, forward, inputs, [drafts[-1] if drafts else token], self._count + place)
-            drafts.append(self._drafted(outputs.logits[:, -1], drafts))
+        for place in range(number):
+
+            def best(outputs: Any) -> int:
+                return self._best(outputs.logits[:, -1], drafts)
+
+            before = [drafts[-1] if drafts else token]
+            drafts.append(self._step(DRAFT, forward, inputs, before, self._count + place, best))
         return drafts
 
-    def _drafted(self, logits: Tensor, drafts: list[int]) -> int:
+    def _best(self, logits: Tensor, drafts: list[int]) -> int:
         """The best token after these drafts, by the host's rules, as far as they can be asked before their time."""
         if self._rules:
-            ids = torch.tensor([self._chosen.tokens + drafts])
-            logits = self._processing.apply(self._rules, ids, logits, ours=True)
+            length = len(self._lookup.tokens)
+            if drafts:
+                self._text[0, length + len(drafts) - 1] = drafts[-1]
+            logits = self._processing.apply(self._rules, self._text[:, : length + len(drafts)], logits, ours=True)
         return int(logits[0].argmax())
 
     def _position(self, inputs: dict[str, Any]) -> int | None:
@@ -270,8 +305,10 @@ class SpeculativeDecoder(TreeDecoder):
 
     def _may_draft(self, inputs: dict[str, Any]) -> bool:
         """Whether there is room for drafts, and the model will know where each is."""
+        position, drafts = self._position(inputs), self._policy.drafts
+        last = (self._path.prompt_length + self._count if position is None else position) + drafts
         # The last token is chosen and not read; and positions beyond the last may not exist.
-        if self._count + self._policy.drafts >= self._steps - 1:
+        if self._count + drafts >= self._steps - 1 or last >= self._limits.positions:
             return False
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         positions = tensors.pop(self._positions_name, None)
@@ -279,24 +316,31 @@ class SpeculativeDecoder(TreeDecoder):
         return is_told and not {*tensors} - {self._tokens_name, "attention_mask", "decoder_attention_mask"}
 
     def _step(
-        self, kind: str, forward: Callable[..., Any], inputs: dict[str, Any], tokens: list[int], count: int
+        self,
+        kind: str,
+        forward: Callable[..., Any],
+        inputs: dict[str, Any],
+        tokens: list[int],
+        count: int,
+        finish: Callable[[Any], Any] = lambda outputs: outputs,
     ) -> Any:
+        """What `finish` makes of the model's outputs after these tokens, which follow `count` beyond the prompt."""
         start = time.perf_counter()
         replayer = self._replayers[kind]
         self._path.open(count, len(tokens))
         inputs = self.step_inputs(inputs)
         if kind != PLAIN:
-            inputs[self._tokens_name] = torch.tensor([tokens])
+            inputs[self._tokens_name] = torch.tensor([tokens], device=self._device)
             if (first := self._position(inputs)) is not None:
                 first += count - self._count
-                inputs[self._positions_name] = torch.arange(first, first + len(tokens))[None]
+                inputs[self._positions_name] = torch.arange(first, first + len(tokens), device=self._device)[None]
             if "logits_to_keep" in inputs:
                 inputs["logits_to_keep"] = len(tokens)
         self.session.products = self._products.int8 if kind == DRAFT else self._products.float32
         before = replayer.counts.replays
-        outputs = self._replayed(forward, inputs, replayer)
+        found = finish(self._replayed(forward, inputs, replayer))
         self._policy.note_step(kind, time.perf_counter() - start, replayer.counts.replays > before)
-        return outputs
+        return found
 
 
 @report.provides("speculated")

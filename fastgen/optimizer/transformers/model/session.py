@@ -38,7 +38,8 @@ class Session:
     """The state that one decode step needs: the tree, and this step's masks and biases.
 
     While it is `active`, attention functions that a model of this thread looks up are wrapped: a call whose
-    query has one row per beam and whose keys have one row per sentence is folded, any other passes through.
+    query has one row per beam and whose keys have one row per sentence is folded, any other passes through. Where the
+    tree reads several tokens of one sentence in a step, the query may have one row with all of them.
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class Session:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Called in place of an attention function of the host; returns `[B*M, 1, H, D]` and no weights."""
+        """Called in place of an attention function of the host; returns `[B*M, 1, H, D]`, or `[1, M, H, D]` for tokens of
+        one sentence, and no weights."""
         if not self.is_active:
             if (encoded := self.slim.encoded_layer(module)) is not None:
                 if is_of(inner, "transformers"):
@@ -134,7 +136,7 @@ class Session:
                     return output.view(query.shape[0], query.shape[2], *output.shape[2:]), None
                 key, value = encoded.slim.keys_and_values(encoded.spanned())
             return inner(module, query, key, value, attention_mask, *args, **kwargs)
-        tokens = query.shape[2]  # of one sentence, read at once: rows of the tree
+        tokens = query.shape[2] if self.tree.reads_several else 1  # of one sentence: rows of the tree
         if not self.folds_rows(query.shape[0] * tokens) or key.shape[0] != self.tree.batch:
             return inner(module, query, key, value, attention_mask, *args, **kwargs)
         if tokens > 1:
