@@ -126,8 +126,8 @@ class Session:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Called in place of an attention function of the host; returns `[B*M, 1, H, D]`, or `[1, M, H, D]` for tokens of
-        one sentence, and no weights."""
+        """Called in place of an attention function of the host; returns `[B*M, 1, H, D]`, or `[1, M, H, D]` for tokens
+        of one sentence, and no weights."""
         if not self.is_active:
             if (encoded := self.slim.encoded_layer(module)) is not None:
                 if is_of(inner, "transformers"):
