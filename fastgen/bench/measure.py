@@ -123,11 +123,12 @@ class _Sides:
     def _load(self) -> None:
         self._say("loading")
         self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fastgen-bench-"))
-        engines = [name for name in self._task.sides if SIDES[name].runner == "ctranslate2"]
-        started = {name: self._start(SIDES[name]) for name in self._task.sides if name not in engines}
-        if engines:  # they load what is converted once for all of them
-            with contextlib.closing(self._start(SIDES[engines[0]], "convert")) as converter:
-                is_converted = self._do(engines[0], converter.load)
+        converters = dict.fromkeys(SIDES[name].converter for name in self._task.sides)
+        started = {name: self._start(SIDES[name]) for name in self._task.sides if not SIDES[name].converter}
+        for converter in filter(None, converters):  # these sides load what is converted once for all of them
+            engines = [name for name in self._task.sides if SIDES[name].converter == converter]
+            with contextlib.closing(self._start(SIDES[engines[0]], converter)) as child:
+                is_converted = self._do(engines[0], child.load)
             for name in engines:
                 if is_converted:
                     started[name] = self._start(SIDES[name])

@@ -11,6 +11,11 @@ _ON = {"FASTGEN_STRICT": "1"}  # a fallback must not be timed as if it were ours
 _STOCK = "fastgen is not enabled in its process"
 _GENERATE = "model.generate, the model in evaluation mode, sdpa attention (eager where the model has no other)"
 _FAIRSEQ = ["SequenceGenerator.generate on one generator, incremental decoding, model.eval()"]
+_LLAMA_CPP = [
+    "llama-cpp-python on a GGUF file written beforehand from the same weights; writing is not timed",
+    "as many threads as the others, greedy sampling on ids, nothing kept from one call to the next",
+    "no torch in its process",
+]
 _CTRANSLATE2 = [
     "the model converted beforehand from the same weights; converting is not timed",
     "one translator with as many threads as the others, batches as given (max_batch_size 0)",
@@ -27,6 +32,7 @@ class Side:
     options: dict[str, Any] = field(default_factory=dict)  # of the runner
     equals: str = ""  # the side whose every token it must have
     lossy: bool = False
+    converter: str = ""  # the runner that converts the model, once for all sides that have it
 
     @property
     def is_ours(self) -> bool:
@@ -56,7 +62,7 @@ SIDES: dict[str, Side] = {
         {"generate": {"cache_implementation": "static"}, "compiled": True},
     ),
     "fairseq": Side("fairseq", "fairseq", [*_FAIRSEQ, _STOCK], _OFF),
-    "ctranslate2": Side("CTranslate2", "ctranslate2", _CTRANSLATE2, _OFF),
+    "ctranslate2": Side("CTranslate2", "ctranslate2", _CTRANSLATE2, _OFF, converter="convert"),
     "ctranslate2-int8": Side(
         "CTranslate2, int8",
         "ctranslate2",
@@ -64,6 +70,17 @@ SIDES: dict[str, Side] = {
         _OFF,
         {"int8": True},
         lossy=True,
+        converter="convert",
+    ),
+    "llamacpp": Side("llama.cpp", "llamacpp", [*_LLAMA_CPP, "float32, keys and values too"], _OFF, converter="gguf"),
+    "llamacpp-int8": Side(
+        "llama.cpp, q8_0",
+        "llamacpp",
+        [*_LLAMA_CPP, "weights quantised to 8 bits in blocks of 32, keys and values in float16: other outputs"],
+        _OFF,
+        {"int8": True},
+        lossy=True,
+        converter="gguf",
     ),
     "fastgen": _ours("fastgen", "default options"),
     "fastgen-int8": Side(

@@ -17,7 +17,8 @@ INT8 = ("transformers", "ctranslate2-int8", "fastgen", "fastgen-int8")
 FAIRSEQ = ("fairseq", "fastgen-fairseq")
 ALL = ("transformers", "fairseq", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-fairseq")
 SENTENCES = "English to German, 1,000 sentences, batches of 64, 5 beams"
-DRAFTED = ("transformers", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-undrafted")
+DRAFTED = (*HOSTS, "fastgen-undrafted")
+LLAMA = (*DRAFTED, "fastgen-int8", "llamacpp", "llamacpp-int8")
 MODES = ("transformers", "fastgen", "fastgen-compat", "fastgen-tree", "fastgen-slim")
 
 _RANDOM = "Random weights in the model's true shape, so lengths are forced equal."
@@ -119,8 +120,7 @@ def peers(quick: bool) -> list[Section]:
 def _one_sentence() -> Section:
     tasks = [Task("greedy-whisper", "Whisper-base, 11 s of speech", "whisper", DRAFTED, batch=1, new=120)]
     for source, new in ((512, 128), (64, 256)):
-        name = f"greedy-smollm-{source}"
-        tasks.append(_task(name, "SmolLM2-135M", "smollm", DRAFTED, batch=1, source=source, new=new))
+        tasks.append(_task(f"greedy-smollm-{source}", "SmolLM2", "smollm", LLAMA, batch=1, source=source, new=new))
     return Section("Greedy search of one sentence", "Trained models. fastgen is there without drafts, too.", tasks)
 
 

@@ -64,3 +64,56 @@ def test_whisper(tmp_path: Path) -> None:
     view = ctranslate2.StorageView.from_array(numpy.ascontiguousarray(features.numpy()))
     (found,) = engine.generate(view, prompt.tolist(), beam_size=2, max_length=16)
     assert found.sequences_ids[0][:8] == expected[:8]
+
+
+GGUF = {
+    "attn_norm": "input_layernorm",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_up": "mlp.up_proj",
+}
+
+
+def llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96}
+    return LlamaForCausalLM(LlamaConfig(**{**zoo.GROUPED, **sizes})).eval()
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_a_gguf_file_has_the_weights(tmp_path: Path, is_int8: bool) -> None:
+    gguf = pytest.importorskip("gguf")
+    from fastgen.bench.runners.gguf import write
+
+    model = llama()
+    write(model, tmp_path / "model.gguf", is_int8)
+    read = gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    found = {each.name: torch.tensor(gguf.dequantize(each.data, each.tensor_type)) for each in read}
+    assert {"token_embd.weight", "output_norm.weight", "output.weight"} <= {*found}
+    layer = model.model.layers[1]
+    for name, theirs in GGUF.items():
+        weight = layer.get_submodule(theirs).weight.detach()
+        step = float(weight.abs().max()) / 127 if is_int8 and weight.ndim == 2 else 0.0
+        torch.testing.assert_close(found[f"blk.1.{name}.weight"], weight, rtol=0, atol=step)
+    if not is_int8:  # the halves of a head, which transformers rotates together, are neighbours there
+        query = layer.self_attn.q_proj.weight.detach()
+        order = torch.cat([torch.arange(16).view(2, 8).t().flatten() + 16 * head for head in range(4)])
+        assert torch.equal(found["blk.1.attn_q.weight"], query[order])
+
+
+def test_llama_cpp(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    import json
+
+    from fastgen.bench.runners import gguf, llamacpp
+
+    model, prompt = llama(), torch.randint(5, zoo.VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    expected = model.generate(prompt, do_sample=False, max_new_tokens=12, min_new_tokens=12)[0, 9:].tolist()
+    gguf.write(model, tmp_path / gguf.FLOAT32, is_int8=False)
+    (tmp_path / gguf.JOB).write_text(json.dumps({"prompts": prompt.tolist(), "new": 12, "ends": []}))
+    runner = llamacpp.Runner({"folder": str(tmp_path), "threads": 1, "options": {}})
+    for _ in range(2):  # nothing of the first call is left
+        assert runner.outputs(runner.generate()) == {"tokens": [expected]}
