@@ -128,7 +128,7 @@ class _Sides:
         for converter in filter(None, converters):  # these sides load what is converted once for all of them
             engines = [name for name in self._task.sides if SIDES[name].converter == converter]
             with contextlib.closing(self._start(SIDES[engines[0]], converter)) as child:
-                is_converted = self._do(engines[0], child.load)
+                is_converted = self._do(engines[0], child.load) is not None
             for name in engines:
                 if is_converted:
                     started[name] = self._start(SIDES[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ _NAMES = {
 class Runner:
     def __init__(self, order: dict[str, Any]) -> None:
         try:
-            import gguf
+            import gguf  # noqa: F401
             import llama_cpp  # noqa: F401  without it there is nothing to write for
         except ImportError:
             raise Missing("llama.cpp is not installed: pip install llama-cpp-python gguf") from None
@@ -43,10 +44,9 @@ class Runner:
         write(job.model, folder / INT8, is_int8=True)
         document = {"prompts": list(_prompts(job)), "new": job.options["max_new_tokens"], "ends": _ends(job.model)}
         (folder / JOB).write_text(json.dumps(document))
-        self._gguf = gguf
 
     def versions(self) -> dict[str, str]:
-        return {}
+        return {"gguf": importlib.metadata.version("gguf")}
 
 
 def _prompts(job: models.Job) -> Iterator[list[int]]:
