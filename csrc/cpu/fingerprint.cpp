@@ -23,9 +23,8 @@ uint64_t of_rows(const at::Tensor& rows, int64_t first, const std::vector<uint64
   const auto one = FASTGEN_CHOOSE(row_sums<1>), several = FASTGEN_CHOOSE(row_sums<kAtOnce>);
   const char* const data = static_cast<const char*>(rows.const_data_ptr());
   const int64_t bytes = rows.size(1) * rows.element_size(), stride = rows.stride(0) * rows.element_size();
-  const int64_t grain = std::max<int64_t>(1, kFloatsPerTask / std::max<int64_t>(1, bytes / 4));
   return at::parallel_reduce(
-      0, rows.size(0), grain, uint64_t{0},
+      0, rows.size(0), grain_of(bytes / 4), uint64_t{0},
       [&](int64_t begin, int64_t end, uint64_t total) {
         uint64_t sums[kAtOnce];
         for (int64_t i = begin, count; i < end; i += count) {

@@ -125,6 +125,12 @@ class Job:
     def is_seq2seq(self) -> bool:
         return bool(self.model.config.is_encoder_decoder)
 
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end an output."""
+        found = self.model.generation_config.eos_token_id
+        return [found] if isinstance(found, int) else list(found or [])
+
     def prompts(self) -> list[int]:
         """Of each input: how many tokens of its output were given."""
         found = []

@@ -111,12 +111,15 @@ class SpeculationPolicy:
         plain, draft, check = (self.seconds[kind] for kind in (PLAIN, DRAFT, CHECK))
         if len(check) < _TIMINGS:
             return self.rounds < _MOST_ROUNDS
-        steps = statistics.median(check) / (1 + statistics.fmean(self.looked_up))  # seconds a token
         others = [statistics.median(plain) / _WORTH] if len(plain) >= _TIMINGS else []
         if len(draft) >= _TIMINGS and self.recent:
-            drafting = self.drafts * statistics.median(draft) + statistics.median(check)
-            others.append(drafting / (1 + statistics.fmean(self.recent)))
-        return steps < min(others, default=math.inf)
+            others.append(self._seconds_a_token(self.recent, self.drafts))
+        return self._seconds_a_token(self.looked_up, 0) < min(others, default=math.inf)
+
+    def _seconds_a_token(self, accepted: deque[int], steps: int) -> float:
+        """Of rounds of which so many drafts were `accepted`, with so many drafting `steps` each."""
+        drafting = steps * statistics.median(self.seconds[DRAFT]) if steps else 0.0
+        return (drafting + statistics.median(self.seconds[CHECK])) / (1 + statistics.mean(accepted))
 
     @property
     def is_hopeless(self) -> bool:
@@ -149,8 +152,7 @@ class SpeculationPolicy:
     def gain(self) -> float:
         """How many times as fast tokens come with drafting steps as without; needs a round, and all timings."""
         with self._lock:
-            plain, draft, check = (statistics.median(self.seconds[kind]) for kind in (PLAIN, DRAFT, CHECK))
-            return plain * (1 + statistics.mean(self.recent)) / (self.drafts * draft + check)
+            return statistics.median(self.seconds[PLAIN]) / self._seconds_a_token(self.recent, self.drafts)
 
     @property
     def saved(self) -> float:

@@ -93,8 +93,13 @@ def _names_of_speech(size: int, tokenizer: Any) -> list[str]:
 def names_of(batch: dict[str, Any]) -> list[list[str]]:
     if "input_features" in batch:  # a prompt for each clip
         return [[str(token) for token in row] for row in batch["decoder_input_ids"].tolist()]
+    return [[str(token) for token in row] for row in unpadded(batch)]
+
+
+def unpadded(batch: dict[str, Any]) -> list[list[int]]:
+    """The ids of each input of a batch of text, without padding."""
     rows = zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True)
-    return [[str(token) for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in rows]
+    return [[token for token, kept in zip(ids, mask, strict=True) if kept] for ids, mask in rows]
 
 
 _SAME = ("no_repeat_ngram_size", "repetition_penalty", "length_penalty")

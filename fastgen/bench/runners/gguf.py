@@ -10,6 +10,7 @@ from typing import Any
 
 from fastgen.bench import models
 from fastgen.bench.runners import Missing, Refused
+from fastgen.bench.runners.convert import unpadded
 
 FLOAT32, INT8, JOB = "model-f32.gguf", "model-q8_0.gguf", "llamacpp.json"  # in the folder that the order names
 
@@ -42,22 +43,12 @@ class Runner:
         folder = Path(order["folder"])
         write(job.model, folder / FLOAT32, is_int8=False)
         write(job.model, folder / INT8, is_int8=True)
-        document = {"prompts": list(_prompts(job)), "new": job.options["max_new_tokens"], "ends": _ends(job.model)}
+        prompts = [row for batch in job.batches for row in unpadded(batch)]
+        document = {"prompts": prompts, "new": job.options["max_new_tokens"], "ends": job.ends}
         (folder / JOB).write_text(json.dumps(document))
 
     def versions(self) -> dict[str, str]:
         return {"gguf": importlib.metadata.version("gguf")}
-
-
-def _prompts(job: models.Job) -> Iterator[list[int]]:
-    for batch in job.batches:
-        for ids, mask in zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True):
-            yield [token for token, kept in zip(ids, mask, strict=True) if kept]
-
-
-def _ends(model: Any) -> list[int]:
-    found = model.generation_config.eos_token_id
-    return [found] if isinstance(found, int) else list(found or [])
 
 
 def write(model: Any, path: Path, is_int8: bool) -> None:

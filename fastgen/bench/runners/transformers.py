@@ -64,8 +64,7 @@ class Runner:
 
     def _new(self, row: list[int]) -> list[int]:
         """Without the end token and what pads it."""
-        ends = self.model.generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else ends or []
+        ends = self._job.ends
         return row[: next((place for place, token in enumerate(row) if token in ends), len(row))]
 
     def keep(self, number: int) -> None:

@@ -36,7 +36,6 @@ from fastgen.memory.release import keeper
 from fastgen.optimizer.transformers.families import READ_SEVERAL
 from fastgen.optimizer.transformers.generate.processors import Processing
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
-from fastgen.optimizer.transformers.model.modules import decoder_modules
 from fastgen.optimizer.transformers.replay.guards import guards_of_steps
 from fastgen.optimizer.transformers.replay.step_state import State
 from fastgen.optimizer.transformers.request import Request
@@ -101,18 +100,15 @@ class _Limits(NamedTuple):
 
     vocabulary: int
     positions: float  # how many there are, by its config; perhaps more
-    paddings: frozenset[Any]  # tokens that it may not count
+    paddings: frozenset[int | None]  # tokens that it may not count
 
 
-def _limits_of(model: Any) -> _Limits:
-    config = model.config.get_text_config(decoder=True)
+def _limits_of(request: Request) -> _Limits:
+    config = request.model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     positions = [value for name in names if isinstance(value := getattr(config, name, None), int)]
     # Modules know the padding token that the model was made with; its config may have been given another since.
-    paddings = {getattr(module, "padding_idx", None) for module in decoder_modules(model)}
-    return _Limits(
-        config.vocab_size, min(positions, default=math.inf), frozenset({*paddings, config.pad_token_id} - {None})
-    )
+    return _Limits(config.vocab_size, min(positions, default=math.inf), request.facts.paddings | {config.pad_token_id})
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ class SpeculativeDecoder(TreeDecoder):
         self._replayers = {kind: replayer.another() for kind in (PLAIN, DRAFT, CHECK)}
         prefix = "decoder_" if self.is_encoder_decoder else ""
         self._tokens_name, self._positions_name = f"{prefix}input_ids", f"{prefix}position_ids"
-        self._limits = _limits_of(request.model)
+        self._limits = _limits_of(request)
         self._rules = LogitsProcessorList(request.rules_of_the_largest())
         self._processing = Processing(Buffers(request.model))
         # The prompt and the tokens that the host has chosen, with room for drafts behind.
@@ -263,18 +259,18 @@ class SpeculativeDecoder(TreeDecoder):
         """The drafts of a round that begins with `token`; none if no round does."""
         if not self._may_draft(inputs):
             return []
-        number, drafts = self._policy.drafts, self._lookup.next(self._policy.drafts)
+        found = self._lookup.next(self._policy.drafts)
         # A prompt may hold numbers that stand for something else than a token.
-        kind = self._policy.choose(all(0 <= one < self._limits.vocabulary for one in drafts) and bool(drafts))
+        kind = self._policy.choose(bool(found) and all(0 <= one < self._limits.vocabulary for one in found))
         self._is_looked_up = kind == LOOK_UP
         if kind != DRAFT:
-            return drafts if self._is_looked_up else []
-        drafts = []
-        for place in range(number):
+            return found if self._is_looked_up else []
+        drafts: list[int] = []
 
-            def best(outputs: Any) -> int:
-                return self._best(outputs.logits[:, -1], drafts)
+        def best(outputs: Any) -> int:
+            return self._best(outputs.logits[:, -1], drafts)
 
+        for place in range(self._policy.drafts):
             before = [drafts[-1] if drafts else token]
             drafts.append(self._step(DRAFT, forward, inputs, before, self._count + place, best))
         return drafts

@@ -40,6 +40,7 @@ class ModelFacts:
     is_encoder_watched: bool
     sees_prompt_padding: bool  # generated tokens attend to padding of the prompt
     takes_plain_mask: bool  # the model's code needs a source mask in two dimensions
+    paddings: frozenset[int]  # tokens that modules of a step were made to take for padding
     folding: dict[tuple[type, str], Wrapper]  # wrappers of classes that compute attention themselves
     replayable: dict[tuple[type, str], Wrapper]  # wrappers of classes that would wait for a device
 
@@ -116,6 +117,7 @@ def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
         is_encoder_watched=replaced_code.is_watched(module for _, module in in_encoder),
         sees_prompt_padding=streams.sees_padding(model),
         takes_plain_mask=modules.takes_plain_mask(kinds),
+        paddings=frozenset(found for step in steps if isinstance(found := getattr(step, "padding_idx", None), int)),
         folding=modules.hand_written_attention(kinds),
         replayable=modules.replayable_inputs(kinds),
     )

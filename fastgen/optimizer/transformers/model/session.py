@@ -140,22 +140,8 @@ class Session:
         if not self.folds_rows(query.shape[0] * tokens) or key.shape[0] != self.tree.batch:
             return inner(module, query, key, value, attention_mask, *args, **kwargs)
         if tokens > 1:
-            rows, _ = self._fold(inner, module, as_beams(query), key, value, attention_mask, *args, **kwargs)
+            rows, _ = self.attend(inner, module, as_beams(query), key, value, attention_mask, *args, **kwargs)
             return rows.view(query.shape[0], tokens, *rows.shape[2:]), None
-        return self._fold(inner, module, query, key, value, attention_mask, *args, **kwargs)
-
-    def _fold(
-        self,
-        inner: Callable[..., Any],
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Any]:
-        """`attend` of a step's queries, one row per beam."""
         layer = self.folded()
         bias = self._bias(module, layer, query.dtype, attention_mask, kwargs)
         scale = scale_of(query, kwargs)
