@@ -30,7 +30,7 @@ class Config:
     packing: str = "auto"  # products of our own, on packed weights or not: where a timing says so, "always", or "off"
     weights: str = "float32"  # of linear layers: as they are, or in 8 bits ("int8"), which may change the outputs
     speculate: str | int = "auto"  # greedy search and sampling of one sentence on a CPU: how many tokens are drafted
-    replay: str = "auto"  # on the CPU, record decode steps and replay them: of one sentence, "always", or "off"
+    replay: str = "auto"  # on the CPU, record decode steps and replay them: "auto", "always" or "off"
     cache: str = "auto"  # what is stored of each position: what a plan says, keys and values ("kv"), or a slim cache
     cache_threshold: float = 0.0  # slim caches leave out of a sum what weighs less: an approximation unless it is 0
     cuda_graphs: bool = False  # on CUDA, capture decode steps and replay them

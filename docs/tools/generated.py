@@ -53,11 +53,13 @@ def written(text: str, only: str | None = None) -> str:
 
 # ---------------------------------------------------------------------------------------------- models
 _KINDS = {
-    "causal": "decoder-only",
-    "seq2seq": "encoder-decoder",
-    "speech": "speech",
-    "image-text": "images and text, on text alone",
+    "causal": "Decoder-only",
+    "seq2seq": "Encoder-decoder",
+    "speech": "Speech",
+    "image-text": "Images and text",
 }
+_ACCELERATED, _NOT_TRIED = "accelerated", "not tried"
+_CELLS = {"fallback": "host", _NOT_TRIED: "not tried", "different": "**differs**"}
 
 
 def _models() -> dict[str, Any]:
@@ -65,46 +67,58 @@ def _models() -> dict[str, Any]:
     return data
 
 
-def _of(outcome: str) -> dict[str, dict[str, str]]:
-    return {name: one for name, one in _models()["classes"].items() if one["outcome"] == outcome}
-
-
-def _listed(classes: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(classes, key=str.lower))
+def models_state(one: dict[str, Any]) -> str:
+    """What came of a class with inputs of its own, or with text if it reads nothing else."""
+    state: str = (one["own"] or one["text"])["outcome"]
+    return state
 
 
 def models_count() -> str:
-    accelerated, fallback, untried = (len(_of(outcome)) for outcome in ("accelerated", "fallback", "not tried"))
+    classes = _models()["classes"].values()
+    states = [models_state(one) for one in classes]
+    by_rows = sum(
+        models_state(one) == _ACCELERATED and (one["own"] or one["text"])["caches"] == "rows" for one in classes
+    )
     return (
-        f"Of the {len(_models()['classes'])} causal, seq2seq, speech and image-text classes of transformers "
-        f"{_models()['transformers']}, **{accelerated} are accelerated**, {fallback} fall back to the host, "
-        f"{untried} could not be tried with a tiny model, and {len(_of('different'))} differ."
+        f"Of the {len(states)} causal, seq2seq, speech and image-text classes of transformers "
+        f"{_models()['transformers']}, **{states.count(_ACCELERATED)} are accelerated** on the inputs they are made "
+        f"for ({by_rows} of them with one row per beam), {states.count('fallback')} fall back to the host, "
+        f"{states.count(_NOT_TRIED)} could not be tried, and {states.count('different')} differ."
     )
 
 
-def models_accelerated() -> str:
-    found = _of("accelerated")
-    rows = []
+def models_classes() -> str:
+    parts = []
     for kind, title in _KINDS.items():
-        names = [name for name, one in found.items() if one["kind"] == kind]
-        rows.append((f"{title} ({len(names)})", _listed(names)))
-    return table(("kind", "classes"), rows)
+        names = sorted((name for name, one in _models()["classes"].items() if one["kind"] == kind), key=str.lower)
+        rows = [_row(name, _models()["classes"][name]) for name in names]
+        parts.append(f"### {title}\n\n{table(('class', 'on text', 'on its own inputs', 'why not'), rows)}")
+    return "\n\n".join(parts)
 
 
-def _by_reason(outcome: str) -> str:
-    """Classes with the same reason, but for its numbers and names, in one row."""
-    alike: dict[str, list[str]] = {}
-    for name, one in _of(outcome).items():
-        reasons = dict.fromkeys(map(_general, one["why"].split("; ")))
-        alike.setdefault("; ".join(reasons), []).append(name)
-    rows = sorted(alike.items(), key=lambda row: (-len(row[1]), row[0].lower()))
-    return table(("why", "classes"), ((why, _listed(names)) for why, names in rows))
+def _row(name: str, one: dict[str, Any]) -> tuple[str, str, str, str]:
+    text, own = one["text"], one["own"]
+    why = [
+        f"{where}{_plain(verdict['why'])}"
+        for where, verdict in (("text: ", text), ("", own or {"why": ""}))
+        if verdict["why"] and not (own and own["outcome"] == _ACCELERATED and verdict is text)
+    ]
+    return f"`{name}`", _cell(text), "" if own is None else _cell(own), "; ".join(why).removeprefix("text: ")
 
 
-def _general(why: str) -> str:
-    why = re.sub(r"'?\b[A-Z]\w+(Config|ConditionalGeneration)\b'?|\d[\d.e+-]*", "…", why)
-    why = re.sub(r"\b\w*Attention(?= computes)|(?<=in a )\w+", "…", why)
-    return why.replace("…, …, …, …, …", "…").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
+def _cell(verdict: dict[str, str]) -> str:
+    if verdict["outcome"] != _ACCELERATED:
+        return _CELLS[verdict["outcome"]]
+    words = "rows" if verdict["caches"] == "rows" else "yes"
+    return f"{words}, without {verdict['without']}" if verdict["without"] else words
+
+
+def _plain(why: str) -> str:
+    return why.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").strip()
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names, key=str.lower))
 
 
 # ---------------------------------------------------------------------------------------------- versions
@@ -517,10 +531,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "cluster-failures": cluster_failures,
     "cluster-measured": cluster_measured,
     "cluster-sizing": cluster_sizing,
-    "models-accelerated": models_accelerated,
+    "models-classes": models_classes,
     "models-count": models_count,
-    "models-fallback": lambda: _by_reason("fallback"),
-    "models-not-tried": lambda: _by_reason("not tried"),
     "results-machine": results_machine,
     "results-operators": results_operators,
     **{f"results-{name}": functools.partial(_suite, name) for name in _SUITES},

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastgen.bench import data
+from fastgen.bench.captioners import CAPTIONERS, job_parts
 from fastgen.bench.data import Folders
 
 _SEED = 0
@@ -134,6 +135,8 @@ class Job:
     def prompts(self) -> list[int]:
         """Of each input: how many tokens of its output were given."""
         found = []
+        if "pixel_values" in self.batches[0]:  # what is returned begins with the prompt in some models alone
+            return [0] * sum(len(batch["pixel_values"]) for batch in self.batches)
         if self.model.config.model_type == "whisper":  # whose own `generate` leaves them out
             return [0] * sum(len(batch["input_features"]) for batch in self.batches)
         for batch in self.batches:
@@ -149,7 +152,10 @@ def build(task: dict[str, Any], folders: Folders, device: str = "cpu", dtype: st
 
     torch.manual_seed(_SEED)
     name = task["model"]
-    job = _random(task) if name in SHAPES else TRAINED[name].build(task, folders)
+    if name in CAPTIONERS:
+        job = Job(*job_parts(task))
+    else:
+        job = _random(task) if name in SHAPES else TRAINED[name].build(task, folders)
     model = job.model.eval().to(device=device, dtype=getattr(torch, dtype))
     batches = [{key: _moved(value, model) for key, value in batch.items()} for batch in job.batches]
     return Job(model, job.options | task["options"], batches)

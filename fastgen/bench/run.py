@@ -12,8 +12,9 @@ from pathlib import Path
 
 from fastgen.bench import document, machine, measure
 from fastgen.bench.measure import Settings
+from fastgen.bench.sections import Section, needed
 from fastgen.bench.sides import SIDES
-from fastgen.bench.suites import SUITES, Section, needed
+from fastgen.bench.suites import SUITES
 from fastgen.bench.tasks import Task
 
 

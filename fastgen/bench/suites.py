@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from fastgen.bench.models import TRAINED, Folders
+from fastgen.bench.growth_suites import lightseq_fig5, lightseq_fig6, scale
+from fastgen.bench.image_suites import captions
+from fastgen.bench.sections import RANDOM, SHOWN, Section, random_text, task_of
 from fastgen.bench.tasks import Task
 
 HOSTS = ("transformers", "ctranslate2", "ctranslate2-int8", "fastgen")
@@ -21,39 +23,6 @@ DRAFTED = (*HOSTS, "fastgen-undrafted")
 LLAMA = (*DRAFTED, "fastgen-int8", "llamacpp", "llamacpp-int8")
 MODES = ("transformers", "fastgen", "fastgen-compat", "fastgen-tree", "fastgen-slim")
 
-_RANDOM = "Random weights in the model's true shape, so lengths are forced equal."
-_QUICK = " Quick: fewer layers, tokens and inputs than the model has; figures are not those of the whole model."
-_SHOWN = ["ratios", "seconds", "outputs", "memory"]
-
-
-@dataclass(frozen=True)
-class Section:
-    title: str
-    text: str
-    tasks: list[Task]
-    show: list[str] = field(default_factory=lambda: list(_SHOWN))
-
-
-def needed(task: Task, folders: Folders) -> str:
-    """The options that the task needs and that were not given."""
-    trained = TRAINED.get(task.model)
-    return " and ".join(f"--{name} DIR" for name in (trained.needs if trained else ()) if name not in folders)
-
-
-def _sizes(task: dict[str, Any]) -> str:
-    beams = f", {task['beams']} beams" if task["beams"] > 1 else ""
-    source = f" x {task['source']}" if task["source"] else ""
-    return f"{task['batch']}{source} -> {task['new']}{beams}"
-
-
-def _task(name: str, label: str, model: str, sides: tuple[str, ...], **sizes: Any) -> Task:
-    layers = f", {sizes['layers']}+{sizes['layers']} layers" if sizes.get("layers") else ""
-    return Task(name, f"{label}{layers}, {_sizes({'beams': 1, 'source': 0, **sizes})}", model, sides, **sizes)
-
-
-def _random(quick: bool) -> str:
-    return _RANDOM + _QUICK if quick else _RANDOM
-
 
 # ---------------------------------------------------------------------------------------------- peers
 def peers(quick: bool) -> list[Section]:
@@ -64,39 +33,39 @@ def peers(quick: bool) -> list[Section]:
     one = short | {"batch": 1}
     prompts = dict(batch=4, source=128, new=16, beams=4, **few) if quick else dict(batch=4, source=512, new=64, beams=4)
     greedy = [
-        _task("greedy-1", "transformer-base", "transformer-base", GREEDY, **one | {"beams": 1}),
-        _task("greedy-8", "transformer-base", "transformer-base", GREEDY, **short | {"batch": 8, "beams": 1}),
-        _task("greedy-gpt2", "GPT-2", "gpt2", GREEDY, batch=4, source=128, new=64),
+        task_of("greedy-1", "transformer-base", "transformer-base", GREEDY, **one | {"beams": 1}),
+        task_of("greedy-8", "transformer-base", "transformer-base", GREEDY, **short | {"batch": 8, "beams": 1}),
+        task_of("greedy-gpt2", "GPT-2", "gpt2", GREEDY, batch=4, source=128, new=64),
     ]
     fairseq = [
-        _task("fairseq-wide", "Transformer as wide as BART-base", "transformer-wide", FAIRSEQ, **long),
-        _task("fairseq-base-32", "transformer-base", "transformer-base", FAIRSEQ, **short),
-        _task("fairseq-base-1", "transformer-base", "transformer-base", FAIRSEQ, **one),
-        _task("fairseq-gpt2", "language model of GPT-2's shape", "gpt2", FAIRSEQ, **prompts | {"source": 256}),
+        task_of("fairseq-wide", "Transformer as wide as BART-base", "transformer-wide", FAIRSEQ, **long),
+        task_of("fairseq-base-32", "transformer-base", "transformer-base", FAIRSEQ, **short),
+        task_of("fairseq-base-1", "transformer-base", "transformer-base", FAIRSEQ, **one),
+        task_of("fairseq-gpt2", "language model of GPT-2's shape", "gpt2", FAIRSEQ, **prompts | {"source": 256}),
     ]
     sections = [
         Section(
             "Beam search",
-            _random(quick),
+            random_text(quick),
             [
-                _task("bart-base", "BART-base", "bart-base", HOSTS, **long),
-                _task("transformer-base-32", "transformer-base", "transformer-base", HOSTS, **short),
-                _task("transformer-base-1", "transformer-base", "transformer-base", HOSTS, **one),
-                _task("gpt2", "GPT-2", "gpt2", HOSTS, **prompts),
+                task_of("bart-base", "BART-base", "bart-base", HOSTS, **long),
+                task_of("transformer-base-32", "transformer-base", "transformer-base", HOSTS, **short),
+                task_of("transformer-base-1", "transformer-base", "transformer-base", HOSTS, **one),
+                task_of("gpt2", "GPT-2", "gpt2", HOSTS, **prompts),
             ],
-            [*_SHOWN, "phases"],
+            [*SHOWN, "phases"],
         ),
         Section(
             "Greedy search",
-            f"{_random(quick)} The host's own best is here its static cache with compiled steps.",
+            f"{random_text(quick)} The host's own best is here its static cache with compiled steps.",
             greedy[:1] if quick else greedy,
         ),
-        Section("Trained models", "They end by themselves.", _trained(quick), [*_SHOWN, "phases"]),
+        Section("Trained models", "They end by themselves.", _trained(quick), [*SHOWN, "phases"]),
         Section(
             "fairseq",
-            _random(quick),
+            random_text(quick),
             fairseq[:2] if quick else fairseq,
-            [*_SHOWN, "phases"],
+            [*SHOWN, "phases"],
         ),
     ]
     modes, lists = MODES, (*OURS, "fastgen-lists", "fastgen-refill")
@@ -107,10 +76,10 @@ def peers(quick: bool) -> list[Section]:
         _one_sentence(),
         Section(
             "What fastgen's options do",
-            _RANDOM,
+            RANDOM,
             [
-                _task("modes-bart-base", "BART-base", "bart-base", MODES, **long),
-                _task("modes-transformer-base-1", "transformer-base", "transformer-base", modes, **one),
+                task_of("modes-bart-base", "BART-base", "bart-base", MODES, **long),
+                task_of("modes-transformer-base-1", "transformer-base", "transformer-base", modes, **one),
                 Task("modes-ddtp", SENTENCES, "ddtp", lists, batch=64, new=120, beams=5),
             ],
         ),
@@ -120,7 +89,7 @@ def peers(quick: bool) -> list[Section]:
 def _one_sentence() -> Section:
     tasks = [Task("greedy-whisper", "Whisper-base, 11 s of speech", "whisper", DRAFTED, batch=1, new=120)]
     for source, new in ((512, 128), (64, 256)):
-        tasks.append(_task(f"greedy-smollm-{source}", "SmolLM2", "smollm", LLAMA, batch=1, source=source, new=new))
+        tasks.append(task_of(f"greedy-smollm-{source}", "SmolLM2", "smollm", LLAMA, batch=1, source=source, new=new))
     return Section("Greedy search of one sentence", "Trained models. fastgen is there without drafts, too.", tasks)
 
 
@@ -135,15 +104,15 @@ def int8(quick: bool) -> list[Section]:
 
     beam, greedy, trained = peers(quick)[:3]
     sections = [
-        of(beam, "Beam search in 8 bits", _SHOWN),
-        of(greedy, "Greedy search in 8 bits", _SHOWN),
-        of(trained, "Trained models in 8 bits", [*_SHOWN, "metrics"]),
+        of(beam, "Beam search in 8 bits", SHOWN),
+        of(greedy, "Greedy search in 8 bits", SHOWN),
+        of(trained, "Trained models in 8 bits", [*SHOWN, "metrics"]),
     ]
     if not quick:
         sizes = [dict(batch=4, source=512, new=48, beams=4), dict(batch=1, source=512, new=128)]
         sizes.append(dict(batch=1, source=64, new=256))
         name = "int8-smollm-{batch}x{source}".format_map
-        tasks = [_task(name(each), "SmolLM2-135M", "smollm", INT8, **each) for each in sizes]
+        tasks = [task_of(name(each), "SmolLM2-135M", "smollm", INT8, **each) for each in sizes]
         sections.append(Section("A language model in 8 bits", "Trained; its outputs are as long as is said.", tasks))
     return sections
 
@@ -157,18 +126,18 @@ def longer(quick: bool) -> list[Section]:
     groups: dict[str, Any] = dict(batch=2, source=64, new=8) if quick else dict(batch=8, source=512, new=64)
     groups |= dict(beams=8, options={"num_beam_groups": 4, "diversity_penalty": 0.5})
     tasks = [
-        _task("long-source", "BART-base", "bart-base", OURS, **source, **few),
-        _task("long-output", "GPT-2", "gpt2", OURS, **output, **few),
-        _task("diverse", "BART-base in 4 groups", "bart-base", OURS, **groups, **few),
+        task_of("long-source", "BART-base", "bart-base", OURS, **source, **few),
+        task_of("long-output", "GPT-2", "gpt2", OURS, **output, **few),
+        task_of("diverse", "BART-base in 4 groups", "bart-base", OURS, **groups, **few),
     ]
     if not quick:
         clip = Task("whisper-1", "Whisper-base, 11 s of speech, 5 beams", "whisper", OURS, batch=1, new=120, beams=5)
         tasks.append(clip)
     text = (
-        f"{_random(quick)} Whisper is trained, and ends by itself. The host has no beams in groups since version 5: "
-        "there stock's side is fastgen's loop over the host's own cache."
+        f"{random_text(quick)} Whisper is trained, and ends by itself. The host has no beams in groups since version "
+        "5: there stock's side is fastgen's loop over the host's own cache."
     )
-    return [Section("Longer sources and outputs, groups, one recording", text, tasks, [*_SHOWN, "phases"])]
+    return [Section("Longer sources and outputs, groups, one recording", text, tasks, [*SHOWN, "phases"])]
 
 
 def _trained(quick: bool) -> list[Task]:
@@ -201,7 +170,7 @@ def fastseq_table1(quick: bool) -> list[Section]:
     plain = {name: value for name, value in summary.items() if name != "options"}
     translate = dict(batch=8 if quick else 32, source=25, new=12 if quick else 30, beams=4, **few)
     text = (
-        f"{_random(quick)} The paper's batches are for a GPU (V100, 16 GB), its documents of CNN/DailyMail and its "
+        f"{random_text(quick)} The paper's batches are for a GPU (V100, 16 GB), its documents of CNN/DailyMail and its "
         "weights are not at hand: here is what a processor does in minutes. Repeated 3-grams are banned, as there; not "
         "with fairseq, which ignores that option on a CPU."
     )
@@ -210,21 +179,21 @@ def fastseq_table1(quick: bool) -> list[Section]:
             "transformers",
             text,
             [
-                _task("bart-large-hf", "BART-large", "bart-large", PEERS, **summary),
-                _task("distilbart-hf", "DistilBART-12-6", "distilbart-12-6", OURS, **summary),
-                _task("t5-base-hf", "T5-base", "t5-base", PEERS, **summary),
-                _task("gpt2-hf", "GPT-2", "gpt2", PEERS, **summary),
-                _task("prophetnet-hf", "ProphetNet-large", "prophetnet-large", OURS, **summary),
-                _task("unilm", "UniLM-base", "unilm-base", OURS, **summary),
+                task_of("bart-large-hf", "BART-large", "bart-large", PEERS, **summary),
+                task_of("distilbart-hf", "DistilBART-12-6", "distilbart-12-6", OURS, **summary),
+                task_of("t5-base-hf", "T5-base", "t5-base", PEERS, **summary),
+                task_of("gpt2-hf", "GPT-2", "gpt2", PEERS, **summary),
+                task_of("prophetnet-hf", "ProphetNet-large", "prophetnet-large", OURS, **summary),
+                task_of("unilm", "UniLM-base", "unilm-base", OURS, **summary),
             ],
         ),
         Section(
             "fairseq",
             text,
             [
-                _task("bart-large-fs", "BART-large", "bart-large", FAIRSEQ, **plain),
-                _task("wmt16-en-de-fs", "transformer-big (WMT16 En-De)", "transformer-big", FAIRSEQ, **translate),
-                _task("prophetnet-fs", "ProphetNet-large", "prophetnet-large", FAIRSEQ, **plain),
+                task_of("bart-large-fs", "BART-large", "bart-large", FAIRSEQ, **plain),
+                task_of("wmt16-en-de-fs", "transformer-big (WMT16 En-De)", "transformer-big", FAIRSEQ, **translate),
+                task_of("prophetnet-fs", "ProphetNet-large", "prophetnet-large", FAIRSEQ, **plain),
             ],
         ),
     ]
@@ -291,7 +260,7 @@ def slim_whisper(quick: bool) -> list[Section]:
     names = ("tiny",) if quick else ("tiny", "base", "small")
     few = {"layers": 2} if quick else {}
     tasks = [
-        _task(
+        task_of(
             f"whisper-{name}-{batch}",
             f"Whisper-{name}, 30 s of noise",
             f"whisper-{name}",
@@ -305,90 +274,17 @@ def slim_whisper(quick: bool) -> list[Section]:
         for sizes in [dict(new=8 if quick else 32, beams=5)]
     ]
     text = (
-        f"{_random(quick)} Memory is the point: a slim cache keeps the layers' inputs, of which keys and values follow."
+        f"{random_text(quick)} Memory is the point: a slim cache keeps the layers' inputs, of which keys and values "
+        "follow."
     )
     return [Section("Whisper with slim caches", text, tasks, ["memory", "ratios", "seconds", "outputs"])]
-
-
-# ---------------------------------------------------------------------------------------------- growth
-def _grid(
-    section: str,
-    text: str,
-    label: str,
-    kept: str,
-    model: str,
-    sides: tuple[str, ...],
-    axis: str,
-    points: list[dict[str, Any]],
-    by: str,
-) -> Section:
-    """`points` differ in `axis`, along a curve, and in `by`, between curves; `kept` says what else a curve has."""
-    unit = {"batch": "inputs", "beams": "beams", "source": "source tokens", "new": "new tokens"}
-    tasks = []
-    for point in points:
-        line = f"{label}, {f'{point[by]} {unit[by]}' if by else kept}"
-        name = "-".join(f"{key}-{point[key]}" for key in ([by, axis] if by else [axis]))
-        tasks.append(_task(name, label, model, sides, **point, axis=axis, line=line))
-    return Section(section, text, tasks, ["lines", "ratios", "seconds", "outputs"])
-
-
-def lightseq_fig5(quick: bool) -> list[Section]:
-    """Beam search over batch and length, as figure 5 of the paper on LightSeq (Wang et al., NAACL 2021)."""
-    return [_lightseq("Beam search by batch and length", quick, beams=4, options={})]
-
-
-def lightseq_fig6(quick: bool) -> list[Section]:
-    """Sampling over batch and length, as that paper's figure 6."""
-    options = {"do_sample": True, "top_k": 32, "top_p": 0.75}
-    return [_lightseq("Sampling by batch and length", quick, beams=1, options=options)]
-
-
-def _lightseq(title: str, quick: bool, beams: int, options: dict[str, Any]) -> Section:
-    few = {"layers": 2} if quick else {}
-    lengths, batches = ((8, 16), (1, 8)) if quick else ((16, 32, 64), (1, 8, 32))
-    points = [
-        dict(batch=batch, source=length, new=length, beams=beams, options=options, **few)
-        for batch in batches
-        for length in lengths
-    ]
-    text = f"{_random(quick)} transformer-base, as many new tokens as the source has." + (
-        " All sides sample; fastgen draws stock's tokens, CTranslate2 has random numbers of its own." if options else ""
-    )
-    sides = ("transformers", "ctranslate2", "fastgen")
-    return _grid(title, text, "transformer-base", "", "transformer-base", sides, "new", points, by="batch")
-
-
-def scale(quick: bool) -> list[Section]:
-    """How time grows with each size, the others kept."""
-    few = {"layers": 2} if quick else {}
-    base = dict(batch=2, source=64, new=12, beams=4) if quick else dict(batch=4, source=256, new=32, beams=4)
-    steps: dict[str, tuple[int, ...]] = (
-        dict(batch=(1, 4), beams=(2, 8), source=(32, 128), new=(8, 24))
-        if quick
-        else dict(batch=(1, 2, 4, 8, 16), beams=(1, 2, 4, 8), source=(64, 256, 512, 1000), new=(16, 32, 64, 128))
-    )
-    titles = {"batch": "the batch", "beams": "beams", "source": "the source's length", "new": "the generated length"}
-    sides = ("transformers", "fastgen") if quick else ("transformers", "ctranslate2", "fastgen")
-    return [
-        _grid(
-            f"Growth with {titles[axis]}",
-            _random(quick),
-            "BART-base",
-            ", ".join(f"{key} {value}" for key, value in base.items() if key != axis),
-            "bart-base",
-            sides,
-            axis,
-            [{**base, axis: value, **few} for value in values],
-            by="",
-        )
-        for axis, values in steps.items()
-    ]
 
 
 SUITES: dict[str, Callable[[bool], list[Section]]] = {
     "peers": peers,
     "longer": longer,
     "int8": int8,
+    "captions": captions,
     "fastseq-table1": fastseq_table1,
     "fastseq-table2": fastseq_table2,
     "fastseq-table3": fastseq_table3,

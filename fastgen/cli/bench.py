@@ -16,7 +16,8 @@ from fastgen import installing
 from fastgen.bench import compare
 from fastgen.bench.document import Document
 from fastgen.bench.measure import Settings
-from fastgen.bench.suites import SUITES, Section, needed
+from fastgen.bench.sections import Section, needed
+from fastgen.bench.suites import SUITES
 from fastgen.bench.tasks import Task
 from fastgen.cli.exits import Parser, exit_code, positive_number
 from fastgen.pipeline.errors import DIFFERENT, UNUSABLE, InputError

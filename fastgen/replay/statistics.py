@@ -11,8 +11,8 @@ from fastgen import config, report
 from fastgen.replay import store
 from fastgen.replay.replayer import Counts, Replayer
 
-# On a CPU: with more rows a step's Python is little beside its products. With more sentences some leave, and each time
-# the step must be recorded anew, which costs as much as some ten replays save.
+# On a CPU: with more rows a step's Python is little beside its products. Where sentences leave, the step must be
+# recorded anew each time, which costs as much as some ten replays save.
 _FEW_ROWS, _MIN_STEPS = 32, 12
 
 _lock = threading.Lock()
@@ -22,8 +22,11 @@ _failed_equivalences: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKe
 _failures: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
-def are_wanted(model: nn.Module, device: str, sentences: int, rows: int, steps: int) -> bool:
-    """Whether a call of so many `steps` should replay them, on a `device` of this type."""
+def are_wanted(model: nn.Module, device: str, stay: bool, rows: int, steps: int) -> bool:
+    """Whether a call of so many `steps` should replay them, on a `device` of this type.
+
+    `stay`: all sentences stay until the call's end.
+    """
     settings = config.current()
     if model in _failures:
         return False
@@ -31,7 +34,7 @@ def are_wanted(model: nn.Module, device: str, sentences: int, rows: int, steps: 
         return settings.cuda_graphs
     if device != "cpu" or settings.replay == "off":
         return False
-    return settings.replay == "always" or (sentences == 1 and rows <= _FEW_ROWS and steps >= _MIN_STEPS)
+    return settings.replay == "always" or (stay and rows <= _FEW_ROWS and steps >= _MIN_STEPS)
 
 
 def note(model: nn.Module, replayer: Replayer, owner: nn.Module | None = None) -> None:

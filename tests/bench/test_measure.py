@@ -14,8 +14,8 @@ from fastgen.bench import measure, run
 from fastgen.bench.child import Child
 from fastgen.bench.measure import Settings, verify
 from fastgen.bench.runners import Refused
+from fastgen.bench.sections import Section
 from fastgen.bench.sides import SIDES, Side
-from fastgen.bench.suites import Section
 from fastgen.bench.tasks import Task
 
 pytest.importorskip("transformers")

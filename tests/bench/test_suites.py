@@ -12,8 +12,9 @@ from fastgen.bench.fairseq_models import ARCHITECTURES
 from fastgen.bench.measure import Settings
 from fastgen.bench.models import SHAPES, TRAINED
 from fastgen.bench.quality import MEASURES
+from fastgen.bench.sections import needed
 from fastgen.bench.sides import SIDES
-from fastgen.bench.suites import SUITES, needed
+from fastgen.bench.suites import SUITES
 
 SHOWN = {"ratios", "lines", "phases", "memory", "seconds", "metrics", "outputs"}
 EACH = [pytest.param(name, quick, id=f"{name}{'-quick' * quick}") for name in SUITES for quick in (False, True)]

@@ -344,6 +344,39 @@ VARIANTS: dict[str, Family] = {
     "gemma_wide": Family("gemma_wide", _model("GemmaForCausalLM", "GemmaConfig", MULTI_HEAD, head_dim=16), text),
     "t5_wide": Family("t5_wide", _model("T5ForConditionalGeneration", "T5Config", T5, d_kv=16), text),
 }
+# Attention written out in the module, so that each beam has a row of the host's own cache.
+BLOOM = dict(SPECIAL, vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3)
+FALCON = dict(BLOOM, alibi=False, num_hidden_layers=2, num_attention_heads=4, bos_token_id=START)
+BY_ROWS = {
+    "bloom": Family("bloom", _model("BloomForCausalLM", "BloomConfig", BLOOM), text),
+    "falcon": Family("falcon", _model("FalconForCausalLM", "FalconConfig", FALCON), text),
+    "mvp": Family("mvp", _model("MvpForConditionalGeneration", "MvpConfig", ENCODER_DECODER), text),
+}
+# Recurrent states, one row per beam, beside attention on the tree.
+MAMBA = dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_chunk_size=4, mamba_n_groups=1)
+DELTA = dict(linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4)
+EXPERTS = dict(moe_intermediate_size=24, shared_expert_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+MIXED_LAYERS = ["linear_attention", "full_attention"]
+HYBRIDS = {
+    "qwen3_next": Family(
+        "qwen3_next",
+        _model("Qwen3NextForCausalLM", "Qwen3NextConfig", GROUPED, **DELTA, **EXPERTS, layer_types=MIXED_LAYERS),
+        text,
+    ),
+    "falcon_h1": Family("falcon_h1", _model("FalconH1ForCausalLM", "FalconH1Config", GROUPED, **MAMBA), text),
+    "lfm2": Family(
+        "lfm2",
+        _model(
+            "Lfm2ForCausalLM",
+            "Lfm2Config",
+            GROUPED,
+            layer_types=["conv", "full_attention"],
+            block_auto_adjust_ff_dim=False,
+        ),
+        text,
+    ),
+}
+VARIANTS |= BY_ROWS | HYBRIDS
 # transformers 4.57 asks nobody for eager attention, and T5's and Bert's are written out in their modules.
 if MAJOR < 5:
     for name in """bart_eager bert2bert bert2gpt2 bert_generation fsmt gemma2 gpt_oss led mt5 prophetnet

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from fastgen import config, report
+from fastgen.optimizer.transformers import expansion
 from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_signature
 
 TESTED = "5.24.0"  # the newest version of the host
@@ -32,6 +33,7 @@ _ENCODES = (
     "_prepare_encoder_decoder_kwargs_for_generation",
 )
 _ENCODER = ("self", "inputs_tensor", "model_kwargs", "model_input_name", "generation_config")
+_EXPANDS = "_expand_inputs_for_generation"
 _NEEDED = (
     "_update_model_kwargs_for_generation",
     "_get_top_k_continuations",
@@ -57,6 +59,8 @@ def install(patches: PatchSet, module: ModuleType) -> None:
             prepare = getattr(mixin, name)
             require_signature(prepare, _ENCODER)
             patches.replace(mixin, name, _without_padding(prepare))
+    if hasattr(mixin, "_prefill"):  # without it, models that are given images are left to the host
+        patches.replace(mixin, _EXPANDS, expansion.noted(vars(mixin)[_EXPANDS]))
     _provide_diverse(patches, module)
     for name in _SEAMS:
         patches.replace(mixin, name, _accelerated(getattr(mixin, name), patches))
@@ -69,6 +73,11 @@ def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The host's `generate`, one call as `facts` counts calls; compared with stock where the user asks for that."""
 
     @functools.wraps(stock)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with expansion.of_one_call():
+            return stock(self, *args, **kwargs)
+
+    @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         verification: Any = None
         try:
@@ -79,9 +88,9 @@ def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
         except (ImportError, AttributeError):  # the search that follows reports it
             return stock(self, *args, **kwargs)
         if verification is not None:
-            return verification.run(stock, self, args, kwargs)
+            return verification.run(noting, self, args, kwargs)
         with one_call():
-            return stock(self, *args, **kwargs)
+            return noting(self, *args, **kwargs)
 
     return generate
 
@@ -116,10 +125,11 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
             patches.give_up(str(error))
             report.warn_of_version("transformers", f"alone: {error}", loses_nothing=True)
             return stock(*args, **model_kwargs)
+        single = expansion.single_rows(input_ids)
         if stock.__name__ == "_beam_search":
-            return dispatch.run(Request(*args, model_kwargs), stock)
+            return dispatch.run(Request(*args, model_kwargs, single=single), stock)
         streamer = model_kwargs.pop("streamer", None)
-        return dispatch.run(Request(*args, model_kwargs, streamer, is_beam_search=False), stock)
+        return dispatch.run(Request(*args, model_kwargs, streamer, is_beam_search=False, single=single), stock)
 
     return generate
 

@@ -13,7 +13,9 @@ from fastgen.optimizer import gate
 from fastgen.optimizer.transformers import interception, verification
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.generate.speculation import SpeculativeDecoder
+from fastgen.optimizer.transformers.model.base import Decoder
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
+from fastgen.optimizer.transformers.model.row_decoder import RowDecoder
 from fastgen.optimizer.transformers.plan import DIVERSE, Plan, plan_call
 from fastgen.optimizer.transformers.request import Request
 from fastgen.replay import statistics
@@ -32,17 +34,19 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
             result = beam_search.fast(request, decoder)
         else:
             result = beam_search.compat(request, decoder, request.diverse or stock)
-        cache = decoder.cache_bytes(), decoder.cache_kind(), plan.caches.plan
+        cache = decoder.cache_bytes(), decoder.cache_kind(), plan.off_tree or plan.caches.plan
         decoder.store_graph()
     # The forward pass of the prompt chooses tokens, too.
-    record.done(plan.decision, decoder.tree.steps + 1, *cache)
+    record.done(plan.decision, decoder.num_steps + 1, *cache)
     if plan.replayer is not None:
         statistics.note(request.model, plan.replayer)
     verification.note(request, plan.decision.tier)
     return result
 
 
-def _decoder(request: Request, plan: Plan) -> TreeDecoder:
+def _decoder(request: Request, plan: Plan) -> Decoder:
+    if plan.off_tree is not None:
+        return RowDecoder(request)
     if plan.speculation is not None and plan.replayer is not None:
         return SpeculativeDecoder(request, plan.replayer, plan.uses_argmax_head, plan.speculation)
     return TreeDecoder(request, None, plan.replayer, plan.uses_argmax_head, plan.caches.layer_caches)

@@ -21,8 +21,11 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from fastgen import config
+from fastgen.optimizer.transformers import expansion, versions
 from fastgen.optimizer.transformers.generate import beam_search
-from fastgen.optimizer.transformers.model.decoder import TreeDecoder, selected
+from fastgen.optimizer.transformers.model.base import Decoder, selected, selected_inputs
+from fastgen.optimizer.transformers.model.decoder import TreeDecoder
+from fastgen.optimizer.transformers.model.row_decoder import RowDecoder
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.replay.replayer import Replayer
@@ -34,14 +37,18 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.1, tor
 _verdicts: weakref.WeakKeyDictionary[Any, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
-def failed_equivalence(request: Request, stock: Callable[..., Any], is_replayed: bool = False) -> str | None:
+def failed_equivalence(
+    request: Request, stock: Callable[..., Any], is_replayed: bool = False, by_rows: bool = False
+) -> str | None:
     """Why this model may not run on the tree, or None; tried once for each model and way to run it.
 
-    `is_replayed`: whether the model's steps may be replayed.
+    `is_replayed`: whether the model's steps may be replayed; `by_rows`: over the host's own cache in place of the tree.
     """
     model = request.model
-    if request.facts.is_tested and not request.foreign:
+    if request.facts.is_tested and not (request.foreign or request.further or by_rows):
         return None
+    if by_rows and (request.foreign or not versions.PREFILLS):
+        return "its cache may not stay the host's"  # the user's code may count rows, and 4.57 reads prompts otherwise
     if rule := request.users_rule:  # the user's rule would see the trial's search, on a copy, too
         return f"{rule}, and a trial would run it"
     if is_replayed and request.generation_config.max_length - request.input_ids.shape[1] < _STEPS:
@@ -50,17 +57,24 @@ def failed_equivalence(request: Request, stock: Callable[..., Any], is_replayed:
     is_chunked = request.generation_config.prefill_chunk_size is not None
     attention = getattr(model.config, "_attn_implementation", None)
     found, dtype = tuple(request.foreign), _dtype_of_products(request)
-    key = (attention, model.dtype, dtype, request.is_beam_search, request.beams > 1, is_chunked, is_replayed, found)
+    way = is_replayed, by_rows, request.given, request.arrangement, is_chunked, found
+    key = (attention, model.dtype, dtype, request.is_beam_search, request.beams > 1, *way)
     if key not in verdicts:
         if request.generation_config.max_length - request.input_ids.shape[1] < 2:
             return "its first calls were too short to try"  # no step follows the prompt
         devices = [request.input_ids.device] if request.input_ids.is_cuda else []
         with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
+            before = torch.get_rng_state()
             try:
                 expected = _on_a_copy(sample_of(request, LogitsProcessorList())).run(stock)
             except Exception as error:  # most likely the request is at fault, not the model
                 return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
-            verdicts[key] = _try(request, stock, expected, is_replayed)
+            after = torch.get_rng_state()
+            torch.set_rng_state(before)
+            verdict = _try(request, stock, expected, is_replayed, by_rows)
+            if verdict is None and not (is_replayed or torch.equal(after, torch.get_rng_state())):
+                verdict = "its forward passes draw other random numbers for fewer rows"
+            verdicts[key] = verdict
     return verdicts[key]
 
 
@@ -69,21 +83,24 @@ def _try(
     stock: Callable[..., Any],
     expected: Any,
     is_replayed: bool,
+    by_rows: bool,
 ) -> str | None:
     ours = _on_a_copy(sample_of(request, LogitsProcessorList([_Recorded(expected.scores)])))
     replayer = Replayer(request.input_ids.device) if is_replayed else None
     try:
-        with config.configured(weights="float32"), contextlib.closing(TreeDecoder(ours, replayer=replayer)) as decoder:
+        made: Decoder = RowDecoder(ours) if by_rows else TreeDecoder(ours, replayer=replayer)
+        with config.configured(weights="float32"), contextlib.closing(made) as decoder:
             result = (
                 beam_search.fast(ours, decoder) if ours.is_beam_search else beam_search.compat(ours, decoder, stock)
             )
     # Here, and only here, an unknown model's code meets the tree: whatever it raises is the verdict.
     except Exception as error:
-        return f"it cannot run on the tree ({type(error).__name__}: {_first_line(error)})"
+        where = "with a prompt of one row" if by_rows else "on the tree"
+        return f"it cannot run {where} ({type(error).__name__}: {_first_line(error)})"
     if replayer is not None and replayer.failure:
         return replayer.failure
     steps = len(result.scores) - 1
-    if not decoder.session.folds:
+    if isinstance(decoder, TreeDecoder) and not decoder.session.folds:
         return "its attention cannot be reached: it is not looked up in AttentionInterface"
     tolerance = _TOLERANCE.get(_dtype_of_products(request), 1e-4)
     for step, (a, b) in enumerate(zip(expected.logits, result.logits, strict=False)):
@@ -138,8 +155,9 @@ class _Recorded(LogitsProcessor):
 
 def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _STEPS) -> Request:
     """A request for a few sentences, beams and `steps` of this one, with plain search; the two share no state."""
-    beams = min(request.beams, _BEAMS)
-    sentences = min(request.batch, _SENTENCES)
+    beams, sentences = min(request.beams, _BEAMS), min(request.batch, _SENTENCES)
+    if request.further:  # which of them belong to a sentence, only the model knows
+        beams, sentences = request.beams, request.batch
     rows = request.input_ids.shape[0]
     first = torch.arange(sentences)[:, None] * request.beams + torch.arange(beams)
     index = first.flatten()
@@ -151,7 +169,9 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
     config.max_length = min(config.max_length, request.input_ids.shape[1] + steps)
     config.return_dict_in_generate = config.output_scores = config.output_logits = True
     config._fastgen_sequence_scores_only = False
-    kwargs = {name: selected(value, index, rows) for name, value in request.model_kwargs.items() if name != CACHE}
+    kwargs = selected_inputs({name: it for name, it in request.model_kwargs.items() if name != CACHE}, index, rows)
+    for name in request.further:
+        kwargs[name] = expansion.copied(kwargs[name])
     # The cache is still empty: only the classes of the layers are copied.
     kwargs[CACHE] = copy.deepcopy(request.model_kwargs[CACHE])
     criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=config.max_length)])
@@ -164,4 +184,5 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
         False,
         kwargs,
         is_beam_search=request.is_beam_search,
+        single=request.single and {name: expansion.copied(request.single[name]) for name in request.further},
     )

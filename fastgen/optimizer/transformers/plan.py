@@ -14,7 +14,7 @@ from fastgen.optimizer.transformers.generate.argmax_head import may_use_argmax_h
 from fastgen.optimizer.transformers.generate.speculation import policy_for
 from fastgen.optimizer.transformers.replay.conditions import replayer_for
 from fastgen.optimizer.transformers.request import Request
-from fastgen.optimizer.transformers.support import unsupported_reason
+from fastgen.optimizer.transformers.support import unsupported_on_tree, unsupported_reason
 from fastgen.replay.replayer import Replayer
 
 DIVERSE = "diverse beam search is fastgen's own: this version of transformers has moved its own to the Hub"
@@ -25,6 +25,7 @@ class Plan:
     """The decisions about how one call runs."""
 
     decision: gate.Decision
+    off_tree: str | None = None  # why the call runs over the host's own cache, one row per beam
     replayer: Replayer | None = None  # replays the steps
     uses_argmax_head: bool = False  # only the largest logit is used
     speculation: SpeculationPolicy | None = None  # decides when to draft
@@ -34,14 +35,22 @@ class Plan:
 def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
     """Decide how `request` runs; `stock` is the host's own `_beam_search` or `_sample`.
 
-    An untested model is tried first: see `equivalence`, and `cache.planning` for slim caches.
+    An untested model is tried first: see `equivalence`, and `cache.planning` for slim caches. A model that cannot run
+    on the tree is tried over the host's own cache.
 
     Raises:
         FallbackError: in strict mode: see `gate.decide`.
     """
 
+    off_tree: str | None = None
+
     def unsupported() -> str | None:
-        return unsupported_reason(request) or failed_equivalence(request, stock)
+        nonlocal off_tree
+        if reason := unsupported_reason(request):
+            return reason
+        off_tree = unsupported_on_tree(request) or failed_equivalence(request, stock)
+        failed = off_tree and failed_equivalence(request, stock, by_rows=True)
+        return failed and (off_tree if failed == off_tree else f"{off_tree}; {failed}")
 
     def not_fast() -> str | None:
         return DIVERSE if request.diverse else request.changed_rule
@@ -50,6 +59,8 @@ def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
     decision = gate.decide(unsupported, not_fast if request.is_beam_search else None)
     if decision.tier == gate.STOCK:
         return Plan(decision)
+    if off_tree is not None:
+        return Plan(decision, off_tree)
     replayer, caches = replayer_for(request, stock), plan_for(request, stock)
     policy = None if replayer is None or caches.layer_caches else policy_for(request)
-    return Plan(decision, replayer, may_use_argmax_head(request, stock), policy, caches)
+    return Plan(decision, None, replayer, may_use_argmax_head(request, stock), policy, caches)

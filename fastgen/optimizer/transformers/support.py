@@ -1,4 +1,4 @@
-"""Says why a request or a model cannot decode over the tree."""
+"""Says why a request or a model is left to the host, or cannot decode over the tree."""
 
 from __future__ import annotations
 
@@ -9,23 +9,18 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from fastgen.optimizer import verification
-from fastgen.optimizer.transformers import foreign_code
-from fastgen.optimizer.transformers.cache.tree_cache import unsupported_cache
+from fastgen.optimizer.transformers import expansion, foreign_code
+from fastgen.optimizer.transformers.cache.tree_cache import unsupported_cache, unsupported_storage
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.report import OfThisVersion
 
-_KNOWN_KWARGS = frozenset(
-    f"""attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs global_attention_mask
-    inputs_embeds labels latents logits_to_keep {CACHE} position_ids token_type_ids use_cache
-    return_dict""".split()  # a batch may hold labels, which the host does not pass on
-)
 # These must begin with the batch's rows: some multimodal models put three position dimensions first.
 _BEGIN_WITH_ROWS = ("decoder_position_ids", "latents", "position_ids")
 
 
 def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
-    """Why this request has to be left to the host's own cache, in words for the user; None if it need not.
+    """Why this request has to be left to the host, in words for the user; None if it need not.
 
     `shares`: whether the rows share a batch with other requests.
     """
@@ -51,28 +46,55 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
         if (name := _unknown_cache(kwargs)) is not None:
             return OfThisVersion(f"its cache is called {name}, and not {CACHE}")
         return "no cache of the standard kind is used"
-    if unknown := sorted(name for name in kwargs if name not in _KNOWN_KWARGS and not _is_absent(kwargs[name])):
-        return f"the model takes further inputs ({', '.join(unknown)})"
     cache = kwargs[CACHE]
     is_users = getattr(cache, "_is_user_defined", False)
-    if not is_users and (reason := unsupported_cache(cache)):
+    if not is_users and (reason := unsupported_storage(cache)):
         return reason
-    if is_users or cache.get_seq_length():
+    if is_users or _is_filled(cache):
         return f"the user passed {CACHE}"
+    return _unsupported_inputs(request, shares) or request.facts.unsupported
+
+
+def _is_filled(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length())
+    except ValueError:  # recurrent layers alone count no tokens
+        return bool(cache.has_previous_state())
+
+
+def _unsupported_inputs(request: Request, shares: bool) -> str | None:
+    """Why the prompt cannot be read at one row per sentence, or None."""
+    kwargs, rows = request.model_kwargs, request.input_ids.shape[:1]
+    if unknown := [name for name in request.further if shares or name not in (request.single or ())]:
+        return f"the model takes further inputs ({', '.join(unknown)})"
+    if changing := [name for name in request.further if not expansion.is_data(kwargs[name])]:
+        return f"the model takes further inputs that may change ({', '.join(changing)})"
     if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
-    if not request.is_beam_search and not _repeats(request.beams, [request.input_ids, *_tensors(kwargs)]):
+    by_row = {name: value for name, value in kwargs.items() if name not in request.further}
+    if not request.is_beam_search and not _repeats(request.beams, [request.input_ids, *_tensors(by_row)]):
         return "rows that should share a prompt differ"
     for name in _BEGIN_WITH_ROWS:
         value = kwargs.get(name)
-        if isinstance(value, Tensor) and value.shape[:1] != request.input_ids.shape[:1]:
+        of_images = isinstance(value, Tensor) and value.ndim == 3 and value.shape[1:2] == rows and not shares
+        if isinstance(value, Tensor) and value.shape[:1] != rows and not of_images:
             return f"{name} of shape {tuple(value.shape)} does not begin with the rows of the batch"
     outputs = kwargs.get("encoder_outputs")
-    if outputs is not None and outputs[0].shape[:1] != request.input_ids.shape[:1]:
+    if outputs is not None and outputs[0].shape[:1] != rows:
         return f"there are {outputs[0].shape[0]} rows of the source for {request.input_ids.shape[0]} of the prompt"
-    if reason := foreign_code.reason_against(request.foreign):
+    return foreign_code.reason_against(request.foreign)
+
+
+def unsupported_on_tree(request: Request, *, shares: bool = False) -> str | None:
+    """Why this request cannot be decoded over the tree, in words for the user; None if it can.
+
+    `shares`: see `unsupported_reason`.
+    """
+    if reason := unsupported_reason(request, shares=shares):
         return reason
-    if reason := request.facts.unsupported:
+    kwargs = request.model_kwargs
+    cache = kwargs[CACHE]
+    if reason := unsupported_cache(cache) or request.facts.off_tree:
         return reason
     prompt_mask = kwargs.get("decoder_attention_mask")
     if prompt_mask is not None and request.facts.sees_prompt_padding and not bool(prompt_mask.bool().all()):
@@ -108,10 +130,6 @@ def unsupported_configuration(model: Any, config: Any) -> str | None:
     if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
         return "the model is spread over several devices"
     return None
-
-
-def _is_absent(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and not value)  # multimodal models, given only text
 
 
 def _tensors(kwargs: dict[str, Any]) -> list[Tensor]:

@@ -25,7 +25,7 @@ def replayer_for(request: Request) -> Replayer | None:
     ensemble, source = request.generator.model, request.source
     assert source is not None
     rows, steps = request.batch * request.beams, request.max_steps
-    if not statistics.are_wanted(ensemble.single_model, source.device.type, request.batch, rows, steps):
+    if not statistics.are_wanted(ensemble.single_model, source.device.type, request.batch == 1, rows, steps):
         return None
     if config.current().cache_threshold:  # which weights are left out differs from step to step
         return None

@@ -23,7 +23,7 @@ from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 from fastgen.optimizer.transformers.model.facts import facts_of
 from fastgen.optimizer.transformers.model.session import Session, scale_of
 from fastgen.optimizer.transformers.request import Request
-from fastgen.optimizer.transformers.support import unsupported_reason
+from fastgen.optimizer.transformers.support import unsupported_on_tree
 
 _STEPS, _FEW_STEPS = 24, 6  # tokens to generate as input of the trial; few if no weight is inverted
 _POSITIONS = 64  # of the prompt and these tokens, at most
@@ -41,7 +41,7 @@ def inspect(model: Any, inputs: Mapping[str, Any]) -> Inspection:
     else:
         raise ValueError("fastgen is disabled, or this search is none of those that it accelerates.")
     with torch.no_grad():
-        if reason := unsupported_reason(request):
+        if reason := unsupported_on_tree(request):
             raise ValueError(f"This call has no slim caches: {reason}.")
         return Inspection(type(model).__name__, tuple(inspect_request(request, stock, KINDS)))
 

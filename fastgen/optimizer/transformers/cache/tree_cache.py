@@ -20,9 +20,10 @@ from transformers.cache_utils import (
 
 from fastgen import phases
 from fastgen.cache.row_pool import RowPool
-from fastgen.cache.slim.latent import Slim, keys_and_values
+from fastgen.cache.slim.latent import Slim
 from fastgen.cache.tree import BeamTree
 from fastgen.cache.tree_layer import TreeLayer
+from fastgen.optimizer.transformers.cache import recurrent
 from fastgen.optimizer.transformers.cache.slim import SlimCaches
 from fastgen.optimizer.transformers.model.session import Session
 from fastgen.report import OfThisVersion
@@ -30,20 +31,33 @@ from fastgen.report import OfThisVersion
 __phase__ = phases.CACHE
 
 
-def unsupported_cache(cache: Any) -> str | None:
-    """Why the tree cannot stand in for the cache the host has prepared, or None."""
+def unsupported_storage(cache: Any) -> str | None:
+    """Why a cache that the host has prepared may be neither replaced nor reordered, or None."""
     if isinstance(cache, EncoderDecoderCache):
         cache = cache.self_attention_cache
-    if type(cache) is not DynamicCache:
+    if not hasattr(cache, "reorder_cache") or not type(cache).__module__.startswith("transformers."):
         return _told(type(cache), f"its cache is a {type(cache).__name__}")
     if getattr(cache, "offloading", False):
         return "its cache is offloaded"
-    for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return _told(type(layer), f"a layer keeps its state in a {type(layer).__name__}")
     return None
 
 
+def unsupported_cache(cache: Any) -> str | None:
+    """Why the tree cannot stand in for the cache the host has prepared, or None."""
+    is_split = isinstance(cache, EncoderDecoderCache)
+    if is_split:
+        cache = cache.self_attention_cache
+    if type(cache) is not DynamicCache:
+        return _told(type(cache), f"its cache is a {type(cache).__name__}")
+    for layer in cache.layers:
+        if type(layer) not in _WITH_KEYS and (is_split or not recurrent.is_known(layer)):
+            return _told(type(layer), f"a layer keeps its state in a {type(layer).__name__}")
+    if cache.layers and all(map(recurrent.has_no_keys, cache.layers)):
+        return f"all layers keep their state in a {type(cache.layers[0]).__name__}"
+    return None
+
+
+_WITH_KEYS = (DynamicLayer, DynamicSlidingWindowLayer)
 # Classes in the host's module of caches, in all versions so far, that are known, though the tree cannot replace them.
 _KNOWN = re.compile(
     "(Static|Quantized|Offloaded|Hybrid|Sink|SlidingWindow|Mtp|DFlash|EncoderDecoder|Chunked|Dynamic"
@@ -120,6 +134,20 @@ def _count(query_length: int | Tensor) -> int:
     return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
 
 
+class _BothLayer(recurrent.StateLayer, _Layer):
+    """A layer of the tree that holds recurrent states, too, one row per beam."""
+
+    is_compileable = False
+
+    def __init__(self, session: Session, layer: TreeLayer, number_of_states: int) -> None:
+        _Layer.__init__(self, session, layer)
+        recurrent.StateLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs:  # of a state: keys and values need none
+            recurrent.StateLayer.lazy_initialization(self, **kwargs)
+
+
 class TreeCache(Cache):
     """The self-attention cache: layers are made when the model updates them, with the host's sliding windows."""
 
@@ -127,6 +155,31 @@ class TreeCache(Cache):
         super().__init__(layers=[])
         self.session = session
         self.windows = [getattr(layer, "sliding_window", None) for layer in stock.layers]
+        self.hosts: list[Any] = []  # the host's layers, if some hold recurrent states
+        if not all(type(layer) in _WITH_KEYS for layer in stock.layers):
+            self.hosts = list(stock.layers)
+            self.layers += [self._made(*each) for each in zip(self.hosts, self.windows, strict=True)]
+        self.recurrent = [layer for layer in self.layers if hasattr(layer, "recurrent_states")]
+
+    def _made(self, host: Any, window: int | None) -> Any:
+        layer = TreeLayer(self.session.tree, window)  # one that holds nothing, if the host's has no keys
+        self.session.tree.layers.append(layer)
+        if recurrent.has_no_keys(host):
+            return host
+        if recurrent.has_both(host):
+            return _BothLayer(self.session, layer, host.number_of_states)
+        return _Layer(self.session, layer)
+
+    def begin_decoding(self) -> None:
+        """Give each beam the recurrent states of the prompt."""
+        if self.recurrent:
+            tree = self.session.tree
+            sentences = torch.arange(tree.batch, device=tree.ancestry().device)
+            recurrent.select(self.recurrent, sentences.repeat_interleave(tree.beams))
+
+    def select(self, sentences: Tensor) -> None:
+        """Drop the recurrent states of all sentences but these, int64 `[B']`."""
+        recurrent.select(self.recurrent, recurrent.rows_of(sentences, self.session.tree.beams))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -145,17 +198,26 @@ class TreeCache(Cache):
             self.layers.append(_Layer(self.session, layer))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0 if layer_idx >= len(self.layers) else self.layers[layer_idx].get_seq_length()
+        layer = self._counting(layer_idx)
+        return 0 if layer is None else layer.get_seq_length()
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+        layer = self._counting(layer_idx)
+        return (_count(query_length), 0) if layer is None else layer.get_mask_sizes(query_length)
+
+    def _counting(self, layer_idx: int) -> _Layer | None:
+        """The layer, if it counts tokens, else the first that does, as in the host's cache; None if there is none."""
         if layer_idx >= len(self.layers):
-            return _count(query_length), 0
-        return self.layers[layer_idx].get_mask_sizes(query_length)
+            return None
+        counting = (layer for layer in self.layers[layer_idx:] if isinstance(layer, _Layer))
+        return next(counting, None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.session.tree.steps:  # in the first step all beams share the prompt
             device = self.session.tree.ancestry().device
-            self.session.tree.reorder(beam_idx.to(device, torch.int64))
+            rows = beam_idx.to(device, torch.int64)
+            self.session.tree.reorder(rows)
+            recurrent.reorder(self.recurrent, rows)
 
 
 class SourceLayer:
@@ -209,7 +271,7 @@ class FollowingLayer(SourceLayer):
         return self.first.spanned()
 
 
-class _Skipped:
+class SkippedLayer:
     """Fills the place of a layer that the model does not have."""
 
     def __init__(self) -> None:
@@ -244,7 +306,7 @@ class SourceCache(Cache):
         if noted is not None:
             caches.noted, layer.slim, layer.module = None, noted.slim, noted.module
             caches.attend_by(layer)
-        self.layers += [_Skipped() for _ in range(len(self.layers), layer_idx + 1)]
+        self.layers += [SkippedLayer() for _ in range(len(self.layers), layer_idx + 1)]
         self.layers[layer_idx] = layer
         return key_states, value_states
 
@@ -324,74 +386,3 @@ def resized(tensor: Tensor, dim: int, length: int) -> Tensor:
     if tensor.shape[dim] >= length:
         return tensor.narrow(dim, 0, length)
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, length - tensor.shape[dim]))
-
-
-class _Gathered(CacheLayerMixin):
-    """A layer with one row per beam, gathered when `keys` or `values` are first read."""
-
-    def fill(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
-        """`stored`: keys and values or what a slim cache stores instead, each `[B, H, slots, D]`; `index`: the slots of
-        each row, int64 `[B*M, length]`."""
-        self._stored, self._slim, self._index = stored, slim, index
-        self.dtype, self.device = stored[0].dtype, stored[0].device
-        self.is_initialized = True
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("keys", "values") and vars(self).get(name) is None and (stored := vars(self).get("_stored")):
-            self.keys, self.values = keys_and_values(tuple(_gather(x, self._index) for x in stored), self._slim)
-        return super().__getattribute__(name)
-
-
-class _Rows(_Gathered, DynamicLayer):
-    """A gathered layer of all positions."""
-
-    def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
-        super().__init__()
-        self.fill(stored, slim, index)
-
-    def get_seq_length(self) -> int:
-        # Nothing need be gathered for this, unless keys were gathered before: the user may have appended since.
-        length: int = self._index.shape[1] if vars(self).get("keys") is None else super().get_seq_length()
-        return length
-
-
-class _WindowRows(_Gathered, DynamicSlidingWindowLayer):
-    """A gathered layer of a sliding window: as many positions as the host's layer stores between two steps."""
-
-    def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor, window: int) -> None:
-        super().__init__(sliding_window=window)
-        self.fill(stored, slim, index[:, -window + 1 :])
-        self.cumulative_length = index.shape[1]
-        if (size := vars(self).get("_sliding_window_tensor")) is not None:  # not in all versions
-            self._sliding_window_tensor = size.to(self.device)
-
-
-def _rows(layer: TreeLayer, paths: Tensor) -> DynamicLayer:
-    if not layer.stored():
-        return DynamicLayer()
-    if layer.window is None:
-        return _Rows(layer.needed(), layer.slim, paths)
-    return _WindowRows(layer.needed(), layer.slim, paths, layer.window)
-
-
-def _gather(source: Tensor, index: Tensor) -> Tensor:
-    """Gather slots: `source` `[B, H, slots, D]`, `index` int64 `[B*M, length]` -> `[B*M, H, length, D]`."""
-    sentences = torch.arange(index.shape[0], device=index.device) // (index.shape[0] // source.shape[0])
-    return source[sentences[:, None], :, index].transpose(1, 2)
-
-
-def stock_cache(cache: Cache, tree: BeamTree) -> Cache:
-    """The cache that the host would have returned: one row per beam, gathered on demand."""
-    paths = tree.paths()
-    own = DynamicCache()
-    own.layers = [_rows(layer, paths) for layer in tree.layers]
-    if not isinstance(cache, EncoderDecoderCache):
-        return own
-    cross = DynamicCache()
-    for layer in cache.cross_attention_cache.layers:
-        if isinstance(layer, _Skipped):
-            cross.layers.append(DynamicLayer())
-            continue
-        everything = torch.arange(layer.keys.shape[2], device=paths.device).expand(paths.shape[0], -1)
-        cross.layers.append(_Rows(layer.spanned(), layer.slim, everything))
-    return EncoderDecoderCache(own, cross)

@@ -16,7 +16,8 @@ from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.cache.tree_cache import TreeEncoderDecoderCache, resized
 from fastgen.optimizer.transformers.generate.suspended_call import CachesByModule, Call, CallDecoder
 from fastgen.optimizer.transformers.model import modules
-from fastgen.optimizer.transformers.model.decoder import NOT_ROWS, TreeDecoder, selected
+from fastgen.optimizer.transformers.model.base import NOT_ROWS, selected
+from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE, CACHE_LENGTH
 

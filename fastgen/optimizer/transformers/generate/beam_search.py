@@ -18,16 +18,15 @@ from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import interception, versions
-from fastgen.optimizer.transformers.cache.tree_cache import stock_cache
 from fastgen.optimizer.transformers.generate import chunked_prefill
 from fastgen.optimizer.transformers.generate.processors import Banning, Processing
-from fastgen.optimizer.transformers.model.decoder import NOT_ROWS, TreeDecoder, selected
+from fastgen.optimizer.transformers.model.base import Decoder, selected_inputs
 from fastgen.optimizer.transformers.request import Request
 
 __phase__ = phases.LOOP
 
 
-def fast(request: Request, decoder: TreeDecoder) -> Any:
+def fast(request: Request, decoder: Decoder) -> Any:
     """Our loop: the host's search rules, sentences leave as they finish. Returns what the host returns."""
     loop = Loop(request, decoder)
     inputs = loop.begin()
@@ -44,13 +43,13 @@ class Loop:
     the user's, StopIteration among them, passes through as it is.
     """
 
-    def __init__(self, request: Request, decoder: TreeDecoder) -> None:
+    def __init__(self, request: Request, decoder: Decoder) -> None:
         self.request, self.decoder = request, decoder
         self.result: Any = None  # what the host would return, once there are no further inputs
         keeps_all, config = request.keeps_all_rows, request.generation_config
         self._all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
         self._all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
-        self._process, self._is_stopped = Processing(decoder.tree.buffers), request.stopper()
+        self._process, self._is_stopped = Processing(decoder.buffers), request.stopper()
         self._may_evict = request.may_evict or not request.is_beam_search
 
     def begin(self) -> dict[str, Any] | None:
@@ -63,7 +62,7 @@ class Loop:
             outputs = versions.prefill(model, tokens, chunked_prefill.configuration(request), shared)
         decoder.begin_decoding(shared, outputs.logits)
         setattr(outputs, versions.CACHE, decoder.cache)
-        search = _search(request, decoder, decoder.tree.buffers) if request.is_beam_search else _token_search(request)
+        search = _search(request, decoder, decoder.buffers) if request.is_beam_search else _token_search(request)
         self._search: Search = search
         samples = request.generation_config.do_sample
         self._takes_logits = search.takes_logits and self._all_scores is None and not samples
@@ -95,7 +94,7 @@ class Loop:
             rows = search.batch * request.beams
             index = torch.arange(rows, device=request.input_ids.device)
             index = index[~leaving.repeat_interleave(request.beams)]
-            self._rows = _kept(self._rows, index, rows)
+            self._rows = selected_inputs(self._rows, index, rows)
             request.select(index)
             decoder.select(search.evict(leaving))
         return versions.next_inputs(model, search.running(), self._rows)
@@ -130,7 +129,7 @@ class Loop:
         tokens = tokens[:, : self.request.input_ids.shape[1] + generated]
         if not config.return_dict_in_generate:
             return tokens
-        cache = stock_cache(decoder.cache, decoder.tree) if self.request.keeps_all_rows else None
+        cache = decoder.result_cache() if self.request.keeps_all_rows else None
         kind = GenerateBeamEncoderDecoderOutput if decoder.is_encoder_decoder else GenerateBeamDecoderOnlyOutput
         return kind(
             sequences=tokens,
@@ -142,7 +141,7 @@ class Loop:
         )
 
 
-def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) -> Any:
+def compat(request: Request, decoder: Decoder, stock: Callable[..., Any]) -> Any:
     """The host's own loop over the tree: where it calls the model, in this thread, our step answers.
 
     It runs on the user's model itself, so that what methods write to `self` stays.
@@ -161,7 +160,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
             shared = decoder.shared(inputs)
             with decoder.reading(shared):
                 outputs = model(**shared)
-            if is_chunked and decoder.tree.prompt_length < request.input_ids.shape[1]:
+            if is_chunked and decoder.prompt_tokens() < request.input_ids.shape[1]:
                 return outputs  # of which the host uses the cache alone
             decoder.begin_decoding(shared, outputs.logits)
             setattr(outputs, versions.CACHE, decoder.cache)
@@ -174,7 +173,7 @@ def compat(request: Request, decoder: TreeDecoder, stock: Callable[..., Any]) ->
         result = request.run(stock, decoder.cache)
     decoder.ended(None)
     if not isinstance(result, Tensor):
-        setattr(result, versions.CACHE, stock_cache(decoder.cache, decoder.tree))
+        setattr(result, versions.CACHE, decoder.result_cache())
     return result
 
 
@@ -185,7 +184,7 @@ def _token_search(request: Request) -> Sampling:
     return Sampling(request.input_ids, request.beams, config.max_length, fill, request.seeds)
 
 
-def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSearch:
+def _search(request: Request, decoder: Decoder, buffers: Buffers) -> BeamSearch:
     config = request.generation_config
     eos, pad = config._eos_token_tensor, config._pad_token_tensor
     policy = FinishingPolicy(
@@ -221,8 +220,3 @@ def _search(request: Request, decoder: TreeDecoder, buffers: Buffers) -> BeamSea
 def _last(outputs: Any, device: torch.device) -> Tensor:
     """Logits of the last position, float32 `[rows, V]`."""
     return outputs.logits[:, -1, :].to(dtype=torch.float32, device=device)
-
-
-def _kept(rows: dict[str, Any], index: Tensor, of: int) -> dict[str, Any]:
-    """These rows, int64 `[rows']`, of the host's inputs, which have one row per beam."""
-    return {name: value if name in NOT_ROWS else selected(value, index, of) for name, value in rows.items()}

@@ -15,7 +15,7 @@ from fastgen.optimizer.transformers import equivalence, interception
 from fastgen.optimizer.transformers.families import SHARE_BATCHES
 from fastgen.optimizer.transformers.model.facts import facts_of
 from fastgen.optimizer.transformers.request import Request
-from fastgen.optimizer.transformers.support import unsupported_reason
+from fastgen.optimizer.transformers.support import unsupported_on_tree
 
 
 def unrefillable_model(model: Any) -> str | None:
@@ -60,7 +60,7 @@ def why_not_shared(request: Request, stock: Callable[..., Any], tokens: bool = F
         return "what is asked for needs all sentences of a batch until its end"
     return (
         unrefillable_model(request.model)
-        or unsupported_reason(request, shares=tokens)
+        or unsupported_on_tree(request, shares=tokens)
         or request.changed_rule
         or equivalence.failed_equivalence(request, stock)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,12 +14,13 @@ from fastgen import phases
 from fastgen.cache.slim.latent import kind_of
 from fastgen.cache.tree import BeamTree
 from fastgen.decoding.search import Search
-from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.cache.gathered import stock_cache
 from fastgen.optimizer.transformers.cache.slim import LayerCaches
-from fastgen.optimizer.transformers.cache.tree_cache import TreeEncoderDecoderCache, tree_cache
+from fastgen.optimizer.transformers.cache.tree_cache import TreeCache, TreeEncoderDecoderCache, tree_cache
+from fastgen.optimizer.transformers.model.base import Decoder, selected
 from fastgen.optimizer.transformers.model.session import Session
 from fastgen.optimizer.transformers.replay.guards import guards_of_steps
 from fastgen.optimizer.transformers.replay.step_state import State
@@ -28,10 +29,8 @@ from fastgen.replay import store
 from fastgen.replay.recorded_call import RecordedCall
 from fastgen.replay.replayer import Replayer
 
-NOT_ROWS = (versions.CACHE, "cache_position")  # inputs of the host that do not have one row per beam
 
-
-class TreeDecoder:
+class TreeDecoder(Decoder):
     """Runs a request's model over a beam tree.
 
     The model gets the usual inputs of beam search, tokens `[B*M, 1]` and the host's other inputs for them;
@@ -51,8 +50,7 @@ class TreeDecoder:
         `replayer`: replays the steps, if the tree is this call's alone; `may_use_argmax_head`: only the largest logit
         is used; `layer_caches`: the attention modules that have slim caches.
         """
-        self.model, self.beams = request.model, request.beams
-        self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
+        super().__init__(request, request.batch)
         max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
         if tree is None:
             tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
@@ -63,9 +61,7 @@ class TreeDecoder:
         self.cache = tree_cache(self.session, request.model_kwargs[versions.CACHE])
         self.encoder_outputs: Any = None
         self.source_mask: Any = None
-        self.search: tuple[Hashable, StaticBeamSearch] | None = None  # with a key of what it can be used for
         self.peak_bytes = 0
-        self.has_begun = False  # the prompt has been read
         self.prepared_mask: tuple[Tensor, Tensor] | None = None
         # Later calls must not write to memory of a returned result; and untested models may not ignore more padding.
         is_free = not request.generation_config.return_dict_in_generate
@@ -78,19 +74,16 @@ class TreeDecoder:
         self._is_screened = False
         self._takes_plain_mask = request.facts.takes_plain_mask
 
-    @phases.marked(phases.CACHE)
-    def shared(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The host's inputs, with the expansion to beams undone and with the tree's cache."""
-        inputs = {
-            name: value if name in NOT_ROWS else _unexpanded(value, self.beams, self.tree.batch)
-            for name, value in inputs.items()
-        }
-        inputs[versions.CACHE] = self.cache
-        return inputs
+    @property
+    def buffers(self) -> Buffers:
+        return self.tree.buffers
+
+    @property
+    def num_steps(self) -> int:
+        return self.tree.steps
 
     @contextlib.contextmanager
     def reading(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Inside the block, the forward pass of the prompt runs on these inputs."""
         if self._may_screen:
             self.session.products.track_output(self.model.get_output_embeddings())
         self.encoder_outputs = inputs.get("encoder_outputs")
@@ -106,13 +99,13 @@ class TreeDecoder:
 
     @phases.marked(phases.CACHE)
     def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
-        """Begin decoding, once the prompt is in the cache; `inputs`: the prompt's, from `shared`; `logits`:
-        `[B, P', V]`, the prompt's."""
         # A bias or a scale after the output layer could make another token the best.
         self._is_screened = self._may_screen and self.session.products.screen(logits)
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
         self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
         self.tree.begin_decoding(mask)
+        if isinstance(self.cache, TreeCache):
+            self.cache.begin_decoding()
         self.has_begun = True
         if self._recorded is not None:
             self._take_up()
@@ -133,8 +126,10 @@ class TreeDecoder:
         """Copy the encoder output and the mask, as later calls will write to this call's tensors."""
         self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
 
+    def result_cache(self) -> Any:
+        return stock_cache(self.cache, self.tree)
+
     def store_graph(self) -> None:
-        """Keep the captured steps of this call, which has succeeded, for later calls."""
         if self._recorded is not None:
             state = self._whole or self._state()
             self._recorded.store(self.tree, state, self._is_screened, lambda: guards_of_steps(self.model))
@@ -187,13 +182,8 @@ class TreeDecoder:
             self.session.set_source_mask(self.prepared_mask[1])
         return self.prepared_mask[1]
 
-    def step(self, inputs: dict[str, Any]) -> Any:
-        """Run the model on the host's inputs of one step, one row per beam."""
-        return self.run(self.model, {**inputs, "return_dict": True})
-
     @phases.marked(phases.PASS)
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
-        """Run one step by the model's `forward`. The next step may overwrite the result of a replayed one."""
         self.tree.advance()
         return self._replayed(forward, self.step_inputs(inputs), self.replayer)
 
@@ -213,11 +203,9 @@ class TreeDecoder:
 
     @phases.marked(phases.CACHE)
     def reorder(self, parents: Tensor) -> None:
-        """Beam `(b, m)` continues row `parents[b*M + m]`, int64 `[B*M]`."""
         self.cache.reorder_cache(parents)
 
     def leaving(self, search: Search) -> Tensor | None:
-        """Which sentences to evict now, bool `[B]`; None if it does not pay yet."""
         if not self.tree.should_evict(search.num_finished()):
             return None
         leaving = search.finished_mask()
@@ -225,19 +213,14 @@ class TreeDecoder:
             return None  # by now all have finished
         return leaving
 
-    def ended(self, search: Search | None) -> None:
-        """Called when the loop is done, before the result gets a cache; `search`: our loop's, None in the host's."""
-
     @phases.marked(phases.CACHE)
     def select(self, sentences: Tensor) -> None:
-        """Drop all sentences but these, int64 `[B']`."""
         self._measure()
         if self.replayer is not None:
             self._shrink(self.replayer)
         sentences = sentences.to(self.tree.ancestry().device)
         self.tree.select(sentences)
-        if isinstance(self.cache, TreeEncoderDecoderCache):
-            self.cache.select(sentences)
+        self.cache.select(sentences)
         batch = self.encoder_outputs[0].shape[0] if self.encoder_outputs is not None else 0
         self.encoder_outputs = selected(self.encoder_outputs, sentences, batch)
         self.source_mask = selected(self.source_mask, sentences, batch)
@@ -252,18 +235,15 @@ class TreeDecoder:
         replayer.shrink()
 
     def cache_bytes(self) -> int:
-        """The most bytes that the caches of self-attention and cross-attention have taken."""
         self._measure()
         return self.peak_bytes
 
     def cache_kind(self) -> str:
-        """What was stored for each position, in one word."""
         is_split = isinstance(self.cache, TreeEncoderDecoderCache)
         across = self.cache.cross_attention_cache.layers if is_split else ()
         return kind_of((layer.slim for layer in self.tree.layers), (layer.slim for layer in across))
 
     def close(self) -> None:
-        """Free all keys and values, except those that the result refers to."""
         if self.replayer is not None:
             self.replayer.close()
         if self._recorded is None or not self._recorded.is_stored:
@@ -277,34 +257,8 @@ class TreeDecoder:
         self.peak_bytes = max(self.peak_bytes, size)
 
 
-@phases.marked(phases.CACHE)
-def _unexpanded(value: Any, beams: int, batch: int) -> Any:
-    """Undo the host's expansion of a tensor, or of a dict of tensors in place.
-
-    In place because the host expanded it in place: so the copies are freed, and encoder outputs that the
-    user passed are restored.
-    """
-    if isinstance(value, dict):
-        for name, item in list(value.items()):
-            value[name] = _unexpanded(item, beams, batch)
-        return value
-    if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == batch * beams:
-        return value[::beams].contiguous()
-    return value
-
-
 def cloned(value: Any) -> Any:
     """A copy of a tensor, or of a dict of tensors; anything else as it is."""
     if isinstance(value, dict):
         return type(value)(**{name: cloned(item) for name, item in value.items()})
     return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-@phases.marked(phases.CACHE)
-def selected(value: Any, rows: Tensor, of: int) -> Any:
-    """These rows of a tensor with `of` rows, or of a dict of such tensors; anything else as it is."""
-    if isinstance(value, dict):
-        return type(value)(**{name: selected(item, rows, of) for name, item in value.items()})
-    if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == of:
-        return value.index_select(0, rows.to(value.device))
-    return value

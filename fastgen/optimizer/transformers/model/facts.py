@@ -22,7 +22,7 @@ from fastgen.patching.foreign_code import Finding
 from fastgen.replay.guards import ModelGuards
 
 _ATTENTION = (None, "eager", "sdpa") if FINDS_EAGER else (None, "sdpa")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class ModelFacts:
     foreign: list[Finding]  # foreign code that a decode step would run
     foreign_in_encoder: list[Finding]  # foreign code that the encoder, which is called before the search, would run
     overridden_rule: str | None  # the search rule that the model's class, though the host's, overrides
-    unsupported: str | None  # why the model cannot decode over the tree, whatever the request
+    unsupported: str | None  # why the model is left to the host, whatever the request
+    off_tree: str | None  # why the model cannot decode over the tree, whatever the request
     is_watched: bool  # whether foreign code sees the calls of a step's module, or has replaced one
     is_interrupted: bool  # whether foreign code may run when one of these is called
     is_encoder_watched: bool
@@ -112,6 +113,7 @@ def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
         foreign_in_encoder=foreign_code.of_modules(in_encoder),
         overridden_rule=foreign_code.overridden_rule(model),
         unsupported=_unsupported(model, everything, parts),
+        off_tree=_off_tree(model, everything, parts),
         is_watched=replaced_code.is_watched(steps),
         is_interrupted=replaced_code.are_interrupted(steps),
         is_encoder_watched=replaced_code.is_watched(module for _, module in in_encoder),
@@ -124,11 +126,16 @@ def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
 
 
 def _unsupported(model: Any, everything: list[nn.Module], parts: dict[str, nn.Module]) -> str | None:
-    """Why this model cannot decode over the tree, whatever the request; None if it can."""
+    """Why this model is left to the host, whatever the request; None if it is not."""
     if hasattr(model, "_reorder_cache"):
         return "the model reorders its cache itself"
     if training := next((path for path, module in parts.items() if _is_training(module)), None):
         return f"{training} is in training mode"
+    return unsupported_modules(everything)
+
+
+def _off_tree(model: Any, everything: list[nn.Module], parts: dict[str, nn.Module]) -> str | None:
+    """Why this model cannot decode over the tree, whatever the request; None if it can."""
     numbers = {part.layer_idx for part in parts.values() if isinstance(getattr(part, "layer_idx", None), int)}
     if numbers and 0 not in numbers:  # the host asks layer 0 for the cache's length
         return "its first layer has been cut out, and the others keep their numbers"
@@ -136,8 +143,6 @@ def _unsupported(model: Any, everything: list[nn.Module], parts: dict[str, nn.Mo
         return reason
     if name := modules.unfoldable_attention({type(module) for module in everything}):
         return f"{name} computes attention itself instead of calling an attention function"
-    if reason := unsupported_modules(everything):
-        return reason
     for module in everything:
         config = getattr(module, "config", None)
         types = getattr(config, "layer_types", None) or ()

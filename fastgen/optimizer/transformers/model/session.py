@@ -242,10 +242,17 @@ _PRODUCTS: dict[tuple[type, str], Wrapper] = {
 
 
 @contextlib.contextmanager
+def multiplying_one_step(products: LinearDispatcher, model: torch.nn.Module) -> Iterator[None]:
+    """As `multiplying`, for one of many passes."""
+    with arena.of(model), redirected(_PRODUCTS), using(products):
+        yield
+
+
+@contextlib.contextmanager
 def multiplying(products: LinearDispatcher, model: torch.nn.Module) -> Iterator[None]:
     """Inside the block, this thread's linear layers multiply by `products`, in the model's arena; nothing is folded."""
     try:
-        with arena.of(model), redirected(_PRODUCTS), using(products):
+        with multiplying_one_step(products, model):
             yield
     finally:
         arena.settle()  # the activations are free now

@@ -15,7 +15,9 @@ def replayer_for(request: Request, stock: Callable[..., Any]) -> replayer.Replay
     """The replayer of this call's steps; None if they are not replayed."""
     model, device = request.model, request.input_ids.device
     rows, steps = request.input_ids.shape[0], request.generation_config.max_length - request.input_ids.shape[1]
-    if not versions.COUNTS_IN_TENSORS or not statistics.are_wanted(model, device.type, request.batch, rows, steps):
+    # Greedy search and sampling run in the host's own loop, which lets no sentence leave.
+    stay = request.batch == 1 or not request.is_beam_search
+    if not versions.COUNTS_IN_TENSORS or not statistics.are_wanted(model, device.type, stay, rows, steps):
         return None
     if config.current().cache_threshold:  # which weights are left out differs from step to step
         return None

@@ -1,0 +1,148 @@
+"""Models that cannot run on the tree: the prompt once per sentence, then the host's own cache, one row per beam."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import harness
+import pytest
+import torch
+import zoo
+
+import fastgen
+from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.model.row_decoder import RowDecoder
+from fastgen.optimizer.transformers.versions import CACHE
+
+pytestmark = pytest.mark.skipif(not versions.PREFILLS, reason="this version reads prompts otherwise")
+
+SEARCHES: dict[str, dict[str, Any]] = {
+    "plain": dict(num_beams=4, max_new_tokens=16),
+    "two beams": dict(num_beams=2, max_new_tokens=10),
+    "ranked": dict(num_beams=4, max_new_tokens=14, num_return_sequences=3, length_penalty=2.0, no_repeat_ngram_size=2),
+    "early": dict(num_beams=3, max_new_tokens=12, early_stopping=True, repetition_penalty=1.3),
+    "never": dict(num_beams=3, max_new_tokens=12, early_stopping="never", length_penalty=-1.0),
+    "drawn": dict(num_beams=4, max_new_tokens=12, do_sample=True, top_k=20, temperature=1.3),
+    "greedy": dict(num_beams=1, max_new_tokens=16),
+    "samples": dict(num_beams=1, max_new_tokens=12, do_sample=True, num_return_sequences=3, top_k=0),
+}
+DETAILS = dict(return_dict_in_generate=True, output_scores=True, output_logits=True)
+
+
+def _ran_by_rows(reason: str = "") -> None:
+    last = fastgen.status().calls[-1]
+    assert last.tier in ("fast", "compat") and last.cache == "rows", last
+    assert last.plan and reason in last.plan, last.plan
+
+
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("family", zoo.BY_ROWS)
+def test_identical(family: str, search: str, details: bool) -> None:
+    options = {**SEARCHES[search], **(DETAILS if details else dict(return_dict_in_generate=False))}
+    harness.compare(zoo.load(family), zoo.inputs_for(family, batch=4), **options)
+    _ran_by_rows("computes attention itself")
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("tier", harness.TIERS)
+@pytest.mark.parametrize("family", zoo.BY_ROWS)
+def test_both_tiers_and_plain_inputs(family: str, tier: str, batch: int) -> None:
+    inputs = zoo.inputs_for(family, batch=batch, ragged=False)
+    harness.compare(zoo.load(family), inputs, tier=tier, **SEARCHES["plain"], **DETAILS)
+    harness.compare(zoo.load(family), {"input_ids": inputs["input_ids"]}, tier=tier, **SEARCHES["early"])
+    _ran_by_rows()
+
+
+@pytest.mark.parametrize("family", zoo.BY_ROWS)
+def test_the_prompt_is_read_once_and_sentences_leave(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = zoo.load(family), zoo.inputs_for(family, batch=6)
+    options = dict(num_beams=4, max_new_tokens=20, early_stopping=True, length_penalty=-1.0)
+    harness.compare(model, inputs, **options, return_dict_in_generate=False)  # it is tried in the first call
+    read, rows = [], []
+    prefill, run = versions.prefill, RowDecoder.run
+
+    def count_prompt(model: Any, input_ids: torch.Tensor, *args: Any) -> Any:
+        read.append(len(input_ids))
+        return prefill(model, input_ids, *args)
+
+    def count_rows(self: RowDecoder, forward: Any, step: dict[str, Any]) -> Any:
+        rows.append(len(step["decoder_input_ids" if self.is_encoder_decoder else "input_ids"]))
+        return run(self, forward, step)
+
+    monkeypatch.setattr(versions, "prefill", count_prompt)
+    monkeypatch.setattr(RowDecoder, "run", count_rows)
+    harness.compare(model, inputs, **options, return_dict_in_generate=False)
+    assert read == [6]
+    assert rows == sorted(rows, reverse=True) and rows[-1] < rows[0] == 24, rows
+
+
+@pytest.mark.parametrize("family", [*zoo.BY_ROWS, *zoo.HYBRIDS])
+def test_the_cache_that_is_returned(family: str) -> None:
+    model, inputs = zoo.load(family), zoo.inputs_for(family)
+    options = dict(num_beams=3, max_new_tokens=9, return_dict_in_generate=True)
+    stock = harness.run_stock(model, inputs, **options)
+    output, calls = harness.run_fastgen(model, inputs, **options)
+    assert calls[-1].tier == "fast"
+    theirs, mine = getattr(stock, CACHE), getattr(output, CACHE)
+    assert type(theirs) is type(mine)
+    parts = ("self_attention_cache", "cross_attention_cache") if model.config.is_encoder_decoder else (None,)
+    for part in parts:
+        a, b = (cache if part is None else getattr(cache, part) for cache in (theirs, mine))
+        assert len(a.layers) == len(b.layers) > 0
+        for one, other in zip(a.layers, b.layers, strict=True):
+            _assert_same_layer(one, other)
+
+
+def _assert_same_layer(stock: Any, ours: Any) -> None:
+    for name in ("keys", "values"):
+        if getattr(stock, name, None) is not None:
+            torch.testing.assert_close(getattr(ours, name), getattr(stock, name), rtol=1e-4, atol=1e-4)
+    for name in ("conv_states", "recurrent_states"):
+        for number, state in getattr(stock, name, {}).items():
+            torch.testing.assert_close(getattr(ours, name)[number], state, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_with_code_of_the_users_is_left_alone() -> None:
+    """In the prompt, such code would see fewer rows than the host shows it."""
+    model, seen = copy.deepcopy(zoo.load("bloom")), []
+    model.transformer.h[0].register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    harness.compare(model, zoo.inputs_for("bloom"), expected="fallback", **SEARCHES["plain"])
+    assert set(seen) == {12}
+
+
+def test_weights_changed_between_calls() -> None:
+    model, inputs = copy.deepcopy(zoo.load("bloom")), zoo.inputs_for("bloom")
+    for factor in (1.0, 1.5, 0.7):
+        with torch.no_grad():
+            model.transformer.h[1].mlp.dense_h_to_4h.weight.mul_(factor)
+        harness.compare(model, inputs, **SEARCHES["plain"])
+        _ran_by_rows()
+
+
+# ---------------------------------------------------------------------------------------------- recurrent states
+@pytest.mark.parametrize("details", [False, True])
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("family", zoo.HYBRIDS)
+def test_recurrent_states_beside_the_tree(family: str, search: str, details: bool) -> None:
+    options = {**SEARCHES[search], **(DETAILS if details else dict(return_dict_in_generate=False))}
+    harness.compare(zoo.load(family), zoo.inputs_for(family, batch=4), **options)
+    assert fastgen.status().calls[-1].cache == "kv"
+
+
+@pytest.mark.parametrize("replay", ["off", "auto", "always"])
+@pytest.mark.parametrize("family", zoo.HYBRIDS)
+def test_long_outputs_of_hybrids(family: str, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tree is pruned and grows, sentences leave, and steps may be replayed."""
+    monkeypatch.setattr("fastgen.cache.tree.FIRST_STEPS", 4)
+    with harness.configured(replay=replay):
+        for options in (dict(num_beams=4, early_stopping=True), dict(num_beams=3, length_penalty=-1.0)):
+            harness.compare(
+                zoo.load(family),
+                zoo.inputs_for(family, batch=5),
+                max_new_tokens=30,
+                return_dict_in_generate=False,
+                **options,
+            )
+            assert fastgen.status().calls[-1].cache == "kv"
