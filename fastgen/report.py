@@ -49,14 +49,15 @@ class Call:
 
     host: str
     model: str
-    tier: str  # "fast": our loop; "compat": the host's loop over our cache; "stock": all the host's
+    tier: str  # "fast": our loop; "compat": the host's loop, our steps; "stock": all the host's
     reason: str | None  # why not a better tier
     batch: int
     beams: int
     steps: int | None = None
     seconds: float | None = None
     cache_bytes: int | None = None
-    cache: str | None = None  # what was stored of each position: "kv", or slim caches: see fastgen.cache.slim.latent
+    # What was stored of each position: "kv", slim caches (see fastgen.cache.slim.latent), or "rows": the host's cache.
+    cache: str | None = None
     plan: str | None = None  # what was predicted for it and for others, or why it could not be another
 
 

@@ -59,8 +59,9 @@ def install(patches: PatchSet, module: ModuleType) -> None:
             prepare = getattr(mixin, name)
             require_signature(prepare, _ENCODER)
             patches.replace(mixin, name, _without_padding(prepare))
-    if hasattr(mixin, "_prefill"):  # without it, models that are given images are left to the host
-        patches.replace(mixin, _EXPANDS, expansion.noted(vars(mixin)[_EXPANDS]))
+    # Without it, or in 4.57, models that are given images are left to the host.
+    if hasattr(mixin, "_prefill") and (expands := vars(mixin).get(_EXPANDS)) is not None:
+        patches.replace(mixin, _EXPANDS, expansion.noted(expands))
     _provide_diverse(patches, module)
     for name in _SEAMS:
         patches.replace(mixin, name, _accelerated(getattr(mixin, name), patches))
@@ -125,11 +126,12 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
             patches.give_up(str(error))
             report.warn_of_version("transformers", f"alone: {error}", loses_nothing=True)
             return stock(*args, **model_kwargs)
-        single = expansion.single_rows(input_ids)
+        unexpanded = expansion.unexpanded_inputs(input_ids, model_kwargs)
         if stock.__name__ == "_beam_search":
-            return dispatch.run(Request(*args, model_kwargs, single=single), stock)
+            return dispatch.run(Request(*args, model_kwargs, unexpanded=unexpanded), stock)
         streamer = model_kwargs.pop("streamer", None)
-        return dispatch.run(Request(*args, model_kwargs, streamer, is_beam_search=False, single=single), stock)
+        request = Request(*args, model_kwargs, streamer, is_beam_search=False, unexpanded=unexpanded)
+        return dispatch.run(request, stock)
 
     return generate
 

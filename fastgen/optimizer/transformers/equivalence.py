@@ -1,9 +1,9 @@
-"""Tries whether a model gives equal logits on the tree; families of our tests need no trial.
+"""Tries whether a model gives equal logits on the tree, or over the host's own cache with one row per beam.
 
 An untested model may do something in attention that the tree does not know of. So before the first accelerated call a
-few steps are run both ways, and the model is left to the host unless the logits are equal. The trial runs on copies of
-the model, which share only the parameters: what a forward pass writes to a buffer or an attribute, and the random
-numbers that it draws, leave no trace.
+few steps are run both ways, and the model runs only where the logits are equal. Families of our tests need no trial for
+texts. The trial runs on copies of the model, which share only the parameters: what a forward pass writes to a buffer or
+an attribute, and the random numbers that it draws, leave no trace.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
 from fastgen import config
+from fastgen.memory import limits
 from fastgen.optimizer.transformers import expansion, versions
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.model.base import Decoder, selected, selected_inputs
@@ -30,6 +31,7 @@ from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.replay.replayer import Replayer
 
+HOST_FAILED = "a trial with the host failed"
 _SENTENCES, _BEAMS, _STEPS = 2, 3, 6
 # Largest difference of two logits, relative to the largest logit: rounding in another order stays far below.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -45,10 +47,10 @@ def failed_equivalence(
     `is_replayed`: whether the model's steps may be replayed; `by_rows`: over the host's own cache in place of the tree.
     """
     model = request.model
-    if request.facts.is_tested and not (request.foreign or request.further or by_rows):
+    if request.facts.is_tested and not (request.foreign or request.multimodal or by_rows):
         return None
     if by_rows and (request.foreign or not versions.PREFILLS):
-        return "its cache may not stay the host's"  # the user's code may count rows, and 4.57 reads prompts otherwise
+        return "code of yours would see fewer rows" if request.foreign else "this version reads prompts otherwise"
     if rule := request.users_rule:  # the user's rule would see the trial's search, on a copy, too
         return f"{rule}, and a trial would run it"
     if is_replayed and request.generation_config.max_length - request.input_ids.shape[1] < _STEPS:
@@ -57,25 +59,40 @@ def failed_equivalence(
     is_chunked = request.generation_config.prefill_chunk_size is not None
     attention = getattr(model.config, "_attn_implementation", None)
     found, dtype = tuple(request.foreign), _dtype_of_products(request)
-    way = is_replayed, by_rows, request.given, request.arrangement, is_chunked, found
+    way = is_replayed, by_rows, request.all_inputs, request.arrangement, request.batch > 1, is_chunked, found
     key = (attention, model.dtype, dtype, request.is_beam_search, request.beams > 1, *way)
     if key not in verdicts:
         if request.generation_config.max_length - request.input_ids.shape[1] < 2:
             return "its first calls were too short to try"  # no step follows the prompt
         devices = [request.input_ids.device] if request.input_ids.is_cuda else []
         with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
-            before = torch.get_rng_state()
+            before = _random_states(request)
             try:
                 expected = _on_a_copy(sample_of(request, LogitsProcessorList())).run(stock)
             except Exception as error:  # most likely the request is at fault, not the model
-                return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
-            after = torch.get_rng_state()
-            torch.set_rng_state(before)
-            verdict = _try(request, stock, expected, is_replayed, by_rows)
-            if verdict is None and not (is_replayed or torch.equal(after, torch.get_rng_state())):
+                return f"{HOST_FAILED} ({type(error).__name__}: {_first_line(error)})"
+            after = _random_states(request)
+            _set_random_states(request, before)
+            try:
+                verdict = _try(request, stock, expected, is_replayed, by_rows)
+            except MemoryError as error:  # perhaps there is more at the next call
+                return f"there was no memory to try it ({_first_line(error)})"
+            drawn = zip(after, _random_states(request), strict=True)
+            if verdict is None and not is_replayed and not all(torch.equal(*states) for states in drawn):
                 verdict = "its forward passes draw other random numbers for fewer rows"
             verdicts[key] = verdict
     return verdicts[key]
+
+
+def _random_states(request: Request) -> list[Tensor]:
+    device = request.input_ids.device
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def _set_random_states(request: Request, states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], request.input_ids.device)
 
 
 def _try(
@@ -87,6 +104,7 @@ def _try(
 ) -> str | None:
     ours = _on_a_copy(sample_of(request, LogitsProcessorList([_Recorded(expected.scores)])))
     replayer = Replayer(request.input_ids.device) if is_replayed else None
+    where = "with its prompt read once per sentence" if by_rows else "on the tree"
     try:
         made: Decoder = RowDecoder(ours) if by_rows else TreeDecoder(ours, replayer=replayer)
         with config.configured(weights="float32"), contextlib.closing(made) as decoder:
@@ -95,7 +113,8 @@ def _try(
             )
     # Here, and only here, an unknown model's code meets the tree: whatever it raises is the verdict.
     except Exception as error:
-        where = "with a prompt of one row" if by_rows else "on the tree"
+        if limits.is_out_of_memory(error):
+            raise MemoryError(_first_line(error)) from error
         return f"it cannot run {where} ({type(error).__name__}: {_first_line(error)})"
     if replayer is not None and replayer.failure:
         return replayer.failure
@@ -106,9 +125,9 @@ def _try(
     for step, (a, b) in enumerate(zip(expected.logits, result.logits, strict=False)):
         difference = _difference(a, b)
         if not difference <= tolerance:
-            return f"its logits differ on the tree, by {difference:.1e} of the largest in step {step} of {steps}"
+            return f"its logits differ {where}, by {difference:.1e} of the largest in step {step} of {steps}"
     if len(expected.logits) != len(result.logits):
-        return "its search ends at another step on the tree"
+        return f"its search ends at another step {where}"
     return None
 
 
@@ -156,7 +175,7 @@ class _Recorded(LogitsProcessor):
 def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _STEPS) -> Request:
     """A request for a few sentences, beams and `steps` of this one, with plain search; the two share no state."""
     beams, sentences = min(request.beams, _BEAMS), min(request.batch, _SENTENCES)
-    if request.further:  # which of them belong to a sentence, only the model knows
+    if request.multimodal:  # which of them belong to a sentence, only the model knows
         beams, sentences = request.beams, request.batch
     rows = request.input_ids.shape[0]
     first = torch.arange(sentences)[:, None] * request.beams + torch.arange(beams)
@@ -170,7 +189,7 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
     config.return_dict_in_generate = config.output_scores = config.output_logits = True
     config._fastgen_sequence_scores_only = False
     kwargs = selected_inputs({name: it for name, it in request.model_kwargs.items() if name != CACHE}, index, rows)
-    for name in request.further:
+    for name in request.multimodal:
         kwargs[name] = expansion.copied(kwargs[name])
     # The cache is still empty: only the classes of the layers are copied.
     kwargs[CACHE] = copy.deepcopy(request.model_kwargs[CACHE])
@@ -184,5 +203,5 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
         False,
         kwargs,
         is_beam_search=request.is_beam_search,
-        single=request.single and {name: expansion.copied(request.single[name]) for name in request.further},
+        unexpanded={name: expansion.copied(value) for name, value in request.unexpanded.items()},
     )

@@ -9,7 +9,7 @@ from typing import Any
 from fastgen.decoding.speculation import SpeculationPolicy
 from fastgen.optimizer import gate
 from fastgen.optimizer.transformers.cache.planning import Caches, plan_for
-from fastgen.optimizer.transformers.equivalence import failed_equivalence
+from fastgen.optimizer.transformers.equivalence import HOST_FAILED, failed_equivalence
 from fastgen.optimizer.transformers.generate.argmax_head import may_use_argmax_head
 from fastgen.optimizer.transformers.generate.speculation import policy_for
 from fastgen.optimizer.transformers.replay.conditions import replayer_for
@@ -49,7 +49,9 @@ def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
         if reason := unsupported_reason(request):
             return reason
         off_tree = unsupported_on_tree(request) or failed_equivalence(request, stock)
-        failed = off_tree and failed_equivalence(request, stock, by_rows=True)
+        if off_tree is None or off_tree.startswith(HOST_FAILED):
+            return off_tree
+        failed = failed_equivalence(request, stock, by_rows=True)
         return failed and (off_tree if failed == off_tree else f"{off_tree}; {failed}")
 
     def not_fast() -> str | None:

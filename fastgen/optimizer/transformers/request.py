@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,11 +34,6 @@ _KEEP_THE_LARGEST = tuple(
     for name in """TemperatureLogitsWarper TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper
     EpsilonLogitsWarper EtaLogitsWarper LogitNormalization""".split()
 )
-_KNOWN_KWARGS = frozenset(
-    f"""attention_mask cache_position decoder_attention_mask decoder_position_ids encoder_outputs global_attention_mask
-    inputs_embeds labels latents logits_to_keep {CACHE} mm_token_type_ids moe_mm_token_type_ids position_ids
-    return_dict token_type_ids use_cache""".split()  # a batch may hold labels, which the host does not pass on
-)
 # Criteria that depend only on the last token and the length.
 _BY_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria)
 
@@ -58,8 +53,8 @@ class Request:
     is_beam_search: bool = True
     diverse: Callable[..., Any] | None = None  # our loop for diverse beam search, with the host's signature
     seeds: Sequence[int] | None = None  # a seed for each sentence, for samples drawn in a shared batch
-    # The inputs before the host expanded them to one row per beam, if that was seen.
-    single: Mapping[str, Any] | None = None
+    # The multimodal inputs before the host expanded them for the beams, as far as that was seen.
+    unexpanded: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def beams(self) -> int:
@@ -68,22 +63,21 @@ class Request:
         return int(config.num_beams if self.is_beam_search else config.num_return_sequences or 1)
 
     @functools.cached_property
-    def further(self) -> tuple[str, ...]:
-        """Names of the inputs that only some models take: images, grids of patches, types of tokens."""
-        return tuple(name for name in self.given if name not in _KNOWN_KWARGS)
-
-    @functools.cached_property
-    def given(self) -> tuple[str, ...]:
+    def all_inputs(self) -> tuple[str, ...]:
         """Names of all inputs of the model, in alphabetical order."""
         return tuple(sorted(name for name, value in self.model_kwargs.items() if not _is_absent(value)))
 
     @functools.cached_property
+    def multimodal(self) -> tuple[str, ...]:
+        """Names of the inputs that only some models take: images, grids of patches, clips."""
+        return tuple(name for name in self.all_inputs if name not in expansion.BY_ROW)
+
+    @functools.cached_property
     def arrangement(self) -> Hashable:
-        """How what is no text is spread over the sentences: see `expansion.arrangement`."""
-        if not self.further or self.single is None:
+        """How images, clips and the like are spread over the sentences: see `expansion.arrangement`."""
+        if not self.multimodal:
             return None
-        inputs = [self.single[name] for name in self.further if name in self.single]
-        return expansion.arrangement(self.input_ids[:: self.beams], inputs, self.model.config)
+        return expansion.arrangement(self.input_ids[:: self.beams], self.unexpanded, self.model.config)
 
     @functools.cached_property
     def facts(self) -> ModelFacts:
@@ -148,7 +142,7 @@ class Request:
         """Whether no sentence's scores depend on other sentences, or are wanted after the sentence has finished."""
         return (
             not self.keeps_all_rows
-            and not self.further  # which of them belong to a sentence, only the model knows
+            and not self.multimodal  # which of them belong to a sentence, only the model knows
             and all(_is_row_local(processor) for processor in self.logits_processor)
             # One source for each sentence; a processor that the caller made may have another number.
             and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)

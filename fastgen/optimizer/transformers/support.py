@@ -11,11 +11,12 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import expansion, foreign_code
 from fastgen.optimizer.transformers.cache.tree_cache import unsupported_cache, unsupported_storage
+from fastgen.optimizer.transformers.model.base import three_dimensions
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.report import OfThisVersion
 
-# These must begin with the batch's rows: some multimodal models put three position dimensions first.
+# These must begin with the batch's rows, `position_ids` of images apart: see `three_dimensions`.
 _BEGIN_WITH_ROWS = ("decoder_position_ids", "latents", "position_ids")
 
 
@@ -65,19 +66,18 @@ def _is_filled(cache: Any) -> bool:
 def _unsupported_inputs(request: Request, shares: bool) -> str | None:
     """Why the prompt cannot be read at one row per sentence, or None."""
     kwargs, rows = request.model_kwargs, request.input_ids.shape[:1]
-    if unknown := [name for name in request.further if shares or name not in (request.single or ())]:
+    if unknown := [name for name in request.multimodal if shares or name not in request.unexpanded]:
         return f"the model takes further inputs ({', '.join(unknown)})"
-    if changing := [name for name in request.further if not expansion.is_data(kwargs[name])]:
+    if changing := [name for name in request.multimodal if not expansion.is_data(kwargs[name])]:
         return f"the model takes further inputs that may change ({', '.join(changing)})"
     if request.input_ids.ndim != 2 or request.input_ids.shape[0] % request.beams:
         return f"input_ids of shape {tuple(request.input_ids.shape)} are not rows of beams"
-    by_row = {name: value for name, value in kwargs.items() if name not in request.further}
+    by_row = {name: _rows_first(name, value) for name, value in kwargs.items() if name not in request.multimodal}
     if not request.is_beam_search and not _repeats(request.beams, [request.input_ids, *_tensors(by_row)]):
         return "rows that should share a prompt differ"
     for name in _BEGIN_WITH_ROWS:
-        value = kwargs.get(name)
-        of_images = isinstance(value, Tensor) and value.ndim == 3 and value.shape[1:2] == rows and not shares
-        if isinstance(value, Tensor) and value.shape[:1] != rows and not of_images:
+        value = kwargs.get(name) if shares else _rows_first(name, kwargs.get(name))
+        if isinstance(value, Tensor) and value.shape[:1] != rows:
             return f"{name} of shape {tuple(value.shape)} does not begin with the rows of the batch"
     outputs = kwargs.get("encoder_outputs")
     if outputs is not None and outputs[0].shape[:1] != rows:
@@ -130,6 +130,10 @@ def unsupported_configuration(model: Any, config: Any) -> str | None:
     if len(set(getattr(model, "hf_device_map", None) or {})) > 1:
         return "the model is spread over several devices"
     return None
+
+
+def _rows_first(name: str, value: Any) -> Any:
+    return value.transpose(0, 1) if three_dimensions(name, value) else value
 
 
 def _tensors(kwargs: dict[str, Any]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from transformers.generation.stopping_criteria import MaxTimeCriteria
 
 from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import judge
+from fastgen.optimizer.transformers.expansion import containers_copied
 from fastgen.optimizer.transformers.request import Request
 
 _HOST = "transformers"
@@ -124,7 +125,7 @@ def _copied(value: Any, model: Any) -> Any:
     """Copy an argument that `generate` may change: a dictionary, such as the encoder output, or the host's processors,
     some of which have a state. The user's processors are not copied: such calls are not compared."""
     if isinstance(value, dict):
-        return copy.copy(value)
+        return containers_copied(value)
     if isinstance(value, (LogitsProcessorList, StoppingCriteriaList)) and all(
         type(each).__module__.startswith("transformers.") for each in value
     ):

@@ -92,9 +92,12 @@ def pix_2_struct() -> Any:
 
 @feeds("Pix2StructForConditionalGeneration")
 def screens(model: Any) -> Batches:
-    def batch(grids: list[tuple[int, int]], **more: Tensor) -> dict[str, Tensor]:
+    """With `use_cache=True`, which is not the default of its text configuration."""
+
+    def batch(grids: list[tuple[int, int]], **more: Tensor) -> dict[str, Any]:
         patches = flattened(grids)
-        return {"flattened_patches": patches, "attention_mask": (patches.sum(-1) != 0).float(), **more}
+        mask = (patches.sum(-1) != 0).float()
+        return {"flattened_patches": patches, "attention_mask": mask, "use_cache": True, **more}
 
     beginning = dict(decoder_input_ids=words(2, 3), decoder_attention_mask=torch.ones(2, 3, dtype=torch.long))
     return [

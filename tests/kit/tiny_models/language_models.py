@@ -229,3 +229,18 @@ def blt() -> Any:
         global_config=dict(size, hidden_size=48, intermediate_size=64),
         **SPECIAL,
     )
+
+
+@configures("MptForCausalLM")
+def mpt() -> Any:
+    """With a cache, which its configuration leaves off by default."""
+    return transformers.MptConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=64,
+        initializer_range=0.3,
+        use_cache=True,
+        **SPECIAL,
+    )

@@ -113,12 +113,13 @@ def evolla() -> Any:
 
 @feeds("EvollaForProteinText2Text")
 def proteins(model: Any) -> Batches:
+    """With `use_cache=True`, which is not its configuration's default."""
     awake(model, "gate_attention", "gate_ffw")
 
-    def batch(lengths: list[int], residues: list[int]) -> dict[str, Tensor]:
+    def batch(lengths: list[int], residues: list[int]) -> dict[str, Any]:
         rows = right_padded([[0, *(token % 25 + 5 for token in own), 2] for own in texts(residues)])
         protein = {f"protein_{name}": tensor for name, tensor in rows.items()}
-        return {**prompts(*((length, []) for length in lengths)), **protein}
+        return {**prompts(*((length, []) for length in lengths)), **protein, "use_cache": True}
 
     return [
         ("one protein each", batch([4, 4], [6, 6])),

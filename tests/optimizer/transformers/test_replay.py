@@ -283,17 +283,18 @@ def test_autocast_sees_the_model() -> None:
 def test_settings() -> None:
     model = copy.deepcopy(zoo.load("gpt2"))
     one, few = _inputs("gpt2", batch=1), _inputs("gpt2", batch=3)
-    for setting, inputs, tokens, are_replayed in (
-        ("off", one, 14, False),
-        ("auto", one, 14, True),
-        ("auto", one, 8, False),
-        ("auto", few, 14, False),
-        ("always", few, 8, True),
+    for setting, inputs, beams, tokens, are_replayed in (
+        ("off", one, 3, 14, False),
+        ("auto", one, 3, 14, True),
+        ("auto", one, 3, 8, False),
+        ("auto", few, 3, 14, False),
+        ("auto", few, 1, 14, True),  # in greedy search no sentence leaves
+        ("always", few, 3, 8, True),
     ):
         before = _counts(model)
         fastgen.configure(replay=setting)
-        harness.compare(model, inputs, num_beams=3, min_new_tokens=tokens, max_new_tokens=tokens)
-        assert (_counts(model) != before) == are_replayed, (setting, tokens)
+        harness.compare(model, inputs, num_beams=beams, min_new_tokens=tokens, max_new_tokens=tokens)
+        assert (_counts(model) != before) == are_replayed, (setting, beams, tokens)
 
 
 @pytest.mark.parametrize("family", ["bert2bert", "led", "trocr"])

@@ -76,6 +76,11 @@ BEAMS: tuple[dict[str, Any], ...] = (
     dict(num_beams=4, max_new_tokens=7, do_sample=False, early_stopping=True, no_repeat_ngram_size=2, **_DETAILS)
     | dict(num_return_sequences=2),
 )
+# Sentences end early and leave, and greedy search is long enough to be replayed.
+ENDING: tuple[dict[str, Any], ...] = (
+    dict(num_beams=4, max_new_tokens=14, do_sample=False, early_stopping=True, return_dict_in_generate=False),
+    dict(num_beams=1, max_new_tokens=14, do_sample=False, return_dict_in_generate=False),
+)
 SAMPLES: tuple[dict[str, Any], ...] = (
     dict(num_beams=1, max_new_tokens=9, do_sample=False, **_DETAILS),
     dict(num_beams=1, max_new_tokens=9, do_sample=True, num_return_sequences=3, top_k=0, **_DETAILS),
@@ -136,19 +141,24 @@ def _batches_of_text(model: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def _compared(model: Any, batches: list[tuple[str, dict[str, Any]]], is_thorough: bool) -> Verdict:
     """Compare the searches that stock can do on these batches; the first is the plainest."""
-    searches = [*BEAMS, *SAMPLES] if is_thorough else [BEAMS[0], SAMPLES[1]]
+    searches = [*BEAMS, *SAMPLES, *ENDING] if is_thorough else [BEAMS[0], ENDING[0], SAMPLES[1]]
     if not is_thorough:
         batches = batches[:2]
+    ends: int | None = None
     calls: list[report.Call] = []
     left: dict[str, str] = {}  # what is left to the host, with the reason
     for what, tensors in batches:
         for search in searches:
             has_beams = search["num_beams"] > 1
+            if search in ENDING:
+                search = {**search, "eos_token_id": ends}
             try:
                 stock = _stock(model, tensors, search)
             except NotTiny as error:
                 left.setdefault("beams" if has_beams else what, str(error))
                 continue
+            if ends is None and not isinstance(stock, torch.Tensor):
+                ends = int(stock.sequences[0, -6])  # a token that the first sentence has not long before its end
             try:
                 output, more = harness.run_fastgen(model, tensors, _generate, strict=False, **search)
                 harness.assert_same(stock, output, tolerance=1e-3)  # some of these weights are wild

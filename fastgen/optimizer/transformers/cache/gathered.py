@@ -77,7 +77,7 @@ def _hosts(host: Any, layer: Any, gathered: Any) -> Any:
     """A layer as the host's cache would hold it, where some layers hold recurrent states."""
     if recurrent.has_no_keys(host):
         return layer
-    return recurrent.with_keys(host, layer, gathered) if recurrent.has_both(host) else gathered
+    return recurrent.with_keys(host, layer, gathered) if recurrent.is_hybrid(host) else gathered
 
 
 def _gather(source: Tensor, index: Tensor) -> Tensor:

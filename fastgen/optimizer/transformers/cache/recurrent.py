@@ -25,7 +25,7 @@ class _Absent:
 StateLayer: Any = getattr(cache_utils, "LinearAttentionLayer", _Absent)
 _ALONE = (StateLayer, getattr(cache_utils, "DummyLayer", _Absent))  # these hold no keys
 # A recurrent layer and attention side by side.
-_WITH_KEYS = tuple(
+_HYBRIDS = tuple(
     getattr(cache_utils, f"LinearAttentionAnd{name}AttentionLayer", _Absent) for name in ("Full", "SlidingWindow")
 )
 
@@ -35,14 +35,14 @@ def has_no_keys(layer: Any) -> bool:
     return type(layer) in _ALONE
 
 
-def has_both(layer: Any) -> bool:
+def is_hybrid(layer: Any) -> bool:
     """Whether a layer holds recurrent states beside keys and values."""
-    return type(layer) in _WITH_KEYS
+    return type(layer) in _HYBRIDS
 
 
 def is_known(layer: Any) -> bool:
     """Whether the states of a layer are where this module looks for them."""
-    return (has_no_keys(layer) or has_both(layer)) and isinstance(getattr(layer, "conv_states", {}), dict)
+    return (has_no_keys(layer) or is_hybrid(layer)) and isinstance(getattr(layer, "conv_states", {}), dict)
 
 
 def _states(layers: Iterable[Any]) -> Iterator[tuple[dict[int, Any], int]]:

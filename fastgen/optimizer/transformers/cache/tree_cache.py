@@ -1,4 +1,4 @@
-"""The tree as a transformers `Cache`, and a `Cache` of the host made from the tree."""
+"""The tree as a transformers `Cache`."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def unsupported_cache(cache: Any) -> str | None:
     if type(cache) is not DynamicCache:
         return _told(type(cache), f"its cache is a {type(cache).__name__}")
     for layer in cache.layers:
-        if type(layer) not in _WITH_KEYS and (is_split or not recurrent.is_known(layer)):
+        if type(layer) not in _KEYS_ALONE and (is_split or not recurrent.is_known(layer)):
             return _told(type(layer), f"a layer keeps its state in a {type(layer).__name__}")
     if cache.layers and all(map(recurrent.has_no_keys, cache.layers)):
         return f"all layers keep their state in a {type(cache.layers[0]).__name__}"
     return None
 
 
-_WITH_KEYS = (DynamicLayer, DynamicSlidingWindowLayer)
+_KEYS_ALONE = (DynamicLayer, DynamicSlidingWindowLayer)
 # Classes in the host's module of caches, in all versions so far, that are known, though the tree cannot replace them.
 _KNOWN = re.compile(
     "(Static|Quantized|Offloaded|Hybrid|Sink|SlidingWindow|Mtp|DFlash|EncoderDecoder|Chunked|Dynamic"
@@ -134,7 +134,7 @@ def _count(query_length: int | Tensor) -> int:
     return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
 
 
-class _BothLayer(recurrent.StateLayer, _Layer):
+class _HybridLayer(recurrent.StateLayer, _Layer):
     """A layer of the tree that holds recurrent states, too, one row per beam."""
 
     is_compileable = False
@@ -156,7 +156,7 @@ class TreeCache(Cache):
         self.session = session
         self.windows = [getattr(layer, "sliding_window", None) for layer in stock.layers]
         self.hosts: list[Any] = []  # the host's layers, if some hold recurrent states
-        if not all(type(layer) in _WITH_KEYS for layer in stock.layers):
+        if not all(type(layer) in _KEYS_ALONE for layer in stock.layers):
             self.hosts = list(stock.layers)
             self.layers += [self._made(*each) for each in zip(self.hosts, self.windows, strict=True)]
         self.recurrent = [layer for layer in self.layers if hasattr(layer, "recurrent_states")]
@@ -166,8 +166,8 @@ class TreeCache(Cache):
         self.session.tree.layers.append(layer)
         if recurrent.has_no_keys(host):
             return host
-        if recurrent.has_both(host):
-            return _BothLayer(self.session, layer, host.number_of_states)
+        if recurrent.is_hybrid(host):
+            return _HybridLayer(self.session, layer, host.number_of_states)
         return _Layer(self.session, layer)
 
     def begin_decoding(self) -> None:

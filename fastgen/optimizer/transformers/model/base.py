@@ -14,12 +14,11 @@ from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import versions
-from fastgen.optimizer.transformers.expansion import containers_copied
+from fastgen.optimizer.transformers.expansion import containers_copied, copied
 from fastgen.optimizer.transformers.request import Request
 from fastgen.replay.replayer import Replayer
 
 NOT_ROWS = (versions.CACHE, "cache_position")  # inputs of the host that do not have one row per beam
-_THREE_DIMENSIONS = "position_ids"  # of images: `[3, rows, P]`, with a fourth for text in newer models
 
 
 class Decoder(abc.ABC):
@@ -34,8 +33,7 @@ class Decoder(abc.ABC):
         self.model, self.beams = request.model, request.beams
         self.is_encoder_decoder = bool(self.model.config.is_encoder_decoder)
         self._batch_at_first = batch
-        self._expanded, self._single = dict(request.model_kwargs), request.single
-        self._further = request.further
+        self._expanded, self._unexpanded_inputs = dict(request.model_kwargs), request.unexpanded
 
     @property
     @abc.abstractmethod
@@ -58,9 +56,10 @@ class Decoder(abc.ABC):
         """An input of the prompt with one row per sentence."""
         if name in NOT_ROWS:
             return value
-        if name in self._further and value is self._expanded[name] and self._single is not None:
-            return containers_copied(self._single[name])
-        if name == _THREE_DIMENSIONS and isinstance(value, Tensor) and value.ndim == 3:
+        if name in self._unexpanded_inputs and value is self._expanded.get(name):
+            before = self._unexpanded_inputs[name]  # the user's own, which expanding would have copied
+            return copied(before) if self.beams > 1 else containers_copied(before)
+        if three_dimensions(name, value):
             return value[:, :: self.beams].contiguous()
         return self._unexpanded(value)
 
@@ -136,6 +135,11 @@ class Decoder(abc.ABC):
         """Free all keys and values, except those that the result refers to."""
 
 
+def three_dimensions(name: str, value: Any) -> bool:
+    """Whether an input is positions in images: `[3, rows, P]`, with a fourth for text in newer models."""
+    return name == "position_ids" and isinstance(value, Tensor) and value.ndim == 3
+
+
 @phases.marked(phases.CACHE)
 def selected(value: Any, rows: Tensor, of: int) -> Any:
     """These rows of a tensor with `of` rows, or of a dict of such tensors; anything else as it is."""
@@ -152,7 +156,7 @@ def selected_inputs(inputs: dict[str, Any], index: Tensor, of: int) -> dict[str,
     def rows_of(name: str, value: Any) -> Any:
         if name in NOT_ROWS:
             return value
-        if name == _THREE_DIMENSIONS and isinstance(value, Tensor) and value.ndim == 3:
+        if three_dimensions(name, value):
             return value.index_select(1, index.to(value.device))
         return selected(value, index, of)
 

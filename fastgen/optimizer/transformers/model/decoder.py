@@ -17,6 +17,7 @@ from fastgen.decoding.search import Search
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.cache import recurrent
 from fastgen.optimizer.transformers.cache.gathered import stock_cache
 from fastgen.optimizer.transformers.cache.slim import LayerCaches
 from fastgen.optimizer.transformers.cache.tree_cache import TreeCache, TreeEncoderDecoderCache, tree_cache
@@ -254,6 +255,8 @@ class TreeDecoder(Decoder):
         size = self.tree.nbytes
         if isinstance(self.cache, TreeEncoderDecoderCache):
             size += self.cache.cross_bytes
+        else:
+            size += recurrent.nbytes(self.cache.recurrent)
         self.peak_bytes = max(self.peak_bytes, size)
 
 

@@ -62,7 +62,7 @@ class RowDecoder(Decoder):
     def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
         self.has_begun = True
         if self.beams > 1:
-            self._reorder(torch.arange(self._batch, device=self._device).repeat_interleave(self.beams))
+            self.reorder(torch.arange(self._batch, device=self._device).repeat_interleave(self.beams))
 
     @phases.marked(phases.PASS)
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
@@ -70,13 +70,10 @@ class RowDecoder(Decoder):
         with multiplying_one_step(self._products, self.model):
             return forward(**inputs)
 
-    def reorder(self, parents: Tensor) -> None:
-        self._reorder(parents)
-
     @phases.marked(phases.CACHE)
-    def _reorder(self, rows: Tensor) -> None:
-        self.cache.reorder_cache(rows)
-        self._measure()
+    def reorder(self, parents: Tensor) -> None:
+        with arena.of(self.model):  # where the last step's blocks are free
+            self.cache.reorder_cache(parents)
 
     def leaving(self, search: Search) -> Tensor | None:
         if search.num_finished() < max(1, _EVICT_FROM * self._batch):
@@ -84,8 +81,9 @@ class RowDecoder(Decoder):
         return search.finished_mask()
 
     def select(self, sentences: Tensor) -> None:
+        self._measure()
         self._batch = len(sentences)
-        self._reorder(rows_of(sentences, self.beams))
+        self.reorder(rows_of(sentences, self.beams))
 
     def result_cache(self) -> Any:
         return self.cache
