@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import warnings
 from typing import Any
 
 import harness
@@ -14,6 +16,7 @@ import zoo
 from tiny_models.shrinking import build
 
 import fastgen
+from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import expansion, versions
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 from fastgen.optimizer.transformers.request import Request
@@ -206,3 +209,22 @@ def test_containers_of_any_kind_are_copied(value: Any) -> None:
     assert type(copied) is type(value) and copied is not value
     for name in value:
         assert copied[name] is value[name]
+
+
+def test_a_verified_call_with_encoded_images() -> None:
+    """The host expands what the user has encoded in place: the second decoding needs it as it was."""
+    name = "LlavaForConditionalGeneration"
+    model, inputs = _model(name), dict(next(iter(_batches(name).values())))
+    with torch.no_grad():
+        encoded = model.model.get_image_features(inputs.pop("pixel_values"), return_dict=True)
+    with fastgen.disabled():
+        stock = model.generate(**inputs, mm_encoder_outputs={"image": copy.deepcopy(encoded)}, **BEAMS)
+    verification.reset()
+    with warnings.catch_warnings(), harness.configured(verify=1):
+        warnings.simplefilter("error")
+        output = model.generate(**inputs, mm_encoder_outputs={"image": copy.deepcopy(encoded)}, **BEAMS)
+    assert torch.equal(stock, output)
+    assert (
+        fastgen.status().calls[-1].tier == "fast" and "1 the same, 0 near-ties, 0 different" in verification.summary()
+    )
+    verification.reset()

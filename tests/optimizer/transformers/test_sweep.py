@@ -158,7 +158,7 @@ def _compared(model: Any, batches: list[tuple[str, dict[str, Any]]], is_thorough
                 left.setdefault("beams" if has_beams else what, str(error))
                 continue
             if ends is None and not isinstance(stock, torch.Tensor):
-                row = stock.sequences[0]
+                row = stock.sequences[0].flatten()
                 ends = int(row[-min(6, len(row))])  # a token that the first sentence has not long before its end
             try:
                 output, more = harness.run_fastgen(model, tensors, _generate, strict=False, **search)
