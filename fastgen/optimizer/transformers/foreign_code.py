@@ -25,7 +25,7 @@ SEARCH_RULES = frozenset(
     _unflatten_beam_dim""".split()
 )
 _CODE = HostCode(
-    packages=("transformers", "fastgen"),
+    packages=("transformers", "fastgen", "timm"),  # timm: vision towers, which the host wraps and steps do not run
     utilities=(
         "transformers.generation",
         "transformers.integrations",
