@@ -41,7 +41,7 @@ print(json.dumps(found))
 def _in_a_process(threads: int) -> dict[str, dict[str, int]]:
     root = Path(__file__).parent.parent
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(root.parent)}
-    command = [sys.executable, "-c", IN_A_PROCESS, str(root / "shared"), str(threads)]
+    command = [sys.executable, "-c", IN_A_PROCESS, str(root / "kit"), str(threads)]
     output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     return dict(json.loads(output.splitlines()[-1]))
 
