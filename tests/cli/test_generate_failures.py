@@ -300,11 +300,11 @@ def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
         _slow_down(patch)
         kills = kill_kit.kill_at_random(lambda: generate.main(resumed), journal_path(results), kills=10, seed=9)
     assert kills == 10
-    is_whole = kill_kit.batches(journal_path(results)) == SENTENCES  # on a busy machine a killed run gets further
     assert generate.main(resumed) == 0
+    assert kill_kit.batches(journal_path(results)) == SENTENCES
     text = results.read_text("utf-8")
     assert fairseq_kit.result_lines(text) == whole  # scores too: the same batches
-    assert is_whole or f"Translated {SENTENCES} sentences" in text + capsys.readouterr().err
+    capsys.readouterr()
     assert generate.main(resumed) == 0
     assert "nothing to resume" in capsys.readouterr().err
 

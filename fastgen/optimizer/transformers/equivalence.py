@@ -70,18 +70,22 @@ def failed_equivalence(
             try:
                 expected = _on_a_copy(sample_of(request, LogitsProcessorList())).run(stock)
             except Exception as error:  # most likely the request is at fault, not the model
-                return f"{HOST_FAILED} ({type(error).__name__}: {_first_line(error)})"
+                return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
             after = _random_states(request)
             _set_random_states(request, before)
             try:
                 verdict = _try(request, stock, expected, is_replayed, by_rows)
             except MemoryError as error:  # perhaps there is more at the next call
                 return f"there was no memory to try it ({_first_line(error)})"
-            drawn = zip(after, _random_states(request), strict=True)
-            if verdict is None and not is_replayed and not all(torch.equal(*states) for states in drawn):
-                verdict = "its forward passes draw other random numbers for fewer rows"
-            verdicts[key] = verdict
+            verdicts[key] = verdict or (None if is_replayed else _drawn_otherwise(request, after))
     return verdicts[key]
+
+
+def _drawn_otherwise(request: Request, states: list[Tensor]) -> str | None:
+    """Why the random states after the trial are not these, the host's; None if they are."""
+    if all(torch.equal(*each) for each in zip(states, _random_states(request), strict=True)):
+        return None
+    return "its forward passes draw other random numbers for fewer rows"
 
 
 def _random_states(request: Request) -> list[Tensor]:
@@ -104,7 +108,6 @@ def _try(
 ) -> str | None:
     ours = _on_a_copy(sample_of(request, LogitsProcessorList([_Recorded(expected.scores)])))
     replayer = Replayer(request.input_ids.device) if is_replayed else None
-    where = "with its prompt read once per sentence" if by_rows else "on the tree"
     try:
         made: Decoder = RowDecoder(ours) if by_rows else TreeDecoder(ours, replayer=replayer)
         with config.configured(weights="float32"), contextlib.closing(made) as decoder:
@@ -115,7 +118,11 @@ def _try(
     except Exception as error:
         if limits.is_out_of_memory(error):
             raise MemoryError(_first_line(error)) from error
-        return f"it cannot run {where} ({type(error).__name__}: {_first_line(error)})"
+        if by_rows:
+            return (
+                f"it cannot run with its prompt read once per sentence ({type(error).__name__}: {_first_line(error)})"
+            )
+        return f"it cannot run on the tree ({type(error).__name__}: {_first_line(error)})"
     if replayer is not None and replayer.failure:
         return replayer.failure
     steps = len(result.scores) - 1
@@ -125,9 +132,9 @@ def _try(
     for step, (a, b) in enumerate(zip(expected.logits, result.logits, strict=False)):
         difference = _difference(a, b)
         if not difference <= tolerance:
-            return f"its logits differ {where}, by {difference:.1e} of the largest in step {step} of {steps}"
+            return f"its logits differ from the host's, by {difference:.1e} of the largest in step {step} of {steps}"
     if len(expected.logits) != len(result.logits):
-        return f"its search ends at another step {where}"
+        return "its search ends at another step than the host's"
     return None
 
 

@@ -104,7 +104,7 @@ def check(case: Case) -> list[judge.Verdict]:
     if random.Random(str(case)).random() < 0.5:
         options |= {**judge.DETAILS, "output_logits": True}
     with mode.entered() if mode.is_born_inside else contextlib.nullcontext():
-        model = zoo.load.__wrapped__(case.family) if mode.is_born_inside else zoo.load(case.family)
+        model = zoo.fresh(case.family) if mode.is_born_inside else zoo.load(case.family)
         inputs = family.inputs(model, seed=3, batch=case.sentences) | family.generate
     if "decoder_input_ids" in inputs:
         inputs["decoder_input_ids"] = inputs["decoder_input_ids"][: case.sentences]

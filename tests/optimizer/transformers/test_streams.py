@@ -13,7 +13,9 @@ import torch
 import transformers
 import zoo
 
+import fastgen
 from fastgen.layers import attention
+from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.model import streams
 from fastgen.optimizer.transformers.versions import FINDS_EAGER
 
@@ -53,12 +55,17 @@ def test_prompts(tier: str) -> None:
     harness.compare(zoo.load("prophetnet"), {**inputs, "decoder_attention_mask": mask}, tier=tier, **OPTIONS)
 
 
-def test_padded_prompts_stay_with_the_host() -> None:
-    """Its steps see the padding, the tree would not."""
+def test_padded_prompts() -> None:
+    """The steps of the host's ProphetNet see the padding; the tree would not."""
     mask = torch.ones_like(PROMPT)
     mask[1, 0] = 0
     inputs = {**zoo.inputs_for("prophetnet"), "decoder_input_ids": PROMPT, "decoder_attention_mask": mask}
-    harness.compare(zoo.load("prophetnet"), inputs, expected="fallback", **OPTIONS)
+    if not versions.PREFILLS:
+        harness.compare(zoo.load("prophetnet"), inputs, expected="fallback", **OPTIONS)
+        return
+    harness.compare(zoo.load("prophetnet"), inputs, **OPTIONS)
+    last = fastgen.status().calls[-1]
+    assert last.cache == "rows" and last.plan == "its steps attend to the padding of a prompt"
 
 
 @pytest.mark.parametrize("batch", [1, 5])
@@ -70,10 +77,12 @@ def test_long_outputs(batch: int) -> None:
 
 
 @pytest.mark.parametrize("cls", ["ProphetNetForCausalLM"])
-def test_others_stay_with_the_host(cls: str) -> None:
+def test_others_are_not_on_the_tree(cls: str) -> None:
     model = _built(cls=cls, add_cross_attention=False)
     inputs = dict(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT))
-    harness.compare(model, inputs, expected="fallback", num_beams=3, max_new_tokens=8)
+    expected = "accelerated" if versions.PREFILLS else "fallback"
+    harness.compare(model, inputs, expected=expected, num_beams=3, max_new_tokens=8)
+    assert not versions.PREFILLS or fastgen.status().calls[-1].cache == "rows"
 
 
 def test_positions_behind_padding_stay_with_the_host() -> None:
@@ -134,12 +143,21 @@ def _other_softmax(model: Any, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [_hook_on_the_model, _hook_on_positions, _forward_of_its_own, _other_head, _other_buckets, _other_softmax],
+    [_hook_on_the_model, _hook_on_positions, _other_head, _other_buckets, _other_softmax],
 )
 def test_what_is_changed_stays_with_the_host(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(zoo.load("prophetnet"))
     change(model, monkeypatch)
     harness.compare(model, zoo.inputs_for("prophetnet"), expected="fallback", num_beams=3, max_new_tokens=8)
+
+
+def test_a_forward_that_is_the_hosts_own_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on the tree, which looks at the class's alone."""
+    model = copy.deepcopy(zoo.load("prophetnet"))
+    _forward_of_its_own(model, monkeypatch)
+    expected = "accelerated" if versions.PREFILLS else "fallback"
+    harness.compare(model, zoo.inputs_for("prophetnet"), expected=expected, num_beams=3, max_new_tokens=8)
+    assert not versions.PREFILLS or fastgen.status().calls[-1].cache == "rows"
 
 
 def _blind(patch: pytest.MonkeyPatch) -> None:
