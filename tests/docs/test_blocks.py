@@ -339,9 +339,14 @@ def test_status_is_shown_as_it_is() -> None:
         )
 
 
+def test_the_tiny_model_that_is_shown_is_one_of_the_sweeps() -> None:
+    (shown,) = (block.code for block in BLOCKS if block.language == "text" and "@configures(" in block.code)
+    assert shown.strip() in (ROOT / "tests" / "kit" / "tiny_models" / "documents.py").read_text("utf-8")
+
+
 def test_nothing_else_is_text() -> None:
     # tests/serving/test_app.py has what the service logs and counts.
-    looked_at = ("calls so far", "one tree per", "POST /v1/generate", "fastgen_requests_total")
+    looked_at = ("calls so far", "one tree per", "POST /v1/generate", "fastgen_requests_total", "@configures(")
     others = [b for b in BLOCKS if b.language == "text" and not any(part in b.code for part in looked_at)]
     assert not others, "text that no test looks at"
 
