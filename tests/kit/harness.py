@@ -120,6 +120,8 @@ def assert_path(calls: tuple[report.Call, ...], tier: str, expected: str) -> Non
         assert call.host == "transformers"
         if expected == "fallback":
             assert call.tier == "stock" and call.reason, f"expected a reasoned fallback, got {call}"
+        elif expected == "rows":
+            assert call.tier in TIERS and call.cache == "rows", f"expected rows of the host's cache, got {call}"
         elif tier == "auto":
             assert call.tier in TIERS, f"fell back: {call.reason}"
         else:

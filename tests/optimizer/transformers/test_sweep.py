@@ -35,6 +35,7 @@ from transformers.models.auto import modeling_auto
 
 import fastgen
 from fastgen import report
+from fastgen.optimizer.transformers import TESTED, versions
 
 MAPPINGS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -266,10 +267,12 @@ def test_known_outcomes() -> None:
     """The sweep itself can tell them apart."""
     assert examine("LlamaForCausalLM").text == Verdict(ACCELERATED, caches="tree")
     assert examine("BartForConditionalGeneration").text == Verdict(ACCELERATED, caches="tree")
-    assert examine("BloomForCausalLM").text == Verdict(ACCELERATED, caches="rows")
+    if versions.PREFILLS:
+        assert examine("BloomForCausalLM").text == Verdict(ACCELERATED, caches="rows")
     assert examine("XLNetLMHeadModel").state == FALLBACK
 
 
+@pytest.mark.skipif(transformers.__version__ != TESTED, reason="other versions have other mappings")
 def test_every_tiny_model_is_of_a_class() -> None:
     for name in tiny_models.CONFIGURATIONS.keys() | tiny_models.INPUTS.keys():
         if name not in CLASSES:
