@@ -11,7 +11,7 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -64,16 +64,26 @@ def unexpanded_inputs(input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> dic
     return {name: value for name, value in unexpanded.items() if model_kwargs.get(name) is expanded[name]}
 
 
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The value with its dictionaries and lists copied, and `function` applied to what they hold."""
+    if isinstance(value, dict):
+        mapped = copy.copy(value)
+        for name, item in value.items():
+            mapped[name] = _mapped(function, item)
+        return mapped
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(function, item) for item in value)
+    return function(value)
+
+
 def containers_copied(value: Any) -> Any:
     """The value with its dictionaries and lists copied, and their tensors shared."""
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        for name, item in value.items():
-            copied[name] = containers_copied(item)
-        return copied
-    if type(value) in (list, tuple):
-        return type(value)(map(containers_copied, value))
-    return value
+    return _mapped(lambda item: item, value)
+
+
+def copied(value: Any) -> Any:
+    """The same data in memory of its own: some models write to their inputs."""
+    return _mapped(lambda item: item.clone() if isinstance(item, Tensor) else item, value)
 
 
 def is_data(value: Any) -> bool:
@@ -83,18 +93,6 @@ def is_data(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(is_data, value))
     return value is None or isinstance(value, (Tensor, int, float, str))
-
-
-def copied(value: Any) -> Any:
-    """The same data in memory of its own: some models write to their inputs."""
-    value = containers_copied(value)
-    if isinstance(value, dict):
-        for name, item in value.items():
-            value[name] = copied(item)
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def arrangement(tokens: Tensor, inputs: Mapping[str, Any], config: Any) -> Hashable:

@@ -14,7 +14,7 @@ from fastgen.optimizer.transformers.generate.argmax_head import may_use_argmax_h
 from fastgen.optimizer.transformers.generate.speculation import policy_for
 from fastgen.optimizer.transformers.replay.conditions import replayer_for
 from fastgen.optimizer.transformers.request import Request
-from fastgen.optimizer.transformers.support import unsupported_on_tree, unsupported_reason
+from fastgen.optimizer.transformers.support import off_tree_reason, unsupported_reason
 from fastgen.replay.replayer import Replayer
 
 DIVERSE = "diverse beam search is fastgen's own: this version of transformers has moved its own to the Hub"
@@ -48,7 +48,7 @@ def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
         nonlocal off_tree
         if reason := unsupported_reason(request):
             return reason
-        off_tree = unsupported_on_tree(request) or failed_equivalence(request, stock)
+        off_tree = off_tree_reason(request) or failed_equivalence(request, stock)
         if off_tree is None or off_tree.startswith(HOST_FAILED):
             return off_tree
         failed = failed_equivalence(request, stock, by_rows=True)

@@ -90,8 +90,11 @@ def unsupported_on_tree(request: Request, *, shares: bool = False) -> str | None
 
     `shares`: see `unsupported_reason`.
     """
-    if reason := unsupported_reason(request, shares=shares):
-        return reason
+    return unsupported_reason(request, shares=shares) or off_tree_reason(request)
+
+
+def off_tree_reason(request: Request) -> str | None:
+    """Why this request, which need not be left to the host, cannot be decoded over the tree; None if it can."""
     kwargs = request.model_kwargs
     cache = kwargs[CACHE]
     if reason := unsupported_cache(cache) or request.facts.off_tree:

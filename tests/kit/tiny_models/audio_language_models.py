@@ -10,11 +10,11 @@ import torch
 import transformers
 from torch import Tensor
 
+from tiny_models import language_models
 from tiny_models.registry import (
     FIRST_PLACEHOLDER,
     SPECIAL,
     START,
-    VOCABULARY,
     configures,
     feeds,
     padded,
@@ -25,18 +25,7 @@ from tiny_models.speech import MELS, WAVES, Batch, Batches, clips, cut, sizes, v
 HEAR, OPEN, CLOSE = FIRST_PLACEHOLDER, FIRST_PLACEHOLDER + 1, FIRST_PLACEHOLDER + 2
 FRAMES = 32  # of a window of Whisper's encoder, 3000 in its checkpoints
 HOP = 16  # samples of a token of VibeVoice
-TEXT = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=128,
-    initializer_range=0.3,
-    **SPECIAL,
-)
+TEXT = dict(language_models.TEXT, head_dim=8, max_position_embeddings=128)
 SIZES = sizes()
 WHISPER = dict(SIZES, num_mel_bins=MELS, max_source_positions=FRAMES // 2)
 QWEN = dict(

@@ -146,3 +146,31 @@ def test_long_outputs_of_hybrids(family: str, replay: str, monkeypatch: pytest.M
                 **options,
             )
             assert fastgen.status().calls[-1].cache == "kv"
+
+
+# ---------------------------------------------------------------------------------------------- negative controls
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [
+        ("bloom", "fastgen.optimizer.transformers.model.row_decoder.RowDecoder.select"),
+        ("bloom", "reorder_cache"),
+        ("qwen3_next", "fastgen.optimizer.transformers.cache.recurrent.reorder"),
+    ],
+)
+def test_beams_that_keep_another_past_are_noticed(family: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the model has been tried: a trial would leave it to the host."""
+    model, inputs = zoo.load(family), zoo.inputs_for(family, batch=4)
+    options = dict(num_beams=4, max_new_tokens=20, early_stopping=True, length_penalty=-1.0)
+    harness.compare(model, inputs, **options, return_dict_in_generate=False)
+    if where == "reorder_cache":  # but for the one that repeats the prompt's
+        reorder = RowDecoder.reorder
+
+        def once(self: RowDecoder, parents: torch.Tensor) -> None:
+            if not self.num_steps:
+                reorder(self, parents)
+
+        monkeypatch.setattr(RowDecoder, "reorder", once)
+    else:
+        monkeypatch.setattr(where, lambda *_: None)
+    with pytest.raises((AssertionError, RuntimeError)):
+        harness.compare(model, inputs, **options, return_dict_in_generate=False)

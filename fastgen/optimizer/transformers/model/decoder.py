@@ -21,6 +21,7 @@ from fastgen.optimizer.transformers.cache import recurrent
 from fastgen.optimizer.transformers.cache.gathered import stock_cache
 from fastgen.optimizer.transformers.cache.slim import LayerCaches
 from fastgen.optimizer.transformers.cache.tree_cache import TreeCache, TreeEncoderDecoderCache, tree_cache
+from fastgen.optimizer.transformers.expansion import copied
 from fastgen.optimizer.transformers.model.base import Decoder, selected
 from fastgen.optimizer.transformers.model.session import Session
 from fastgen.optimizer.transformers.replay.guards import guards_of_steps
@@ -125,7 +126,7 @@ class TreeDecoder(Decoder):
 
     def _own_source(self) -> None:
         """Copy the encoder output and the mask, as later calls will write to this call's tensors."""
-        self.encoder_outputs, self.source_mask = cloned(self.encoder_outputs), cloned(self.source_mask)
+        self.encoder_outputs, self.source_mask = copied(self.encoder_outputs), copied(self.source_mask)
 
     def result_cache(self) -> Any:
         return stock_cache(self.cache, self.tree)
@@ -258,10 +259,3 @@ class TreeDecoder(Decoder):
         else:
             size += recurrent.nbytes(self.cache.recurrent)
         self.peak_bytes = max(self.peak_bytes, size)
-
-
-def cloned(value: Any) -> Any:
-    """A copy of a tensor, or of a dict of tensors; anything else as it is."""
-    if isinstance(value, dict):
-        return type(value)(**{name: cloned(item) for name, item in value.items()})
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -20,6 +20,7 @@ from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.cache.recurrent import rows_of
+from fastgen.optimizer.transformers.expansion import containers_copied
 from fastgen.optimizer.transformers.model.base import Decoder
 from fastgen.optimizer.transformers.model.session import multiplying, multiplying_one_step
 from fastgen.optimizer.transformers.request import Request
@@ -50,9 +51,7 @@ class RowDecoder(Decoder):
         return self._steps
 
     def _unexpanded(self, value: Any) -> Any:
-        if isinstance(value, dict):  # a copy: later steps read the expanded one
-            return type(value)(**{name: super(RowDecoder, self)._unexpanded(item) for name, item in value.items()})
-        return super()._unexpanded(value)
+        return super()._unexpanded(containers_copied(value))  # later steps read the expanded one
 
     @contextlib.contextmanager
     def reading(self, inputs: dict[str, Any]) -> Iterator[None]:
