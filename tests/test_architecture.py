@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -277,6 +278,43 @@ def test_nothing_is_written_to_objects_of_the_host() -> None:
         if _owner(target.value) in OF_THE_HOST
     }
     assert found == set(WRITES_TO_HOST)
+
+
+# Functions that make a tensor on torch's default device, unless they are told another.
+FACTORIES = {
+    *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "tensor", "zeros"),
+}
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    """Not on torch's default device, which the user sets; where that is meant, `device=None` says so."""
+    found = []
+    for name, path in modules().items():
+        if name.startswith("fastgen.bench"):  # whose models are made on the default device
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            is_factory = isinstance(node, ast.Call) and ast.unparse(node.func) in {
+                f"torch.{each}" for each in FACTORIES
+            }
+            if is_factory and not any(keyword.arg in ("device", None) for keyword in node.keywords):
+                found.append(f"{name}, line {node.lineno}: {ast.unparse(node)}")
+    assert not found, "\n".join(found)
+
+
+def test_the_list_of_unwritten_operators_is_that_of_the_sources() -> None:
+    """Each library registers all operators but those listed: it would be refused as incomplete."""
+    pytest.importorskip("torch", reason="the operators are torch's")
+    import fastgen.ops  # noqa: F401  # which defines them
+    from fastgen.ops.library import _UNWRITTEN
+    from fastgen.ops.operator import OPERATORS
+
+    operators = set(OPERATORS)
+    for library, ending in (("cpu", "cpp"), ("cuda", "cu")):
+        sources = "".join(path.read_text("utf-8") for path in (ROOT / "csrc" / library).glob(f"*.{ending}"))
+        written = set(re.findall(r'm\.impl\("(\w+)"', sources))
+        unwritten = {operator for operator, of in _UNWRITTEN if of == library}
+        assert written == operators - unwritten, library
 
 
 def _owner(node: ast.expr) -> str:

@@ -153,7 +153,7 @@ class BeamTree:
         self._ancestry[:, :, start : self.used] = self._own
         self._positions[:, start : self.used].fill_(self.length)
         if self.is_static:
-            torch.arange(start, self.used, out=self.slots)
+            torch.arange(start, self.used, out=self.slots, device=self.slots.device)
             self._clock.fill_(self.length)
         self._of_step.clear()
 

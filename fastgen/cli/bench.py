@@ -147,7 +147,7 @@ def _soak(args: argparse.Namespace, asked: list[str]) -> int:
     from fastgen.bench.soak import program
 
     count = args.count or (None if args.minutes else 100)
-    same = program.run(args.seed, args.first, count, args.minutes, args.output, args.quiet)
+    same = program.run(args.seed, args.first, count, args.minutes, args.output, args.quiet, args.device, args.dtype)
     return 0 if same else DIFFERENT
 
 

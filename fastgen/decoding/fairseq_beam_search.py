@@ -270,7 +270,7 @@ class FairseqBeamSearch:
         if self._attention is not None:
             self._attention = self._attention.index_select(1, stay)
         self._number_rows()
-        self._counts.copy_(torch.tensor([len(stay), 0]))
+        self._counts.copy_(torch.tensor([len(stay), 0], device="cpu"))
         self._known.drop_retained()
         return stay
 
@@ -291,7 +291,7 @@ class FairseqBeamSearch:
         for i, number in enumerate(ended.sentence.tolist()):
             count, length = counts[i], self.policy.max_length
             assert count == self.beams or length in last_steps[i][:count], f"{length} < {length}"
-            _, order = torch.sort(torch.tensor(totals[i][:count]), descending=True)
+            _, order = torch.sort(torch.tensor(totals[i][:count], device="cpu"), descending=True)
             self._results[number] = [
                 _hypothesis(ended, i, place, last_steps[i][place] + 1, attention) for place in order.tolist()
             ]
@@ -302,7 +302,7 @@ def _hypothesis(state: _State, sentence: int, place: int, length: int, attention
     sums = state.ended_scores[sentence, place, :length]
     each = sums.clone()
     each[1:] -= sums[:-1]
-    its = torch.empty(0)
+    its = torch.empty(0, device=None)  # where the host makes it: on torch's default device
     if attention is not None:
         path = state.ended_path[sentence, place, :length]
         its = attention[torch.arange(length, device=path.device), sentence, path].t()  # [N, length]
@@ -310,6 +310,6 @@ def _hypothesis(state: _State, sentence: int, place: int, length: int, attention
         "tokens": state.ended_tokens[sentence, place, 1 : length + 1],
         "score": state.ended_total[sentence, place],
         "attention": its,
-        "alignment": torch.empty(0),
+        "alignment": torch.empty(0, device=None),
         "positional_scores": each,
     }

@@ -164,7 +164,8 @@ class Late:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         is_cuda = tensor.is_cuda
-        self._copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda).copy_(tensor) for _ in "ab"]
+        like = dict(dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
+        self._copies = [torch.empty(tensor.shape, **like).copy_(tensor) for _ in "ab"]
         self._events = [torch.cuda.Event() if is_cuda else None for _ in "ab"]
         self._latest = 0
         self.first = self._copies[0].clone()

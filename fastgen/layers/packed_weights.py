@@ -108,7 +108,7 @@ def unavailable() -> str | None:
 
 
 def _waves(*shape: int) -> Tensor:
-    return torch.arange(math.prod(shape), dtype=torch.float32).sin().view(shape)
+    return torch.arange(math.prod(shape), dtype=torch.float32, device="cpu").sin().view(shape)
 
 
 @report.provides("packed_bytes")

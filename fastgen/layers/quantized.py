@@ -60,9 +60,9 @@ def _wrong_integers() -> str | None:
 
     Without VNNI or AMX oneDNN adds pairs of products in 16 bits, which is wrong for large numbers and does not say so.
     """
-    generator = torch.Generator().manual_seed(0)
+    like = dict(dtype=torch.int8, device="cpu", generator=torch.Generator().manual_seed(0))
     for count in (1, 16, 33):
-        a, b = (torch.randint(-127, 128, (n, 192), dtype=torch.int8, generator=generator) for n in (count, 48))
+        a, b = (torch.randint(-127, 128, (n, 192), **like) for n in (count, 48))
         a[0], b[0], b[1] = 127, 127, -127
         try:
             with arena.outside():

@@ -28,6 +28,9 @@ _UNWRITTEN = {  # operators without a kernel, and what runs instead
     ("skinny_linear", "cuda"): "torch's own products",
     ("packed_linear", "cuda"): "torch's own products",
     ("screened_linear", "cuda"): "torch's own products",
+    ("quantize_rows", "cuda"): "torch's own operators",
+    ("dequantize", "cuda"): "torch's own operators",
+    ("quantized_linear", "cuda"): "torch's own products",
 }
 
 _lock = threading.Lock()

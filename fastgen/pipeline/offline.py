@@ -190,12 +190,12 @@ def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[
 
     pad = _padding(model, options)
     longest = max(map(len, sources))
-    ids = torch.full((len(sources), longest), pad)  # [B, N]
+    ids = torch.full((len(sources), longest), pad, device="cpu")  # [B, N]
     mask = torch.zeros_like(ids)
     for row, source in enumerate(sources):
         # A decoder-only model continues at the last position, so padding is on the left.
         place = slice(len(source)) if model.config.is_encoder_decoder else slice(longest - len(source), None)
-        ids[row, place] = torch.as_tensor(source)
+        ids[row, place] = torch.as_tensor(source, device="cpu")
         mask[row, place] = 1
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), **options}
 

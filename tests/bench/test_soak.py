@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import math
 import runpy
@@ -85,7 +86,7 @@ def test_cases_reach_everything() -> None:
 
 
 def test_count_and_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    counts, found = program.soak(SEED, 4, 2, None)
+    counts, found = program.soak(functools.partial(drawn_case, SEED), 4, 2, None)
     assert found is None and counts.cases == 2
     assert counts.calls == sum(len(drawn_case(SEED, number)["calls"]) for number in (4, 5))
     command = ["--suite", "soak", "--seed", str(SEED), "--first", "5", "--count", "1", "--output", str(tmp_path)]

@@ -14,8 +14,8 @@ from fastgen.bench.soak.modes import MODES
 _NOT_DRAWN = ("compiled_caller", "rounding_functions", "rounding_operators")
 
 
-def drawn_case(seed: int, number: int) -> dict[str, Any]:
-    """Case `number` of `seed`, whatever others were drawn before."""
+def drawn_case(seed: int, number: int, device: str = "cpu", dtype: str = "float32") -> dict[str, Any]:
+    """Case `number` of `seed`, whatever others were drawn before, for a model in `dtype` on `device`."""
     draw = random.Random(f"soak-{seed}-{number}")
     model = drawn_model(draw)
     calls = [_call(draw, model["config"]["vocab_size"], is_first) for is_first in (True, False, False, False)]
@@ -23,6 +23,8 @@ def drawn_case(seed: int, number: int) -> dict[str, Any]:
     return {
         "seed": seed,
         "number": number,
+        "device": device,
+        "dtype": dtype,
         "model": model,
         "mode": draw.choice(others) if draw.random() < 0.7 else "plain",
         "settings": {
@@ -32,6 +34,7 @@ def drawn_case(seed: int, number: int) -> dict[str, Any]:
             "cache": draw.choice(["auto", "kv", "x"]),  # "k", "v" and "h" invert weights: a choice of less accuracy
             # From a stream of its own: what else is drawn for a number stays.
             "speculate": random.Random(f"drafts-{seed}-{number}").choice(["off", "auto", 1, 3, 6]),
+            "cuda_graphs": device != "cpu" and random.Random(f"graphs-{seed}-{number}").random() < 0.5,
         },
         "calls": calls[: draw.randint(1, 4)],
     }

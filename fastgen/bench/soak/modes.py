@@ -199,7 +199,14 @@ def _mapped(generate: Generate) -> Generate:
 
 
 def _autocast(dtype: torch.dtype) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    return lambda: torch.autocast("cpu", dtype=dtype)
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            yield
+
+    return entered
 
 
 MODES: dict[str, Mode] = {

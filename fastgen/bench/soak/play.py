@@ -37,7 +37,7 @@ def played(case: dict[str, Any]) -> Iterator[Played]:
         with warnings.catch_warnings(), fastgen.configured(strict=False, **case["settings"]):
             warnings.simplefilter("ignore")
             with mode.entered() if mode.is_born_inside else contextlib.nullcontext():
-                stock = built(case["model"])
+                stock = built(case["model"]).to(case["device"], getattr(torch, case["dtype"]))
                 ours = copy.deepcopy(stock)
             for number, call in enumerate(case["calls"]):
                 yield _played(number, call, _mode_of(mode, number), stock, ours)
@@ -55,7 +55,7 @@ def _played(number: int, call: dict[str, Any], mode: Mode, stock: Any, ours: Any
         for edit in call["edits"]:
             edited(stock, edit)
             edited(ours, edit)
-        inputs = inputs_of(stock, call["inputs"])
+        inputs = {name: value.to(stock.device) for name, value in inputs_of(stock, call["inputs"]).items()}
     generate = mode.wrapped(generated)
     seen: list[tuple[report.Call, ...]] = []
     failed: list[bool] = []

@@ -73,12 +73,17 @@ class Difference:
 
 
 def soak(
-    seed: int, first: int, count: int | None, seconds: float | None, say: Callable[[Counts], None] = lambda _: None
+    draw: Callable[[int], dict[str, Any]],
+    first: int,
+    count: int | None,
+    seconds: float | None,
+    say: Callable[[Counts], None] = lambda _: None,
 ) -> tuple[Counts, Difference | None]:
-    """Play cases from `first` on: `count` of them, or for so many seconds, or until an output differs."""
+    """Play the cases that `draw` makes of numbers from `first` on: `count` of them, or for so many seconds, or until an
+    output differs."""
     counts, start, number = Counts(), time.monotonic(), first
     while (count is None or number < first + count) and (seconds is None or counts.seconds < seconds):
-        case = drawn_case(seed, number)
+        case = draw(number)
         for call in played(case):
             counts.add(call)
             if call.verdict.kind == judge.DIFFERENT:
@@ -89,12 +94,22 @@ def soak(
     return counts, None
 
 
-def run(seed: int, first: int, count: int | None, minutes: float | None, output: Path, quiet: bool) -> bool:
+def run(
+    seed: int,
+    first: int,
+    count: int | None,
+    minutes: float | None,
+    output: Path,
+    quiet: bool,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> bool:
     """The command; whether all outputs were the same."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     bar = _Bar(count, minutes, quiet)
-    counts, found = soak(seed, first, count, None if minutes is None else 60 * minutes, bar)
+    seconds = None if minutes is None else 60 * minutes
+    counts, found = soak(lambda number: drawn_case(seed, number, device, dtype), first, count, seconds, bar)
     bar.clear()
     print(f"seed {seed}, cases from {first} on\n{counts}")
     if found is None:

@@ -19,7 +19,7 @@ def bucket_table(buckets: int, max_distance: int) -> Tensor:
     exact = buckets // 2
     if not 0 < exact < max_distance:
         raise ValueError(f"{buckets} buckets leave nothing to a logarithm up to a distance of {max_distance}.")
-    distance = torch.arange(max_distance + 1)
+    distance = torch.arange(max_distance + 1, device=None)  # where the model is made
     share = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)  # of the logarithmic half
     far = (exact + share * (buckets - exact)).clamp(max=buckets - 1).long()
     return torch.where(distance < exact, distance, far)

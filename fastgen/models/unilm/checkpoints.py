@@ -117,7 +117,7 @@ def converted(
         # The published decoder reads no key bias: it would add the same number to all scores of a query.
         name = f"bert.encoder.layer.{layer}.attention.self.key."
         if f"{name}weight" in weights and f"{name}bias" not in weights:
-            weights[f"{name}bias"] = torch.zeros(config.hidden_size)
+            weights[f"{name}bias"] = torch.zeros(config.hidden_size, device="cpu")
     if missing := [name for name in shapes if name not in weights]:
         raise ValueError(f"{file} lacks {_listed(missing)}.")
     if unknown := [name for name in weights if name not in shapes]:

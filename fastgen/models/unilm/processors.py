@@ -31,7 +31,7 @@ class NoRepeatNGramExceptLogitsProcessor(LogitsProcessor):
         if ngram_size < 1 or prompt_length < 0:
             raise ValueError(f"ngram_size={ngram_size} must be 1 or more, prompt_length={prompt_length} 0 or more.")
         self.ngram_size, self.prompt_length = ngram_size, prompt_length
-        self.ignored_ids = torch.tensor(sorted(set(ignored_ids)), dtype=torch.int64)
+        self.ignored_ids = torch.tensor(sorted(set(ignored_ids)), dtype=torch.int64, device="cpu")
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """A copy of `scores`, `[rows, V]`, of tokens after `input_ids`, int64 `[rows, P + T]`, -inf where banned."""

@@ -46,8 +46,8 @@ def run(
         return result
     # Sentences are numbered by place, as the host does if a sample has no numbers: the search is told which are left.
     if "id" in sample:
-        sample = {**sample, "id": torch.arange(request.batch)}
-    gaps = torch.full((request.batch,), torch.inf)
+        sample = {**sample, "id": torch.arange(request.batch, device=torch.as_tensor(sample["id"], device=None).device)}
+    gaps = torch.full((request.batch,), torch.inf, device="cpu")
     if type(request.generator.search) is search.BeamSearch:
         view.__dict__["search"] = _Looking(request.generator.search, gaps)
     question = verification.Question(_HOST, model, before, _facts(request))
@@ -92,7 +92,7 @@ class _Looking:
         beams = lprobs.shape[1]
         sums = lprobs[:, :1] if step == 0 else lprobs + scores[:, :, step - 1 :]
         gaps = verification.least_gap(sums.flatten(1), 2 * beams).cpu().float()
-        left = torch.as_tensor(original_batch_idxs).cpu()
+        left = torch.as_tensor(original_batch_idxs, device="cpu")
         self._gaps[left] = torch.minimum(self._gaps[left], gaps)
         return self._stock.step(step, lprobs, scores, prev_output_tokens, original_batch_idxs)
 
@@ -117,7 +117,7 @@ def _difference(theirs: list[dict[str, Any]], mine: list[dict[str, Any]]) -> str
         return _TOKENS
     for a, b in zip(theirs, mine, strict=True):
         for name in ("score", "positional_scores"):
-            one, other = torch.as_tensor(a[name]), torch.as_tensor(b[name])
+            one, other = (torch.as_tensor(each[name], device="cpu") for each in (a, b))
             if not torch.allclose(one, other, rtol=1e-5, atol=verification.TOLERANCE, equal_nan=True):
                 return f"{name} differs by {float((one - other).abs().max()):.1e}"
     return None

@@ -185,7 +185,8 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
     if request.multimodal:  # which of them belong to a sentence, only the model knows
         beams, sentences = request.beams, request.batch
     rows = request.input_ids.shape[0]
-    first = torch.arange(sentences)[:, None] * request.beams + torch.arange(beams)
+    device = request.input_ids.device
+    first = torch.arange(sentences, device=device)[:, None] * request.beams + torch.arange(beams, device=device)
     index = first.flatten()
 
     config = copy.copy(request.generation_config)

@@ -220,9 +220,8 @@ def _gap_of_draw(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Drawn candidates are then ranked by weight, so two of equal weight are a tie, too.
     """
-    state = torch.get_rng_state()
-    ratios = weights / torch.empty_like(weights).exponential_()
-    torch.set_rng_state(state)
+    with torch.random.fork_rng([weights.device] if weights.is_cuda else []):
+        ratios = weights / torch.empty_like(weights).exponential_()
     best = ratios.topk(min(count + 1, ratios.shape[-1]))
     gaps = [(best.values[:, :-1] - best.values[:, 1:]) / best.values[:, :-1]]
     if count > 1:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from fastgen import config as settings
 from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import expansion, foreign_code
 from fastgen.optimizer.transformers.cache.tree_cache import unsupported_cache, unsupported_storage
@@ -32,8 +33,11 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
         return reason
     if request.is_beam_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
-    if not request.is_beam_search and request.beams == 1 and request.input_ids.device.type != "cpu" and not shares:
-        return "one sample of a prompt has nothing to share"  # on the CPU faster linear layers still help
+    # On the CPU faster linear layers still help, and on a GPU its graphs.
+    device = request.input_ids.device.type
+    gains = shares or device == "cpu" or (device == "cuda" and settings.current().cuda_graphs)
+    if not request.is_beam_search and request.beams == 1 and not gains:
+        return "one sample of a prompt has nothing to share"
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
     if reason := unsupported_configuration(model, config):

@@ -29,7 +29,7 @@ def run(stock: Callable[[Any, Tensor], Any], task: Any, mel: Tensor) -> Any:
     if reason := _incomparable(task):
         verification.note(verification.UNVERIFIED, reason)
         return results
-    gaps = torch.full((mel.shape[0],), torch.inf)
+    gaps = torch.full((mel.shape[0],), torch.inf, device="cpu")
 
     def again() -> Any:
         with _looking(task, gaps):

@@ -151,7 +151,7 @@ def _plain_hypotheses(hypotheses: list[list[Any]], *, history: bool) -> list[lis
         return [[] for _ in hypotheses]
     tokens = _lists([h["tokens"] for h in flat])
     # In base 2, divided in the precision of the tensors, as stock does.
-    scores = (torch.stack([torch.as_tensor(h["score"]) for h in flat]) / math.log(2)).tolist()
+    scores = (torch.stack([torch.as_tensor(h["score"], device=None) for h in flat]) / math.log(2)).tolist()
     positional = _lists([h["positional_scores"] for h in flat], divisor=math.log(2))
     plain = iter(
         [

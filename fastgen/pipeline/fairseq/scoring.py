@@ -54,4 +54,4 @@ class Scoring:
 
 
 def _ids(tokens: list[int]) -> torch.Tensor:
-    return torch.tensor(tokens, dtype=torch.int32)
+    return torch.tensor(tokens, dtype=torch.int32, device="cpu")

@@ -313,16 +313,16 @@ def test_other_threads_see_the_hosts_modules(family: str) -> None:
             torch.testing.assert_close(module(**before), expected, rtol=0, atol=0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
-def test_on_cuda(family: str) -> None:
-    """The real thing: the same tokens as stock's, by graphs that the device replays."""
-    model = copy.deepcopy(zoo.load(family)).cuda()
-    inputs = {name: value.cuda() for name, value in _inputs(family, batch=6).items() if isinstance(value, torch.Tensor)}
-    with harness.configured(cuda_graphs=True):
-        for options in (DETAILS, TOKENS):
-            harness.compare(model, inputs, num_beams=4, max_new_tokens=20, **options)
-        assert _counts(model)[1] > 20
+@pytest.mark.parametrize("family", ["bart", "gpt2", "t5"])
+def test_the_default_device_does_not_matter(family: str) -> None:
+    """All that a call makes is on the model's device, whatever torch's default is: here one that holds nothing."""
+    model, inputs = copy.deepcopy(zoo.load(family)), _inputs(family)
+    options = dict(num_beams=3, max_new_tokens=16, **DETAILS)
+    expected, _ = harness.run_fastgen(model, inputs, **options)
+    with torch.device("meta"):
+        found, _ = harness.run_fastgen(model, inputs, **options)
+    harness.assert_same(expected, found)
+    assert _counts(model)[1] > 3
 
 
 # ---------------------------------------------------------------------------------------------- the tape itself

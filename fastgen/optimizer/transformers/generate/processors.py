@@ -142,7 +142,7 @@ class Processing:
             return
         source = self._tensors.get(processor)
         if source is None:
-            source = self._tensors[processor] = _source(processor).to(scores.device)
+            source = self._tensors[processor] = _source(processor, scores.device)
         beams = scores.shape[0] // source.shape[0]
         ops.ban_source_ngrams_(source, input_ids, scores, processor.ngram_size, beams=beams)
 
@@ -166,7 +166,7 @@ class Banning(logits_process.LogitsProcessorList):
         return found.as_subclass(multinomial.Scores) if multinomial.draws_as_torch() else found
 
 
-def _source(processor: Any) -> Tensor:
+def _source(processor: Any, device: torch.device) -> Tensor:
     """A text for each sentence with exactly the n-grams that the host kept, int64 `[B, N]`: its own text is gone.
 
     -1, which is no token, stands between them, so that no others arise.
@@ -177,4 +177,4 @@ def _source(processor: Any) -> Tensor:
     ]
     longest = max(map(len, rows), default=0)
     padded = [row + [-1] * (longest - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.int64).view(len(rows), longest)
+    return torch.tensor(padded, dtype=torch.int64, device=device).view(len(rows), longest)

@@ -173,7 +173,7 @@ class CallDecoder(TreeDecoder):
 
     def ended(self, search: Search | None) -> None:
         if self._found is not None and search is not None:
-            self._report(search, torch.ones(search.batch, dtype=torch.bool))
+            self._report(search, torch.ones(search.batch, dtype=torch.bool, device="cpu"))
 
     def _report(self, search: Search, finished: Tensor) -> None:
         assert self._found is not None

@@ -1,0 +1,237 @@
+"""FastSeq's models at the sizes of its tables, and single inputs, on a CUDA device: stock and fastgen in turn.
+
+    python benchmarks/bench_gpu.py                          # all cases, in float16
+    python benchmarks/bench_gpu.py --case bart-large-32 --dtype float32
+    python benchmarks/bench_gpu.py --profile bart-large-1   # which operators a call spends its time in
+    python benchmarks/bench_gpu.py --rehearse               # tiny cases on the CPU: does the program itself work?
+
+Random weights in the models' true shapes, so lengths are forced equal. All sides run in one process: stock with
+fastgen disabled, fastgen as it is by default, and fastgen with its steps as CUDA graphs. Each case is warmed up once
+for each side, which compares the outputs, and is then timed in turns. Results are written after each case. "bound" is
+what a decode step takes at least: the decoder's weights and the cache, each read once, at the bandwidth measured here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from measuring import RESULTS, environment, quieten, write
+
+import fastgen
+from fastgen.bench.machine import describe
+from fastgen.bench.tasks import Task
+
+GRAPHS = "fastgen, graphs"
+SIDES = ("stock", "fastgen", GRAPHS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model by name, on a host, and the sizes of a call."""
+
+    name: str
+    host: str
+    model: str
+    sizes: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def task(self) -> Task:
+        return Task(self.name, self.name, self.model, ("transformers",), **self.sizes, options=self.options)
+
+
+_SUMMARY = dict(source=1024, new=140, beams=4)
+_BANS = {"no_repeat_ngram_size": 3}
+CASES = [
+    Case("bart-large-32", "transformers", "bart-large", dict(batch=32, **_SUMMARY), _BANS),
+    Case("bart-large-1", "transformers", "bart-large", dict(batch=1, **_SUMMARY), _BANS),
+    Case("fairseq-big-128", "fairseq", "transformer-big", dict(batch=128, source=25, new=30, beams=4)),
+    Case("fairseq-bart-large-32", "fairseq", "bart-large", dict(batch=32, **_SUMMARY)),
+    Case("gpt2-16", "transformers", "gpt2", dict(batch=16, source=512, new=128, beams=4), _BANS),
+    Case("t5-base-32", "transformers", "t5-base", dict(batch=32, source=512, new=140, beams=4), _BANS),
+    Case("transformer-base-1", "transformers", "transformer-base", dict(batch=1, source=25, new=30, beams=4)),
+    Case("fairseq-big-1", "fairseq", "transformer-big", dict(batch=1, source=25, new=30, beams=4)),
+    Case("distilbart-32", "transformers", "distilbart-12-6", dict(batch=32, **_SUMMARY), _BANS),
+    Case("bart-large-128", "transformers", "bart-large", dict(batch=128, **_SUMMARY), _BANS),
+    Case("whisper-small-8", "transformers", "whisper-small", dict(batch=8, new=120, beams=5)),
+    Case("prophetnet-32", "transformers", "prophetnet-large", dict(batch=32, source=512, new=64, beams=4), _BANS),
+    Case("t5-base-greedy-1", "transformers", "t5-base", dict(batch=1, source=128, new=128, beams=1)),
+    Case("gpt2-greedy-1", "transformers", "gpt2", dict(batch=1, source=512, new=128, beams=1)),
+    Case("fairseq-gpt2-16", "fairseq", "gpt2", dict(batch=16, source=256, new=128, beams=4)),
+]
+
+
+def _tiny(case: Case) -> Case:
+    few = {"layers": 1, "batch": 2, "new": 8} | ({"source": 16} if "source" in case.sizes else {})
+    return Case(case.name, case.host, case.model, case.sizes | few, case.options)
+
+
+def _runner(case: Case, device: str, dtype: str) -> Any:
+    from fastgen.bench.runners import fairseq as on_fairseq
+    from fastgen.bench.runners import transformers as on_transformers
+
+    order = {"task": case.task.as_dict(), "folders": {}, "device": device, "dtype": dtype, "options": {}}
+    with torch.device(device):  # where random weights are drawn sooner
+        return (on_fairseq if case.host == "fairseq" else on_transformers).Runner(order)
+
+
+class Timer:
+    """Runs a side of a case and waits for the device."""
+
+    def __init__(self, device: str) -> None:
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+        self._is_cuda = device == "cuda"
+
+    def __call__(self, side: str, runner: Any) -> tuple[float, int, Any]:
+        """Seconds, the most bytes allocated, and the outputs."""
+        with ExitStack() as stack:
+            if side == "stock":
+                stack.enter_context(fastgen.disabled())
+            else:
+                stack.enter_context(fastgen.configured(cuda_graphs=side == GRAPHS, history=8))
+            if self._is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            self._wait()
+            start = time.perf_counter()
+            found = runner.generate()
+            self._wait()
+            seconds = time.perf_counter() - start
+        peak = torch.cuda.max_memory_allocated() if self._is_cuda else 0
+        return seconds, peak, runner.outputs(found)
+
+
+def measure(case: Case, device: str, dtype: str, rounds: int, bandwidth: float | None) -> dict[str, Any]:
+    """One case's record."""
+    runner, timed = _runner(case, device, dtype), Timer(device)
+    found: dict[str, Any] = {"case": case.name, "task": case.task.as_dict(), "host": case.host, "dtype": dtype}
+    outputs, peaks, paths = {}, {}, {}
+    for side in SIDES:
+        fastgen.report.reset()
+        _, peaks[side], outputs[side] = timed(side, runner)
+        paths[side] = [f"{call.tier}{f' ({call.reason})' if call.reason else ''}" for call in fastgen.status().calls]
+    rows = outputs["stock"]["tokens"]
+    equal = {side: sum(a == b for a, b in zip(rows, outputs[side]["tokens"], strict=True)) for side in SIDES[1:]}
+    times = [{side: timed(side, runner)[0] for side in SIDES} for _ in range(rounds)]
+    found |= {"rows": len(rows), "equal": equal, "peak": peaks, "paths": paths, "rounds": times}
+    found["median"] = {side: statistics.median(each[side] for each in times) for side in SIDES}
+    for side in SIDES[1:]:
+        ratios = [each["stock"] / each[side] for each in times]
+        found.setdefault("ratio", {})[side] = [statistics.median(ratios), min(ratios), max(ratios)]
+    found["step_ms"] = {side: 1e3 * seconds / case.sizes["new"] for side, seconds in found["median"].items()}
+    if bandwidth:
+        found["bound_ms"] = 1e3 * _bytes_of_a_step(runner.model, case, dtype) / bandwidth
+    found["replayed"] = dict(fastgen.status().replayed)
+    return found
+
+
+def _bytes_of_a_step(model: Any, case: Case, dtype: str) -> int:
+    """Weights that a decode step reads, and the cache at its middle: the source's once, each beam's own tokens."""
+    decoder = getattr(model, "decoder", None) or (model.get_decoder() if case.model != "gpt2" else model)
+    weights = {id(each): each.nbytes for each in decoder.parameters()}
+    head = getattr(model, "lm_head", None)
+    weights |= {id(each): each.nbytes for each in head.parameters()} if head is not None else {}
+    sizes, size = case.sizes, torch.empty((), dtype=getattr(torch, dtype)).element_size()
+    layers = getattr(decoder, "layers", None) or getattr(decoder, "h", None) or getattr(decoder, "block", None) or ()
+    # A key and a value of the decoder's width for each position and layer.
+    width = next((each.shape[-1] for each in decoder.parameters() if each.ndim == 2), 0)
+    positions = sizes["batch"] * (sizes.get("source", 1500) + sizes["beams"] * sizes["new"] // 2)
+    return sum(weights.values()) + 2 * len(layers) * width * positions * size
+
+
+def _bandwidth() -> float:
+    """Bytes a second that a large copy reads and writes."""
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(8):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+def _profile(case: Case, device: str, dtype: str) -> str:
+    """The operators that take the most time of the device and of the CPU, for fastgen by default and with graphs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    runner, timed, said = _runner(case, device, dtype), Timer(device), []
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    for side in SIDES:
+        timed(side, runner)
+        timed(side, runner)
+        with profile(activities=activities) as found:
+            seconds, _, _ = timed(side, runner)
+        said.append(f"== {case.name}, {side}: {seconds:.3f} s under the profiler")
+        for order in ("self_cuda_time_total", "self_cpu_time_total")[device != "cuda" :]:
+            said.append(found.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=70))
+    return "\n".join(said)
+
+
+def _line(found: dict[str, Any]) -> str:
+    if "error" in found:
+        return f"{found['case']:24} {found['dtype']:9} {found['error']}"
+    sides = "  ".join(
+        f"{side} {found['ratio'][side][0]:.2f}x, {found['equal'][side]} of {found['rows']} rows equal, "
+        f"{found['peak'][side] / 2**30:.1f} GiB, {found['paths'][side][-1:]}"
+        for side in SIDES[1:]
+    )
+    bound = f", bound {found['bound_ms']:.2f}" if "bound_ms" in found else ""
+    steps = " / ".join(f"{each:.2f}" for each in found["step_ms"].values())
+    return (
+        f"{found['case']:24} {found['dtype']:9} stock {found['median']['stock']:.2f} s, "
+        f"{found['peak']['stock'] / 2**30:.1f} GiB; {sides}; ms a step {steps}{bound}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--case", nargs="+", default=[], choices=[case.name for case in CASES], metavar="NAME")
+    parser.add_argument("--dtype", nargs="+", default=["float16"], choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin no case after so long")
+    parser.add_argument("--profile", nargs="+", default=[], choices=[case.name for case in CASES], metavar="NAME")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
+    parser.add_argument("--name", default="gpu", help="of the results")
+    args = parser.parse_args()
+    quieten()
+    device = "cpu" if args.rehearse else "cuda"
+    cases = [_tiny(case) if args.rehearse else case for case in CASES]
+    start, records = time.monotonic(), []
+    for case in cases:
+        if case.name in args.profile:
+            print(_profile(case, device, args.dtype[0]), flush=True)
+    bandwidth = _bandwidth() if device == "cuda" else None
+    wanted = [case for case in cases if (case.name in args.case if args.case or args.profile else True)]
+    for dtype in args.dtype:
+        for case in wanted:
+            if time.monotonic() - start > 60 * args.minutes:
+                print(f"{case.name}: not begun, the time is up")
+                continue
+            try:
+                records.append(measure(case, device, dtype, args.rounds, bandwidth))
+            except Exception as error:  # the other cases are worth their time
+                records.append({"case": case.name, "dtype": dtype, "error": f"{type(error).__name__}: {error}"[:500]})
+            print(_line(records[-1]), flush=True)
+            gc.collect()
+            fastgen.release()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            about = environment(transformers) | {"device": describe(device, torch.get_num_threads())["device"]}
+            write(args.output, args.name, {**about, "bandwidth": bandwidth, "records": records})
+
+
+if __name__ == "__main__":
+    main()
