@@ -33,7 +33,7 @@ class Config:
     replay: str = "auto"  # on the CPU, record decode steps and replay them: "auto", "always" or "off"
     cache: str = "auto"  # what is stored of each position: what a plan says, keys and values ("kv"), or a slim cache
     cache_threshold: float = 0.0  # slim caches leave out of a sum what weighs less: an approximation unless it is 0
-    cuda_graphs: bool = False  # on CUDA, capture decode steps and replay them
+    cuda_graphs: bool = True  # on CUDA, capture decode steps and replay them
     foreign_code: str = "stock"  # hooks, subclasses and replaced parts of a model: left to the host, or tried ("trial")
     verify: int = 0  # every so many accelerated calls of a model, one is decoded by the host too and compared; 0: none
 
@@ -94,7 +94,11 @@ def native() -> str:
 def from_environment() -> Config:
     """The settings of FASTGEN_STRICT, FASTGEN_TIER and so on, defaults where a variable is unset."""
     native()  # not a setting that can be changed later, but a mistake in it should show at once as well
-    options: dict[str, Any] = {name: flag(f"FASTGEN_{name.upper()}") for name in ("strict", "cuda_graphs")}
+    options: dict[str, Any] = {
+        name: flag(variable)
+        for name in ("strict", "cuda_graphs")
+        if os.environ.get(variable := f"FASTGEN_{name.upper()}", "").strip()
+    }
     for name in ("tier", "packing", "weights", "replay", "cache", "foreign_code"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             options[name] = text.lower()

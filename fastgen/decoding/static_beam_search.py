@@ -164,7 +164,7 @@ class Late:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         is_cuda = tensor.is_cuda
-        like = dict(dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
+        like: dict[str, Any] = dict(dtype=tensor.dtype, device="cpu", pin_memory=is_cuda)
         self._copies = [torch.empty(tensor.shape, **like).copy_(tensor) for _ in "ab"]
         self._events = [torch.cuda.Event() if is_cuda else None for _ in "ab"]
         self._latest = 0

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen import config, phases
+from fastgen.memory import cuda_graph
 
 __phase__ = phases.ATTENTION
 
@@ -24,6 +25,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, "Tensor | None", float], Tensor]
 LatentAttention = Callable[[Tensor, Tensor, "Tensor | None", float], Tensor]
 
 _WARM_UP, _TRIALS = 3, 9
+_IN_A_GRAPH = 8  # calls, so that the graph's own launch counts little
 
 _lock = threading.Lock()
 Verdicts = dict[tuple[Any, ...], bool]  # kernel and kind of arguments -> whether our kernel is better
@@ -53,7 +55,10 @@ class Trial:
 
     def is_faster(self, ours: Callable[..., Tensor]) -> bool:
         try:
-            return _milliseconds(ours, *self.arguments) < _milliseconds(self.torchs, *self.arguments)
+            device = self.arguments[0].device
+            in_graphs = device.type == "cuda" and config.current().cuda_graphs
+            times = functools.partial(_milliseconds_in_a_graph, device=device) if in_graphs else _milliseconds
+            return times(ours, *self.arguments) < times(self.torchs, *self.arguments)
         except Exception:  # as above
             return False
 
@@ -80,7 +85,7 @@ def kernel_for(
 
     ours: Attention = kernel.beam_attention
     trial = Trial(arguments, torchs, exact, lambda: torchs(*arguments), torch.finfo(query.dtype).eps)
-    kind = ("beam", query.device, query.dtype, *shape, query.is_inference())
+    kind = ("beam", query.device, query.dtype, *shape, query.is_inference(), config.current().cuda_graphs)
     is_better = _verdict(_verdicts, kind, query.device, lambda: trial.is_exact(ours) and trial.is_faster(ours))
     return ours if is_better else None
 
@@ -97,7 +102,8 @@ def latent_kernel_for(trial: Trial, weight: Tensor) -> LatentAttention | None:
         return None
     batch, _, keys, size = latent.shape
     device = query.device
-    shape = (batch, query.shape[0] // batch * query.shape[1], size, bias is None, query.is_inference())
+    rows = query.shape[0] // batch * query.shape[1]
+    shape = (batch, rows, size, bias is None, query.is_inference(), config.current().cuda_graphs)
     version = None if weight.is_inference() else weight._version
     with _lock:
         for gone in [memory for memory in _of_weights if memory.expired()]:
@@ -146,7 +152,15 @@ def _kernel(module: str) -> Any:
         return None
 
 
-def _milliseconds(attend: Callable[..., Tensor], *arguments: Any) -> float:
+def _milliseconds_in_a_graph(attend: Callable[..., Tensor], *arguments: Any, device: torch.device) -> float:
+    """The median time of a call in a CUDA graph: what it takes the device, without the time to launch its kernels."""
+    attend(*arguments)  # compiles a kernel
+    graph = torch.cuda.CUDAGraph()
+    cuda_graph.capture(graph, lambda: [attend(*arguments) for _ in range(_IN_A_GRAPH)][-1], device)
+    return _milliseconds(lambda *_: graph.replay(), *arguments) / _IN_A_GRAPH
+
+
+def _milliseconds(attend: Callable[..., Any], *arguments: Any) -> float:
     """The median time of some calls, on the device."""
     device = arguments[0].device
     found: list[float] = []

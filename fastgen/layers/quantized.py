@@ -60,7 +60,7 @@ def _wrong_integers() -> str | None:
 
     Without VNNI or AMX oneDNN adds pairs of products in 16 bits, which is wrong for large numbers and does not say so.
     """
-    like = dict(dtype=torch.int8, device="cpu", generator=torch.Generator().manual_seed(0))
+    like: dict[str, Any] = dict(dtype=torch.int8, device="cpu", generator=torch.Generator().manual_seed(0))
     for count in (1, 16, 33):
         a, b = (torch.randint(-127, 128, (n, 192), **like) for n in (count, 48))
         a[0], b[0], b[1] = 127, 127, -127

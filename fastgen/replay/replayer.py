@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fastgen import report
+from fastgen.memory import cuda_graph
 from fastgen.replay.tape import Noting, Tape
 
 _capturing = threading.Lock()  # torch's dispatch modes have flags for the whole process
@@ -52,17 +53,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
-        # Not `torch.cuda.graph`, which empties the allocator's cache and collects garbage first: milliseconds each.
-        current, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            # What other threads do meanwhile is not checked, and does not end the capture.
-            self._graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._result = function()
-            finally:
-                self._graph.capture_end()
-        current.wait_stream(aside)
+        self._result = cuda_graph.capture(self._graph, function, device)
         return self._result
 
     def replay(self) -> Any:
