@@ -89,6 +89,13 @@ def test_environment_mistakes(environment: pytest.MonkeyPatch, variable: str, te
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(("text", "expected"), [("", True), (" ", True), ("1", True), ("0", False), ("off", False)])
+def test_what_is_on_by_default_can_be_turned_off(environment: pytest.MonkeyPatch, text: str, expected: bool) -> None:
+    environment.setenv("FASTGEN_CUDA_GRAPHS", text)
+    environment.setenv("FASTGEN_STRICT", "")
+    assert config.from_environment().cuda_graphs is expected and not config.from_environment().strict
+
+
 def test_configure_changes_what_it_names_only() -> None:
     before = config.current()
     assert fastgen.configure(tier="compat") == dataclasses.replace(before, tier="compat")

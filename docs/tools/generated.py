@@ -519,6 +519,48 @@ def slim_speed() -> str:
     return table(header, rows)
 
 
+# ---------------------------------------------------------------------------------------------- on a GPU
+def gpu(name: str) -> str:
+    """A table of one of `benchmarks/bench_gpu.py`'s results."""
+    from fastgen.bench.sections import sizes_of
+
+    result = _result(name)
+    sides = list(result["records"][0]["ratio"])
+    rows = []
+    for one in result["records"]:
+        seconds, steps = one["median"], " / ".join(f"{one['step_ms'][side]:.2f}" for side in ("stock", *sides))
+        ratios = (
+            f"{median:.2f}x ({least:.2f} to {most:.2f})" for median, least, most in (one["ratio"][s] for s in sides)
+        )
+        equal = (f"{one['equal'][side]} of {one['rows']}" for side in sides)
+        peaks = " / ".join(f"{one['peak'][side] / 2**30:.1f}" for side in ("stock", *sides))
+        shape = sizes_of({"beams": 1, "source": 0, **one["task"]})
+        rows.append(
+            (
+                f"{one['host']}, {one['task']['model']}, {shape}",
+                f"{seconds['stock']:.2f} s",
+                *ratios,
+                *equal,
+                f"{peaks} GiB",
+                f"{steps} ms",
+                f"{one['bound_ms']:.2f} ms",
+            )
+        )
+    header = (
+        "",
+        "stock",
+        *sides,
+        *(f"outputs equal{'' if len(sides) == 1 else f', {side}'}" for side in sides),
+        f"most memory, {' / '.join(('stock', *sides))}",
+        "a step",
+        "bound",
+    )
+    machine, versions = result["device"], result["versions"]
+    about = ", ".join(f"{name} {version}" for name, version in versions.items())
+    said = f"{machine}, {result['bandwidth'] / 1e12:.1f} TB/s; {about}; {result['date'][:10]}."
+    return f"{table(header, rows)}\n\n{said}"
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "bench-sides": bench_sides,
     "bench-statements": bench_statements,
@@ -532,6 +574,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "cluster-failures": cluster_failures,
     "cluster-measured": cluster_measured,
     "cluster-sizing": cluster_sizing,
+    "gpu-float16": functools.partial(gpu, "gpu"),
+    "gpu-float32": functools.partial(gpu, "gpu-float32"),
+    "gpu-graphs": functools.partial(gpu, "gpu-graphs"),
     "models-classes": models_classes,
     "models-count": models_count,
     "results-machine": results_machine,

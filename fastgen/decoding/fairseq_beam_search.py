@@ -287,21 +287,29 @@ class FairseqBeamSearch:
         ended = copy.copy(self.state)
         ended.select(sentences)  # a copy, which later calls don't write to
         attention = None if self._attention is None else self._attention.index_select(1, sentences)
+        # Of all hypotheses at once: on a GPU each operation on one of them would be a kernel.
+        positional = ended.ended_scores.clone()
+        positional[:, :, 1:] -= ended.ended_scores[:, :, :-1]
         totals, counts, last_steps = ended.ended_total.tolist(), ended.count[:, 0].tolist(), ended.ended_at.tolist()
         for i, number in enumerate(ended.sentence.tolist()):
             count, length = counts[i], self.policy.max_length
             assert count == self.beams or length in last_steps[i][:count], f"{length} < {length}"
             _, order = torch.sort(torch.tensor(totals[i][:count], device="cpu"), descending=True)
             self._results[number] = [
-                _hypothesis(ended, i, place, last_steps[i][place] + 1, attention) for place in order.tolist()
+                _hypothesis(ended, i, place, last_steps[i][place] + 1, positional, attention)
+                for place in order.tolist()
             ]
 
 
-def _hypothesis(state: _State, sentence: int, place: int, length: int, attention: Tensor | None) -> dict[str, Any]:
-    """A hypothesis as fairseq returns it; `length`: the end token included; `attention`: `[L + 1, B, M, N]`."""
-    sums = state.ended_scores[sentence, place, :length]
-    each = sums.clone()
-    each[1:] -= sums[:-1]
+def _hypothesis(
+    state: _State, sentence: int, place: int, length: int, positional: Tensor, attention: Tensor | None
+) -> dict[str, Any]:
+    """A hypothesis as fairseq returns it.
+
+    Args:
+        length: the end token included.
+        positional: each token's own score, `[B, M, L]`; attention: `[L + 1, B, M, N]`.
+    """
     its = torch.empty(0, device=None)  # where the host makes it: on torch's default device
     if attention is not None:
         path = state.ended_path[sentence, place, :length]
@@ -311,5 +319,5 @@ def _hypothesis(state: _State, sentence: int, place: int, length: int, attention
         "score": state.ended_total[sentence, place],
         "attention": its,
         "alignment": torch.empty(0, device=None),
-        "positional_scores": each,
+        "positional_scores": positional[sentence, place, :length],
     }
