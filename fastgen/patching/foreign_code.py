@@ -53,7 +53,8 @@ class HostCode:
     packages: tuple[str, ...]  # packages of the host's classes
     utilities: tuple[str, ...] = ()  # modules of base classes of which steps use only the methods `in_steps`
     in_steps: frozenset[str] = frozenset()
-    row_local: frozenset[str] = frozenset()  # other libraries' classes, by full name, known to treat rows one by one
+    # Other libraries' layers and weights, by the full name of the class, and whether one treats rows one by one.
+    row_local: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     class_attributes: Callable[[type], Mapping[str, Any]] = vars  # a class's attributes while nobody decodes
     _checked: dict[type, Any] = field(default_factory=dict, compare=False)
 
@@ -66,6 +67,9 @@ class HostCode:
         kinds: dict[type, tuple[str, ...] | None] = {}
         for path, module in modules:
             kind = type(module)
+            if self._is_row_local(module):
+                yield from self._of_instance(path, module, _root(kind.__module__))
+                continue
             if kind not in kinds:
                 kinds[kind] = self._of_class(kind)
             if (found := kinds[kind]) is not None:
@@ -75,14 +79,16 @@ class HostCode:
         for name in {base.__module__ for kind in kinds for base in kind.__mro__ if self._owns(base)}:
             yield from self._of_namespace(name)
 
+    def _is_row_local(self, thing: Any) -> bool:
+        rule = self.row_local.get(f"{type(thing).__module__}.{type(thing).__qualname__}")
+        return rule is not None and rule(thing)
+
     def _owns(self, kind: type) -> bool:
         return _root(kind.__module__) in self.packages
 
     def _of_class(self, kind: type) -> tuple[str, ...] | None:
         """What is foreign about a class and its bases."""
         full_name = f"{kind.__module__}.{kind.__qualname__}"
-        if full_name in self.row_local:
-            return None
         if kind.__module__.startswith((*_COMPILING, *_DISTRIBUTED)):
             return (f"is a {full_name}",)
         for place, base in enumerate(kind.__mro__):
@@ -134,7 +140,8 @@ class HostCode:
         root = _root(home)
         return root in (*packages, *self.packages, "torch", "fastgen") or root in sys.stdlib_module_names
 
-    def _of_instance(self, path: str, module: nn.Module) -> Iterator[Finding]:
+    def _of_instance(self, path: str, module: nn.Module, *packages: str) -> Iterator[Finding]:
+        """The foreign code on this one object; code of these `packages` is none."""
         own, kind = vars(module), cast(Any, type(module))
         for hook in (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()):
             if not all(map(self._is_host_code, _functions(hook))):
@@ -142,13 +149,13 @@ class HostCode:
         if own.get("_compiled_call_impl") is not None:
             yield Finding(path, "is compiled")
         for name, value in (*own["_parameters"].items(), *own["_buffers"].items()):
-            if value is not None and type(value) not in _PARAMETERS:
+            if value is not None and type(value) not in _PARAMETERS and not self._is_row_local(value):
                 yield Finding(path, f"has a {type(value).__name__} as its {name}")
         for name in own.keys() - _ATTRIBUTES_OF_MODULES:
             value = own[name]
-            if not callable(value) or isinstance(value, type) or name not in _names_in_code(kind):
+            if not callable(value) or isinstance(value, type) or name not in _names_in_code(kind) - _NEVER_IN_STEPS:
                 continue
-            if not all(map(self._is_host_code, _functions(value))):
+            if not all(self._is_host_code(function, *packages) for function in _functions(value)):
                 yield Finding(path, f"has a {name} of its own", name)
 
     def _of_namespace(self, name: str) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -24,6 +24,20 @@ SEARCH_RULES = frozenset(
     _beam_search_has_unfinished_sequences _has_unfinished_sequences _gather_beams _flatten_beam_dim
     _unflatten_beam_dim""".split()
 )
+_ROW_LOCAL: dict[str, Callable[[Any], bool]] = {
+    # These add a low-rank product to a linear layer, or scale the output: tests/peft compares them with stock.
+    **dict.fromkeys(
+        """peft.tuners.lora.layer.Linear peft.tuners.lora.layer.Embedding peft.tuners.lora.dora.DoraLinearLayer
+        peft.tuners.ia3.layer.Linear peft.tuners.adalora.layer.SVDLinear""".split(),
+        lambda layer: True,
+    ),
+    # Weights that are quantised, and activations that are not: tests/quantised compares them with stock.
+    "optimum.quanto.nn.qlinear.QLinear": lambda layer: layer.activation_qtype is None,
+    "optimum.quanto.tensor.weights.qbytes.WeightQBytesTensor": lambda weight: weight.activation_qtype is None,
+    "optimum.quanto.tensor.weights.qbits.WeightQBitsTensor": lambda weight: True,
+    "torchao.quantization.Int8Tensor": lambda weight: weight.act_quant_kwargs is None,
+    "torchao.quantization.Float8Tensor": lambda weight: weight.act_quant_kwargs is None,
+}
 _CODE = HostCode(
     packages=("transformers", "fastgen", "timm"),  # timm: vision towers, which the host wraps and steps do not run
     utilities=(
@@ -38,11 +52,7 @@ _CODE = HostCode(
         get_output_embeddings get_encoder get_decoder get_compiled_call _valid_auto_compile_criteria
         _optimize_model_for_decode""".split()
     ),
-    # These add a low-rank product to a linear layer, or scale the output: tests/peft compares them with stock.
-    row_local=frozenset(
-        """peft.tuners.lora.layer.Linear peft.tuners.lora.layer.Embedding peft.tuners.lora.dora.DoraLinearLayer
-        peft.tuners.ia3.layer.Linear peft.tuners.adalora.layer.SVDLinear""".split()
-    ),
+    row_local=_ROW_LOCAL,
     class_attributes=interception.stock_attributes,
 )
 

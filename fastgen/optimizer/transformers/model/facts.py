@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fastgen.memory.release import keeper
 from fastgen.optimizer.transformers import foreign_code
@@ -108,7 +108,7 @@ def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
     is_hosts_own = modules.are_the_hosts_own(kinds)
     return ModelFacts(
         is_hosts_own=is_hosts_own,
-        is_tested=is_hosts_own and modules.is_of_tested_family(model),
+        is_tested=is_hosts_own and modules.is_of_tested_family(model) and not _has_weights_of_other_kinds(model),
         foreign=[*foreign_code.of_modules(parts.items()), *foreign_code.replaced_attention(everything)],
         foreign_in_encoder=foreign_code.of_modules(in_encoder),
         overridden_rule=foreign_code.overridden_rule(model),
@@ -123,6 +123,11 @@ def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
         folding=modules.hand_written_attention(kinds),
         replayable=modules.replayable_inputs(kinds),
     )
+
+
+def _has_weights_of_other_kinds(model: Any) -> bool:
+    """Whether a weight is of a subclass of torch's, such as a quantised one."""
+    return any(type(weight) not in (Tensor, nn.Parameter) for weight in model.parameters())
 
 
 def _unsupported(model: Any, everything: list[nn.Module], parts: dict[str, nn.Module]) -> str | None:
