@@ -10,7 +10,7 @@ import torch
 from fairseq import search
 from torch import Tensor
 
-from fastgen.optimizer import verification
+from fastgen.optimizer import draws, verification
 from fastgen.optimizer.fairseq.request import Request, calls_back, is_interrupted
 
 _HOST = "fairseq"
@@ -48,7 +48,7 @@ def run(
     if "id" in sample:
         sample = {**sample, "id": torch.arange(request.batch, device=torch.as_tensor(sample["id"], device=None).device)}
     gaps = torch.full((request.batch,), torch.inf, device="cpu")
-    if type(request.generator.search) is search.BeamSearch:
+    if type(request.generator.search) in (search.BeamSearch, search.Sampling):
         view.__dict__["search"] = _Looking(request.generator.search, gaps)
     question = verification.Question(_HOST, model, before, _facts(request))
     return question.answer(result, lambda: stock(view, sample), lambda theirs: _judged(theirs, result, gaps))
@@ -77,7 +77,7 @@ def _facts(request: Request) -> dict[str, Any]:
 
 
 class _Looking:
-    """The host's beam search, which also notes each sentence's least gap between candidates, float `[B]`."""
+    """The host's beam search or sampling, which also notes by how little each sentence is decided, float `[B]`."""
 
     def __init__(self, stock: Any, gaps: Tensor) -> None:
         self._stock, self._gaps = stock, gaps
@@ -89,11 +89,17 @@ class _Looking:
         self, step: int, lprobs: Tensor, scores: Tensor, prev_output_tokens: Any = None, original_batch_idxs: Any = None
     ) -> Any:
         """`lprobs` `[B', M, V]`: of the sentences `original_batch_idxs`, which are left; `scores` `[B', M, step]`."""
+        left = torch.as_tensor(original_batch_idxs, device="cpu")
+
+        def seen(gaps: Tensor) -> None:
+            self._gaps[left] = torch.minimum(self._gaps[left], gaps.view(len(left), -1).min(1).values.cpu().float())
+
+        if isinstance(self._stock, search.Sampling):
+            with draws.watched(seen):
+                return self._stock.step(step, lprobs, scores, prev_output_tokens, original_batch_idxs)
         beams = lprobs.shape[1]
         sums = lprobs[:, :1] if step == 0 else lprobs + scores[:, :, step - 1 :]
-        gaps = verification.least_gap(sums.flatten(1), 2 * beams).cpu().float()
-        left = torch.as_tensor(original_batch_idxs, device="cpu")
-        self._gaps[left] = torch.minimum(self._gaps[left], gaps)
+        seen(verification.least_gap(sums.flatten(1), 2 * beams))
         return self._stock.step(step, lprobs, scores, prev_output_tokens, original_batch_idxs)
 
 

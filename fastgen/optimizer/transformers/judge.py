@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
+from fastgen.optimizer import draws
 from fastgen.optimizer.verification import GAP, TOLERANCE, least_gap
 
 SAME, NEAR_TIE, ROUNDING, DIFFERENT = "same", "near-tie", "rounding", "different"
@@ -190,17 +191,7 @@ class Gaps:
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
         """Inside the block, record the gaps of the one stock call in it."""
-        multinomial, choose = torch.multinomial, GenerationMixin._get_top_k_continuations
-        thread = threading.get_ident()
-
-        def drawn(weights: Tensor, num_samples: int, *args: Any, **kwargs: Any) -> Tensor:
-            if threading.get_ident() != thread:
-                return multinomial(weights, num_samples, *args, **kwargs)
-            gap, expected = _gap_of_draw(weights, num_samples)
-            result = multinomial(weights, num_samples, *args, **kwargs)
-            # If torch draws otherwise, the gap is unknown.
-            self.steps.append(gap if torch.equal(result, expected) else torch.full_like(gap, torch.inf))
-            return result
+        choose, thread = GenerationMixin._get_top_k_continuations, threading.get_ident()
 
         def chosen(model: Any, accumulated_log_probs: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not kwargs["do_sample"] and threading.get_ident() == thread:
@@ -209,27 +200,10 @@ class Gaps:
 
         with (
             _recording,
-            unittest.mock.patch.object(torch, "multinomial", drawn),
+            draws.watched(self.steps.append),
             unittest.mock.patch.object(GenerationMixin, "_get_top_k_continuations", chosen),
         ):
             yield
-
-
-def _gap_of_draw(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The relative gap to the next other draw, and the draw: torch takes the largest ratios of weight to noise.
-
-    Drawn candidates are then ranked by weight, so two of equal weight are a tie, too.
-    """
-    with torch.random.fork_rng([weights.device] if weights.is_cuda else []):
-        ratios = weights / torch.empty_like(weights).exponential_()
-    best = ratios.topk(min(count + 1, ratios.shape[-1]))
-    gaps = [(best.values[:, :-1] - best.values[:, 1:]) / best.values[:, :-1]]
-    if count > 1:
-        ranked = weights.gather(1, best.indices[:, :count]).log().sort(descending=True).values
-        gaps.append(ranked[:, :-1] - ranked[:, 1:])
-    every = torch.cat(gaps, 1)
-    smallest = every.masked_fill(every.isnan(), torch.inf).min(1).values
-    return smallest, best.indices[:, :count] if count > 1 else ratios.argmax(-1, keepdim=True)
 
 
 def parted_wrongly(stock: Any, ours: Any, gaps: Gaps) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.optimizer import verification
+from fastgen.optimizer import draws, verification
 
 _HOST = "whisper"
 _SHOWN = "task language temperature sample_len best_of beam_size patience length_penalty fp16".split()
@@ -50,18 +50,22 @@ def _incomparable(task: Any) -> str | None:
 
 @contextlib.contextmanager
 def _looking(task: Any, gaps: Tensor) -> Iterator[None]:
-    """Inside the block, note the host's least gap between candidates for each segment, in `gaps`, float `[B]`."""
+    """Inside the block, note by how little the host decides each segment, in `gaps`, float `[B]`."""
     update, rows = task.decoder.update, task.n_group
     beams = task.options.beam_size or 1
 
     def looked(tokens: Tensor, logits: Tensor, sum_logprobs: Tensor) -> Any:
-        if not task.options.temperature:  # the gap of a drawn token is unknown
-            sums = logits.float().log_softmax(-1) + sum_logprobs[:, None]
-            first = tokens.shape[1] == task.sample_begin  # all beams are the same
-            sums = sums.unflatten(0, (-1, rows))[:, : 1 if first else rows].flatten(1)
-            apart = verification.least_gap(sums, 2 * beams if beams > 1 else 1)
-            torch.minimum(gaps, apart.cpu(), out=gaps)
+        if task.options.temperature:
+            with draws.watched(lambda apart: seen(apart.unflatten(0, (-1, rows)).min(1).values)):
+                return update(tokens, logits, sum_logprobs)
+        sums = logits.float().log_softmax(-1) + sum_logprobs[:, None]
+        first = tokens.shape[1] == task.sample_begin  # all beams are the same
+        sums = sums.unflatten(0, (-1, rows))[:, : 1 if first else rows].flatten(1)
+        seen(verification.least_gap(sums, 2 * beams if beams > 1 else 1))
         return update(tokens, logits, sum_logprobs)
+
+    def seen(apart: Tensor) -> None:
+        torch.minimum(gaps, apart.cpu(), out=gaps)
 
     task.decoder.update = looked
     try:

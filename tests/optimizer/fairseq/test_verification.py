@@ -18,8 +18,9 @@ import fastgen
 from fastgen import report
 from fastgen.optimizer import verification
 from fastgen.optimizer.fairseq import dispatch
+from fastgen.optimizer.fairseq import verification as fairseq_verification
 from fastgen.optimizer.fairseq.model.decoder import TreeEnsemble
-from fastgen.optimizer.verification import DIFFERENT, NEAR_TIE, SAME, UNVERIFIED
+from fastgen.optimizer.verification import DIFFERENT, GAP, NEAR_TIE, SAME, UNVERIFIED
 
 SAMPLING = functools.partial(search.Sampling, sampling_topk=7)
 DIVERSE = functools.partial(search.DiverseSiblingsSearch, diversity_rate=0.5)
@@ -102,6 +103,27 @@ def test_a_near_tie_of_stocks(monkeypatch: pytest.MonkeyPatch) -> None:
         models.generate(model, sample)
     assert verification.counts() == {NEAR_TIE: 1}
     assert report.calls()[-1].tier != "stock"
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_draws_that_are_near_ties(seed: int) -> None:
+    """With the noise of seed 5 as probabilities, each draw of that seed is a tie; the first step is not known."""
+    stock, sentences, beams = SAMPLING(models.dictionary()), 3, 2
+    stock.sampling_topk = -1
+    torch.manual_seed(5)
+    noise = torch.empty(sentences * beams, len(models.dictionary())).exponential_()
+    lprobs = noise.view(sentences, beams, -1).log().log_softmax(-1)
+    left, gaps = torch.tensor([0, 2, 3]), torch.full((4,), torch.inf)
+    looking = fairseq_verification._Looking(stock, gaps)
+    for step in (0, 1):
+        arguments = (step, lprobs, torch.zeros(sentences, beams, 1), None, left)
+        torch.manual_seed(seed)
+        expected = stock.step(*(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments))
+        torch.manual_seed(seed)
+        found = looking.step(*(x.clone() if isinstance(x, torch.Tensor) else x for x in arguments))
+        assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+        assert gaps[1].isinf() and (gaps.isinf().all() if step == 0 else gaps[left].isfinite().all())
+    assert (gaps[left] < GAP).all() if seed == 5 else (gaps[left] > GAP).all()
 
 
 def test_code_of_the_users_runs_once() -> None:

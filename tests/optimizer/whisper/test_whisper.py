@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import fastgen
 from fastgen import report
 from fastgen.cache.tree import BeamTree
-from fastgen.optimizer import verification
+from fastgen.optimizer import draws, verification
 
 whisper = pytest.importorskip("whisper")
 from whisper.decoding import DecodingOptions  # noqa: E402
@@ -309,6 +310,24 @@ def test_verified_and_a_near_tie(beams: int | None, verified: None, monkeypatch:
     monkeypatch.setattr(decoder.TreeDecoder, "_logits", nearly)
     decode(model, SOUND[0], beam_size=beams)
     assert verification.counts() == {verification.NEAR_TIE: 1}
+
+
+@pytest.mark.parametrize(("gap", "kind"), [(0.0, verification.NEAR_TIE), (1.0, verification.DIFFERENT)])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_draws(samples: int, gap: float, kind: str, verified: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other draws than the host's are a near-tie where the host's were one."""
+    logits, gap_of_draw = decoder.TreeDecoder._logits, draws.gap_of_draw
+    monkeypatch.setattr(decoder.TreeDecoder, "_logits", lambda self, x: logits(self, x).flip(-1))
+
+    def known(weights: torch.Tensor, count: int) -> Any:
+        gaps, drawn = gap_of_draw(weights, count)
+        return torch.full_like(gaps, gap), drawn
+
+    monkeypatch.setattr(draws, "gap_of_draw", known)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        decode(tiny(), SOUND[0], temperature=0.8, best_of=samples)
+    assert verification.counts() == {kind: 1}
 
 
 def test_a_filter_of_the_users_runs_once(verified: None) -> None:
