@@ -7,7 +7,8 @@
 
 Random weights in the models' true shapes, so lengths are forced equal. All sides run in one process: stock with
 fastgen disabled, fastgen as it is by default, and fastgen without CUDA graphs. Each case is warmed up once
-for each side, which compares the outputs, and is then timed in turns. Results are written after each case. "bound" is
+for each side, which compares the outputs, and is then timed in turns. Results are written after each case. The exit
+code is 1 if a case failed or tokens in float32 differ where stock has no near-tie, 2 if the time was up. "bound" is
 what a decode step takes at least: the decoder's weights and the cache, each read once, at the bandwidth measured here.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -212,7 +214,7 @@ def _line(found: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--case", nargs="+", default=[], choices=[case.name for case in CASES], metavar="NAME")
     parser.add_argument("--dtype", nargs="+", default=["float16"], choices=("float32", "float16", "bfloat16"))
@@ -233,23 +235,28 @@ def main() -> None:
             print(_profile(case, device, args.dtype[0]), flush=True)
     bandwidth = _bandwidth() if device == "cuda" else None
     wanted = [case for case in cases if (case.name in args.case if args.case or args.profile else True)]
+    code = 0
     for dtype in args.dtype:
         for case in wanted:
             if time.monotonic() - start > 60 * args.minutes:
                 print(f"{case.name}: not begun, the time is up")
+                code = 2
                 continue
             try:
                 records.append(measure(case, device, dtype, args.rounds, bandwidth, ("stock", *args.side)))
             except Exception as error:  # the other cases are worth their time
                 records.append({"case": case.name, "dtype": dtype, "error": f"{type(error).__name__}: {error}"[:500]})
             print(_line(records[-1]), flush=True)
+            if "error" in records[-1] or records[-1].get("verdict", "").startswith("different"):
+                code = 1
             gc.collect()
             fastgen.release()
             if device == "cuda":
                 torch.cuda.empty_cache()
             about = environment(transformers) | {"device": describe(device, torch.get_num_threads())["device"]}
             write(args.output, args.name, {**about, "bandwidth": bandwidth, "records": records})
+    return code
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

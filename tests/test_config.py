@@ -96,6 +96,12 @@ def test_what_is_on_by_default_can_be_turned_off(environment: pytest.MonkeyPatch
     assert config.from_environment().cuda_graphs is expected and not config.from_environment().strict
 
 
+def test_where_a_full_batch_pays() -> None:
+    assert not config.refill_pays("cpu") and not config.refill_pays("cuda") and config.refill_pays("mps")
+    with fastgen.configured(cuda_graphs=False):
+        assert not config.refill_pays("cpu") and config.refill_pays("cuda")
+
+
 def test_configure_changes_what_it_names_only() -> None:
     before = config.current()
     assert fastgen.configure(tier="compat") == dataclasses.replace(before, tier="compat")

@@ -168,7 +168,7 @@ def _of_transformers() -> Iterator[Search]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             model = kind(config).eval()
-            tokens = torch.randint(5, _WORDS, (3, 7), device="cpu")
+            tokens = torch.randint(5, _WORDS, (3, 7), device=None)
         mask = torch.ones_like(tokens)
         mask[1, :3] = 0
         tokens[1, :3] = 1
@@ -196,7 +196,7 @@ def _of_fairseq() -> Iterator[Search]:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 0.35)
-        tokens = torch.randint(words.nspecial, len(words), (3, 7), device="cpu")
+        tokens = torch.randint(words.nspecial, len(words), (3, 7), device=None)
     tokens[:, -1] = words.eos()
     tokens[1, :3] = words.pad()
     lengths = tokens.ne(words.pad()).sum(1)
@@ -228,7 +228,7 @@ def _of_whisper() -> Iterator[Search]:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.5)
-        sound = torch.randn(1, 80, 100, device="cpu")  # one, as the host has it with several beams
+        sound = torch.randn(1, 80, 100, device=None)  # one, as the host has it with several beams
     for name, options in (("beam search", {"beam_size": 4}), ("greedy search", {})):
 
         def run(options: dict[str, Any] = options) -> list[Any]:

@@ -108,7 +108,8 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         dest="fastgen_refill",
         choices=tuple(REFILL),
         default=AUTO,
-        help="keep the batch full, waiting sentences in the places of finished ones; auto: on a GPU (default)",
+        help="keep the batch full, waiting sentences in the places of finished ones; "
+        "auto: on a GPU without CUDA graphs (default)",
     )
 
 

@@ -122,7 +122,8 @@ def parser() -> argparse.ArgumentParser:
         "--refill",
         choices=tuple(REFILL),
         default=AUTO,
-        help="keep the batch full, waiting records in the places of finished ones; auto: on a GPU (default)",
+        help="keep the batch full, waiting records in the places of finished ones; "
+        "auto: on a GPU without CUDA graphs (default)",
     )
     result.add_argument("--truncate", action="store_true", help="cut inputs that are too long instead of refusing them")
     result.add_argument("--no-scores", action="store_true", help="no scores in JSONL: fastgen is faster without")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,7 @@ LatentAttention = Callable[[Tensor, Tensor, "Tensor | None", float], Tensor]
 _WARM_UP, _TRIALS = 3, 9
 _IN_A_GRAPH = 8  # calls, so that the graph's own launch counts little
 
+_are_captured: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_steps_are_captured", default=False)
 _lock = threading.Lock()
 Verdicts = dict[tuple[Any, ...], bool]  # kernel and kind of arguments -> whether our kernel is better
 _verdicts: Verdicts = {}
@@ -55,12 +58,20 @@ class Trial:
 
     def is_faster(self, ours: Callable[..., Tensor]) -> bool:
         try:
-            device = self.arguments[0].device
-            in_graphs = device.type == "cuda" and config.current().cuda_graphs
-            times = functools.partial(_milliseconds_in_a_graph, device=device) if in_graphs else _milliseconds
+            times = _milliseconds_in_a_graph if _are_captured.get() else _milliseconds
             return times(ours, *self.arguments) < times(self.torchs, *self.arguments)
         except Exception:  # as above
             return False
+
+
+@contextlib.contextmanager
+def for_graphs() -> Iterator[None]:
+    """Inside the block, kernels are chosen for steps that are captured: launching one then costs nothing."""
+    token = _are_captured.set(True)
+    try:
+        yield
+    finally:
+        _are_captured.reset(token)
 
 
 def kernel_for(
@@ -85,7 +96,7 @@ def kernel_for(
 
     ours: Attention = kernel.beam_attention
     trial = Trial(arguments, torchs, exact, lambda: torchs(*arguments), torch.finfo(query.dtype).eps)
-    kind = ("beam", query.device, query.dtype, *shape, query.is_inference(), config.current().cuda_graphs)
+    kind = ("beam", query.device, query.dtype, *shape, query.is_inference(), _are_captured.get())
     is_better = _verdict(_verdicts, kind, query.device, lambda: trial.is_exact(ours) and trial.is_faster(ours))
     return ours if is_better else None
 
@@ -103,7 +114,7 @@ def latent_kernel_for(trial: Trial, weight: Tensor) -> LatentAttention | None:
     batch, _, keys, size = latent.shape
     device = query.device
     rows = query.shape[0] // batch * query.shape[1]
-    shape = (batch, rows, size, bias is None, query.is_inference(), config.current().cuda_graphs)
+    shape = (batch, rows, size, bias is None, query.is_inference(), _are_captured.get())
     version = None if weight.is_inference() else weight._version
     with _lock:
         for gone in [memory for memory in _of_weights if memory.expired()]:
@@ -152,10 +163,11 @@ def _kernel(module: str) -> Any:
         return None
 
 
-def _milliseconds_in_a_graph(attend: Callable[..., Tensor], *arguments: Any, device: torch.device) -> float:
+def _milliseconds_in_a_graph(attend: Callable[..., Tensor], *arguments: Any) -> float:
     """The median time of a call in a CUDA graph: what it takes the device, without the time to launch its kernels."""
     attend(*arguments)  # compiles a kernel
     graph = torch.cuda.CUDAGraph()
+    device = arguments[0].device
     cuda_graph.capture(graph, lambda: [attend(*arguments) for _ in range(_IN_A_GRAPH)][-1], device)
     return _milliseconds(lambda *_: graph.replay(), *arguments) / _IN_A_GRAPH
 

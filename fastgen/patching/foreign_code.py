@@ -31,6 +31,7 @@ _NEVER_IN_STEPS = frozenset(
     _init_weights set_input_embeddings set_output_embeddings get_input_embeddings set_decoder set_encoder tie_weights
     _tie_weights extra_repr generate""".split()
 )
+_PRINTS = {"extra_repr", "__repr__"}  # which libraries of quantised weights set on the layer
 _PARAMETERS = (Tensor, nn.Parameter)
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))  # hooks among them, which are checked apart
 
@@ -153,7 +154,7 @@ class HostCode:
                 yield Finding(path, f"has a {type(value).__name__} as its {name}")
         for name in own.keys() - _ATTRIBUTES_OF_MODULES:
             value = own[name]
-            if not callable(value) or isinstance(value, type) or name not in _names_in_code(kind) - _NEVER_IN_STEPS:
+            if not callable(value) or isinstance(value, type) or name not in _names_in_code(kind) - _PRINTS:
                 continue
             if not all(self._is_host_code(function, *packages) for function in _functions(value)):
                 yield Finding(path, f"has a {name} of its own", name)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fastgen import config
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -36,8 +38,8 @@ def generate(
         sources: the token ids of each, a sequence of ints or a 1-D tensor, without padding; decoder-only models
             continue them.
         batch_size: the most sentences that decode together.
-        refill: keep the batch full. By default on a GPU, where a step takes equally long however few sentences are
-            left; on a CPU a smaller batch is faster. Models that cannot do it decode batch by batch.
+        refill: keep the batch full. By default on a GPU without `cuda_graphs`, where a step takes equally long however
+            few sentences are left; on a CPU a smaller batch is faster. Models that cannot do it decode batch by batch.
         progress: show a progress line on standard error.
         options: options of `model.generate`: `num_beams`, `max_new_tokens`, ...
 
@@ -85,7 +87,8 @@ def generate_samples(
         generator: a SequenceGenerator whose models are in evaluation mode.
         samples: as fairseq's iterators collate them, on the models' device.
         refill: let sentences of the next samples take the rows of finished ones; as many sentences decode together as
-            the largest sample has. By default on a GPU. Generators that cannot do it decode sample by sample.
+            the largest sample has. By default on a GPU without `cuda_graphs`. Generators that cannot do it decode
+            sample by sample.
         progress: show a progress line on standard error.
     """
     from fastgen.optimizer.fairseq.generate.continuous_batch import in_order, why_not_refilled
@@ -123,7 +126,7 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
         wished: what the user asks for; None: where it pays, see `generate`.
     """
     if wished is None:
-        wished = model.device.type != "cpu"
+        wished = config.refill_pays(model.device.type)
     if not wished:
         return "it was not asked for"
     try:

@@ -23,10 +23,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fastgen import report
-from fastgen.memory import cuda_graph
+from fastgen.layers import attention_kernels
+from fastgen.memory import cuda_graph, limits
 from fastgen.replay.tape import Noting, Tape
 
 _capturing = threading.Lock()  # torch's dispatch modes have flags for the whole process
+NO_MEMORY = "there was no memory to capture its steps"  # which may pass
 _PATIENCE = 4  # so many times more steps run uncaptured before each further capture of a call
 
 
@@ -111,14 +113,24 @@ class Replayer:
         leaves, spec = pytree.tree_flatten(inputs)
         key = (epoch, spec, tuple(map(_kind, leaves)))
         captured = self._captured.get(epoch)
-        if captured is not None and captured.takes(key, leaves):
-            if not captured.is_verified:
-                result = self._verified(captured, step, inputs, leaves)
-                captured.is_verified = True
-                return result
+        is_taken = captured is not None and captured.takes(key, leaves)
+        if captured is not None and is_taken and captured.is_verified:
             self.counts.replays += 1
             return captured.replay(leaves)
-        last, self._last, captured = self._last, None, None
+        # What a step chooses as it runs, such as a kernel of attention, is chosen for a graph.
+        is_for_graphs = not self._recording.has_run and self.failure is None
+        with attention_kernels.for_graphs() if is_for_graphs else contextlib.nullcontext():
+            if captured is None or not is_taken:
+                return self._captured_anew(step, inputs, epoch, key, leaves, spec)
+            result = self._verified(captured, step, inputs, leaves)
+            captured.is_verified = True
+            return result
+
+    def _captured_anew(
+        self, step: Callable[[Any], Any], inputs: Any, epoch: Hashable, key: Hashable, leaves: list[Any], spec: Any
+    ) -> Any:
+        """Return `step(inputs)`, captured if steps like this one have run before."""
+        last, self._last = self._last, None
         self._captured = {each: its for each, its in self._captured.items() if self.retains_buffers and each != epoch}
         if self.failure:
             return step(inputs)
@@ -134,7 +146,8 @@ class Replayer:
             with _capturing, contextlib.nullcontext() if recording.has_run else Noting() as noting:
                 result = captured.capture(recording, lambda own: step(pytree.tree_unflatten(own, spec)), self._device)
         except RuntimeError as error:  # an operation that cannot be captured, such as waiting for the device
-            self.failure = f"its steps cannot be captured ({(str(error).splitlines() or ['RuntimeError'])[0][:150]})"
+            first = (str(error).splitlines() or ["RuntimeError"])[0][:150]
+            self.failure = NO_MEMORY if limits.is_out_of_memory(error) else f"its steps cannot be captured ({first})"
             return step(inputs)
         finally:
             self.counts.seconds += time.perf_counter() - start
@@ -154,6 +167,9 @@ class Replayer:
         if difference is not None:
             self.close()
             self.retains_buffers = False
+            if difference == NO_MEMORY:
+                self.failure = NO_MEMORY
+                return result
             self.failure = f"a captured step differs from the model's own step ({difference})"
             report.warn(f"fastgen replays no steps of this model: {self.failure}")
         return result
@@ -236,25 +252,34 @@ class Captured:
     def verify(self, step: Callable[[], Any], leaves: list[Any], device: torch.device) -> tuple[Any, str | None]:
         """Return what `step` returns for these inputs, and how a replay differs from it; None if it does not.
 
-        Memory and torch's random stream are left as `step` has left them.
+        Memory and torch's random stream are left as `step` has left them. The proof takes twice the memory that the
+        step writes to; without it, nothing is proven: NO_MEMORY.
         """
         written = [_whole(tensor) for tensor in self.written]
-        before = [tensor.clone() for tensor in written]
+        try:
+            before = [tensor.clone() for tensor in written]
+        except (RuntimeError, MemoryError) as error:
+            if not limits.is_out_of_memory(error):
+                raise
+            return step(), NO_MEMORY
         random = _random_state(device)
         # The replay comes first: what a captured step stores for later ones may be there only once it was replayed.
-        failure, replayed = None, []
+        failure, replayed, after = None, [], []
         try:
             replayed = pytree.tree_leaves(self.replay(leaves))
+            # Copies, as `step` may overwrite them.
+            replayed = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in replayed]
+            after = [tensor.clone() for tensor in written]
         except (
             RuntimeError,
+            MemoryError,
             TypeError,
             ValueError,
             IndexError,
         ) as error:  # `step` says whether the inputs are at fault
-            failure = f"it fails: {(str(error).splitlines() or [''])[0][:150]}"
-        # Copies, as `step` may overwrite them.
-        replayed = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in replayed]
-        after = [tensor.clone() for tensor in written]
+            replayed, after = [], []
+            first = (str(error).splitlines() or [""])[0][:150]
+            failure = NO_MEMORY if limits.is_out_of_memory(error) else f"it fails: {first}"
         for tensor, its in zip(written, before, strict=True):
             tensor.copy_(its)
         _set_random_state(device, random)

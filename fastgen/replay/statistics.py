@@ -8,8 +8,9 @@ import weakref
 from torch import nn
 
 from fastgen import config, report
+from fastgen.memory.release import keeper
 from fastgen.replay import store
-from fastgen.replay.replayer import Counts, Replayer
+from fastgen.replay.replayer import NO_MEMORY, Counts, Replayer
 
 # On a CPU: with more rows a step's Python is little beside its products. Where sentences leave, the step must be
 # recorded anew each time, which costs as much as some ten replays save.
@@ -46,7 +47,7 @@ def note(model: nn.Module, replayer: Replayer, owner: nn.Module | None = None) -
         _counts.setdefault(model, Counts()).add(replayer.counts)
         if owner is not None and owner is not model:
             _owners[model] = weakref.ref(owner)
-        if replayer.failure:
+        if replayer.failure and replayer.failure != NO_MEMORY:  # the next call may find more
             _failures[model] = replayer.failure
     if replayer.failure:
         report.log(f"{type(model).__name__}'s steps are not replayed: {replayer.failure}")
@@ -77,6 +78,13 @@ def _kept(model: nn.Module) -> str:
     owners = [model, *filter(None, (_owners[model](),))] if model in _owners else [model]
     count, size = sum(map(store.count, owners)), sum(map(store.nbytes, owners))
     return f", {count} kept for later calls ({report.size(size)})" if count else ""
+
+
+@keeper
+def forget_failures() -> None:
+    """Try models again whose steps could not be captured."""
+    with _lock:
+        _failures.clear()
 
 
 def release() -> None:

@@ -29,7 +29,7 @@ from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 from fastgen.optimizer.transformers.model.row_decoder import RowDecoder
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE
-from fastgen.replay.replayer import Replayer
+from fastgen.replay.replayer import NO_MEMORY, Replayer
 
 HOST_FAILED = "a trial with the host failed"
 _SENTENCES, _BEAMS, _STEPS = 2, 3, 6
@@ -123,6 +123,8 @@ def _try(
                 f"it cannot run with its prompt read once per sentence ({type(error).__name__}: {_first_line(error)})"
             )
         return f"it cannot run on the tree ({type(error).__name__}: {_first_line(error)})"
+    if replayer is not None and replayer.failure == NO_MEMORY:
+        raise MemoryError(NO_MEMORY)
     if replayer is not None and replayer.failure:
         return replayer.failure
     steps = len(result.scores) - 1

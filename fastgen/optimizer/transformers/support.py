@@ -10,15 +10,37 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from fastgen import config as settings
 from fastgen.optimizer import verification
-from fastgen.optimizer.transformers import expansion, foreign_code
+from fastgen.optimizer.transformers import expansion, foreign_code, versions
 from fastgen.optimizer.transformers.cache.tree_cache import unsupported_cache, unsupported_storage
 from fastgen.optimizer.transformers.model.base import three_dimensions
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE
+from fastgen.replay import statistics
 from fastgen.report import OfThisVersion
 
 # These must begin with the batch's rows, `position_ids` of images apart: see `three_dimensions`.
 _BEGIN_WITH_ROWS = ("decoder_position_ids", "latents", "position_ids")
+
+
+def may_be_replayed(request: Request) -> bool:
+    """Whether the steps of this call may be captured and replayed, as far as can be known without a trial."""
+    model, device = request.model, request.input_ids.device
+    rows, steps = request.input_ids.shape[0], request.generation_config.max_length - request.input_ids.shape[1]
+    # Greedy search and sampling run in the host's own loop, which lets no sentence leave.
+    stay = request.batch == 1 or not request.is_beam_search
+    if not versions.COUNTS_IN_TENSORS or not statistics.are_wanted(model, device.type, stay, rows, steps):
+        return False
+    if settings.current().cache_threshold:  # which weights are left out differs from step to step
+        return False
+    # Code that watches, has replaced or may change parts of the model while it decodes expects them to be called.
+    return not (request.calls_back or request.foreign or request.facts.is_watched)
+
+
+def _one_row_gains(request: Request) -> bool:
+    """Whether one row of a prompt gains: on the CPU by faster linear layers, on a GPU by replayed steps alone."""
+    if request.input_ids.device.type == "cpu":
+        return True
+    return may_be_replayed(request) and off_tree_reason(request) is None
 
 
 def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
@@ -33,10 +55,7 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
         return reason
     if request.is_beam_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
-    # On the CPU faster linear layers still help, and on a GPU its graphs.
-    device = request.input_ids.device.type
-    gains = shares or device == "cpu" or (device == "cuda" and settings.current().cuda_graphs)
-    if not request.is_beam_search and request.beams == 1 and not gains:
+    if not request.is_beam_search and request.beams == 1 and not shares and not _one_row_gains(request):
         return "one sample of a prompt has nothing to share"
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"

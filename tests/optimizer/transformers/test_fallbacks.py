@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from types import MethodType
@@ -462,3 +463,37 @@ def test_a_host_without_a_name_that_we_need(monkeypatch: pytest.MonkeyPatch) -> 
         fastgen.enable()
     harness.compare(model, inputs, **SEARCH)
     assert fastgen.status().hosts[0] == report.HostStatus("transformers", transformers.__version__, "accelerated")
+
+
+@pytest.mark.parametrize(
+    ("changed", "gains"),
+    [
+        ({}, True),
+        ({"calls_back": True}, False),
+        ({"foreign": ["a hook"]}, False),
+        ({"facts": types.SimpleNamespace(is_watched=True)}, False),
+        ({"off_tree": "it attends in chunks"}, False),
+        ({"cuda_graphs": False}, False),
+    ],
+    ids=str,
+)
+def test_one_sample_on_a_gpu(changed: dict[str, Any], gains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gains by replayed steps alone: where there are none, the host decodes."""
+    changed = dict(changed)
+    graphs, off_tree = changed.pop("cuda_graphs", True), changed.pop("off_tree", None)
+    request: Any = types.SimpleNamespace(
+        model=torch.nn.Linear(1, 1),
+        input_ids=types.SimpleNamespace(device=torch.device("cuda"), shape=(1, 4)),
+        generation_config=types.SimpleNamespace(max_length=40),
+        batch=1,
+        is_beam_search=False,
+        calls_back=False,
+        foreign=[],
+        facts=types.SimpleNamespace(is_watched=False),
+    )
+    monkeypatch.setattr(support, "off_tree_reason", lambda request: off_tree)
+    monkeypatch.setattr(support.versions, "COUNTS_IN_TENSORS", True)
+    for name, value in changed.items():
+        setattr(request, name, value)
+    with fastgen.configured(cuda_graphs=graphs):
+        assert support._one_row_gains(request) == gains

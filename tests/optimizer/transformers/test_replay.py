@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.cache import tree
+from fastgen.layers import attention_kernels
 from fastgen.optimizer.transformers import interception, versions
 from fastgen.optimizer.transformers.model import modules
 from fastgen.optimizer.transformers.versions import CACHE_LENGTH
@@ -173,20 +175,65 @@ def test_a_model_that_counts_its_calls() -> None:
         assert _counts(model) == (0, 0)
 
 
-def test_a_capture_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the attempt is used: the step is computed from its beginning."""
+def test_kernels_are_chosen_for_graphs(recording: type[replayer.GraphBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step is captured; a step that runs as it is pays for launching a kernel."""
+    append, seen = tree.TreeLayer.append, []
+
+    def noted(self: Any, *args: Any) -> Any:
+        seen.append(attention_kernels._are_captured.get())
+        return append(self, *args)
+
+    monkeypatch.setattr(tree.TreeLayer, "append", noted)
+    for setting in ("always", "off"):
+        seen.clear()
+        with harness.configured(replay=setting):
+            harness.compare(copy.deepcopy(zoo.load("llama")), _inputs("llama"), num_beams=3, max_new_tokens=12)
+        assert set(seen) == {setting == "always" and recording is Graph}
+    assert not attention_kernels._are_captured.get()
+
+
+@pytest.mark.parametrize("why", ["a wait for the device", "out of memory"])
+def test_a_capture_that_fails_half_way(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the attempt is used: the step is computed from its beginning. Memory may be there at the next call."""
     model = copy.deepcopy(zoo.load("llama"))
     append, calls = tree.TreeLayer.append, []
 
     def failing(self: Any, *args: Any) -> Any:
         calls.append(self)
         if len(calls) == 2 * 2:  # the second layer, of the step that is captured
-            raise RuntimeError("out of memory")
+            raise RuntimeError(why)
         return append(self, *args)
 
     monkeypatch.setattr(tree.TreeLayer, "append", failing)
-    harness.compare(model, _inputs("llama"), num_beams=3, max_new_tokens=12)
-    assert "out of memory" in fastgen.status().replayed["LlamaForCausalLM"]
+    harness.compare(model, _inputs("llama"), tier="compat", num_beams=3, max_new_tokens=12)
+    may_pass = why == "out of memory"
+    assert _counts(model) == (0, 0) and (why in fastgen.status().replayed["LlamaForCausalLM"]) != may_pass
+    harness.compare(model, _inputs("llama"), tier="compat", num_beams=3, max_new_tokens=12)
+    assert (_counts(model)[1] > 0) == may_pass
+    fastgen.release()
+    harness.compare(model, _inputs("llama"), tier="compat", num_beams=3, max_new_tokens=12)
+    assert _counts(model)[1] > 0, "it may be tried again"
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_no_memory_to_prove_a_step(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies that a proof makes do not fit: the step's own result is used, and nothing is replayed unproven."""
+    model, whole, made = copy.deepcopy(zoo.load("bart")), replayer._whole, []
+
+    class Large(torch.Tensor):
+        def clone(self) -> Any:
+            made.append(1)
+            if len(made) >= nth:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().clone()
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        patch.setattr(replayer, "_whole", lambda tensor: whole(tensor).as_subclass(Large))
+        harness.compare(model, _inputs("bart"), num_beams=3, max_new_tokens=12)
+    assert len(made) >= nth and _counts(model)[1] == 0
+    harness.compare(model, _inputs("bart"), num_beams=3, max_new_tokens=12)
+    assert _counts(model)[1] > 0
 
 
 @pytest.mark.parametrize("search", ["early", "greedy", "samples"])

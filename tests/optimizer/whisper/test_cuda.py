@@ -1,4 +1,4 @@
-"""On a GPU: openai-whisper's results are those that stock finds there, with steps as CUDA graphs and without."""
+"""On a GPU: openai-whisper's results are those that stock finds there. Its steps are not captured."""
 
 from __future__ import annotations
 
@@ -36,9 +36,8 @@ def _tiny() -> Any:
     return model.cuda()
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["steps", "graphs"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_decode(options: dict[str, Any], graphs: bool) -> None:
+def test_decode(options: dict[str, Any]) -> None:
     model = _tiny()
     sounds = torch.randn(3, 80, 100, generator=torch.Generator().manual_seed(1)).cuda()
     how = DecodingOptions(language="en", sample_len=24, fp16=False, **options)
@@ -50,7 +49,7 @@ def test_decode(options: dict[str, Any], graphs: bool) -> None:
     with fastgen.disabled():
         expected = decoded()
     report.reset()
-    with fastgen.configured(strict=True, cuda_graphs=graphs):
+    with fastgen.configured(strict=True):
         found = decoded()
     assert [call.tier for call in report.calls()] == ["compat"] * 3
     for one, other in zip(expected, found, strict=True):

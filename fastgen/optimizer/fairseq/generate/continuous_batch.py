@@ -46,13 +46,13 @@ def unrefillable(generator: Any) -> str | None:
 
 
 def why_not_refilled(generator: Any, wished: bool | None) -> str | None:
-    """Why batches of this generator are not kept full, or None; by default they are on a GPU, where it pays."""
+    """Why batches of this generator are not kept full, or None; by default they are where it pays."""
     if wished is False:
         return "it was not asked for"
     if reason := unrefillable(generator):
         return reason
-    if wished is None and next(generator.model.parameters()).device.type == "cpu":
-        return "a smaller batch is a quicker one on a CPU"
+    if wished is None and not config.refill_pays(next(generator.model.parameters()).device.type):
+        return "batches as they are decode sooner here"
     return None
 
 
