@@ -83,6 +83,7 @@ WRITES_TO_HOST = {
     "optimizer.transformers.equivalence: config.output_scores": "a copy",
     "optimizer.transformers.equivalence: config.output_logits": "a copy",
     "optimizer.transformers.equivalence: config._fastgen_sequence_scores_only": "a copy",
+    "optimizer.transformers.word_times: config.output_attentions": "a copy",
     "optimizer.transformers.generate.chunked_prefill: config.prefill_chunk_size": "a copy",
 }
 

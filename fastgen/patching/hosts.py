@@ -82,10 +82,10 @@ class Leaf:
 class Host:
     """One library that fastgen accelerates once it is imported."""
 
-    def __init__(self, name: str, adapter: str, leaf: str, repairs: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, adapter: str, leaf: str, others: tuple[str, ...] = ()) -> None:
         self.name, self.adapter = name, adapter
         self.leaf = Leaf(self, leaf)  # carries the acceleration
-        self.leaves = (self.leaf, *(Leaf(self, name) for name in repairs))  # the others only repair bugs
+        self.leaves = (self.leaf, *(Leaf(self, name) for name in others))  # the host decodes as well without these
 
     def follow(self) -> None:
         for leaf in self.leaves:
@@ -120,8 +120,13 @@ class Switch:
 
 _switch = Switch()
 _hosts = (
-    Host("transformers", "fastgen.optimizer.transformers", "transformers.generation.utils"),
-    Host("fairseq", "fastgen.optimizer.fairseq", "fairseq.sequence_generator", repairs=("fairseq.checkpoint_utils",)),
+    Host(
+        "transformers",
+        "fastgen.optimizer.transformers",
+        "transformers.generation.utils",
+        others=("transformers.models.whisper.generation_whisper",),
+    ),
+    Host("fairseq", "fastgen.optimizer.fairseq", "fairseq.sequence_generator", others=("fairseq.checkpoint_utils",)),
     Host("whisper", "fastgen.optimizer.whisper", "whisper.decoding"),
 )
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from fastgen import config, report
-from fastgen.optimizer.transformers import expansion
+from fastgen.optimizer.transformers import expansion, word_times
 from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_signature
 
 TESTED = "5.24.0"  # the newest version of the host
@@ -42,12 +42,18 @@ _NEEDED = (
 
 
 def install(patches: PatchSet, module: ModuleType) -> None:
-    """Replace `_beam_search`, `_sample` and the method that calls the encoder in `module`'s GenerationMixin.
-
-    The module is transformers.generation.utils.
+    """Patch one of transformers' modules, transformers.generation.utils or Whisper's own generation.
 
     Raises SeamMismatch if this version's seams differ from those our code was written for.
     """
+    if module.__name__ == "transformers.generation.utils":
+        _install(patches, module)
+    else:
+        word_times.install(patches, module)
+
+
+def _install(patches: PatchSet, module: ModuleType) -> None:
+    """Replace `_beam_search`, `_sample` and the method that calls the encoder in `module`'s GenerationMixin."""
     mixin = module.GenerationMixin
     for name, parameters in _SEAMS.items():
         require_signature(getattr(mixin, name), parameters)

@@ -10,7 +10,7 @@ import torch
 
 from fastgen.memory import limits
 from fastgen.optimizer import gate
-from fastgen.optimizer.transformers import interception, verification
+from fastgen.optimizer.transformers import interception, verification, word_times
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.generate.speculation import SpeculativeDecoder
 from fastgen.optimizer.transformers.model.base import Decoder
@@ -26,9 +26,10 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search` or `_sample`."""
     interception.raise_intercepted(request, stock)
     record = _record_of(request)
+    asked, request = request, word_times.without_attentions(request)
     plan = plan_call(request, stock)
     if plan.decision.tier == gate.STOCK:
-        return _run_stock(request, stock, plan.decision, record)
+        return _run_stock(asked, stock, plan.decision, record)
     with contextlib.closing(_decoder(request, plan)) as decoder:
         if plan.decision.tier == gate.FAST:
             result = beam_search.fast(request, decoder)
@@ -41,6 +42,8 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     if plan.replayer is not None:
         statistics.note(request.model, plan.replayer)
     verification.note(request, plan.decision.tier)
+    if asked is not request:
+        word_times.note_source(result, request)
     return result
 
 
