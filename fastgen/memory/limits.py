@@ -21,6 +21,13 @@ def may_keep(size: int, taken: int) -> bool:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that memory ran out, on the CPU or on a GPU."""
+    return _is_out_of_memory(error) or (
+        # As when a graph's capture is ended because memory ran out in it: then its end fails, too.
+        error.__context__ is not None and isinstance(error, RuntimeError) and is_out_of_memory(error.__context__)
+    )
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError):
         return True
     torch = sys.modules.get("torch")

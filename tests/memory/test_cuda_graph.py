@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="graphs are torch's")
 
-from fastgen.memory import cuda_graph  # noqa: E402
+from fastgen.memory import cuda_graph, limits  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 
@@ -99,3 +99,22 @@ def test_one_at_a_time(generator: Generator) -> None:
     for thread in threads:
         thread.join()
     assert len(cuda_graph._streams) == 1
+
+
+def test_want_of_memory_is_known_behind_the_end_of_a_capture(generator: Generator) -> None:
+    """The end fails because the capture has failed: what counts is why."""
+
+    class Failing(Graph):
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def waits() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    for function, expected in ((out_of_memory, True), (waits, False)):
+        with pytest.raises(RuntimeError) as error:
+            cuda_graph.capture(Failing(generator), function, DEVICE)
+        assert "previous error" in str(error.value) and limits.is_out_of_memory(error.value) == expected
