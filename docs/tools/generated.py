@@ -519,6 +519,28 @@ def slim_speed() -> str:
     return table(header, rows)
 
 
+def captions_parts() -> str:
+    """What precedes the second token of a caption, beside a large product's rate, and the decode steps."""
+    result, rows = _result("captions-parts"), []
+    for one in result["records"]:
+        median = one["median"]
+        sides = [(median[f"{side} 2"], median[f"{side} 32"]) for side in ("stock", "fastgen")]
+        rates = (one["operations"] / before / result["limit"] for before, _ in sides)
+        steps = [whole - before for before, whole in sides]
+        rows.append(
+            (
+                f"{one['model']}, {one['images']} images",
+                " / ".join(f"{whole:.1f} s" for _, whole in sides),
+                f"{sides[0][1] / sides[1][1]:.2f}x",
+                " / ".join(f"{before:.1f} s" for before, _ in sides),
+                " / ".join(f"{rate:.0%}" for rate in rates),
+                f"{' / '.join(f'{each:.1f} s' for each in steps)}, {steps[0] / steps[1]:.2f}x",
+            )
+        )
+    header = ("stock / fastgen", "32 tokens", "", "the first two", "of the limit", "the other 30")
+    return table(header, rows)
+
+
 # ---------------------------------------------------------------------------------------------- on a GPU
 def gpu(name: str) -> str:
     """A table of one of `benchmarks/bench_gpu.py`'s results."""
@@ -577,6 +599,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "gpu-float16": functools.partial(gpu, "gpu"),
     "gpu-float32": functools.partial(gpu, "gpu-float32"),
     "gpu-graphs": functools.partial(gpu, "gpu-graphs"),
+    "captions-parts": captions_parts,
     "models-classes": models_classes,
     "models-count": models_count,
     "results-machine": results_machine,
