@@ -55,8 +55,6 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
         return reason
     if request.is_beam_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
-    if not request.is_beam_search and request.beams == 1 and not shares and not _one_row_gains(request):
-        return "one sample of a prompt has nothing to share"
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
     if reason := unsupported_configuration(model, config):
@@ -76,7 +74,11 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
         return reason
     if is_users or _is_filled(cache):
         return f"the user passed {CACHE}"
-    return _unsupported_inputs(request, shares) or request.facts.unsupported
+    if reason := _unsupported_inputs(request, shares) or request.facts.unsupported:
+        return reason
+    if not request.is_beam_search and request.beams == 1 and not shares and not _one_row_gains(request):
+        return "one sample of a prompt has nothing to share"
+    return None
 
 
 def _is_filled(cache: Any) -> bool:

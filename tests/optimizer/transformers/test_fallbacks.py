@@ -497,3 +497,12 @@ def test_one_sample_on_a_gpu(changed: dict[str, Any], gains: bool, monkeypatch: 
         setattr(request, name, value)
     with fastgen.configured(cuda_graphs=graphs):
         assert support._one_row_gains(request) == gains
+
+
+def test_one_sample_without_a_cache_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it gains is asked last: the question is about the cache, and there may be none."""
+    monkeypatch.setattr(support, "_one_row_gains", lambda request: support.off_tree_reason(request) is None)
+    for family in ("gpt2", "bart"):
+        model, inputs = zoo.load(family), zoo.inputs_for(family)
+        harness.compare(model, inputs, expected="fallback", use_cache=False, max_new_tokens=6)
+        harness.compare(model, inputs, max_new_tokens=6)
