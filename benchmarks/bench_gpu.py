@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+from bench_ops import copy_bandwidth
 from measuring import RESULTS, environment, quieten, write
 
 import fastgen
@@ -169,20 +170,6 @@ def _bytes_of_a_step(model: Any, case: Case, dtype: str) -> int:
     return sum(weights.values()) + 2 * len(layers) * width * positions * size
 
 
-def _bandwidth() -> float:
-    """Bytes a second that a large copy reads and writes."""
-    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(8):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        target.copy_(source)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * source.nbytes / statistics.median(times)
-
-
 def _profile(case: Case, device: str, dtype: str) -> str:
     """The kernels, or on a CPU operators, that take fastgen's call the most time."""
     from torch.profiler import ProfilerActivity, profile
@@ -233,7 +220,7 @@ def main() -> int:
     for case in cases:
         if case.name in args.profile:
             print(_profile(case, device, args.dtype[0]), flush=True)
-    bandwidth = _bandwidth() if device == "cuda" else None
+    bandwidth = copy_bandwidth(torch.device(device)) if device == "cuda" else None
     wanted = [case for case in cases if (case.name in args.case if args.case or args.profile else True)]
     code = 0
     for dtype in args.dtype:
