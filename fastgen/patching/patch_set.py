@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final
@@ -21,6 +22,10 @@ class SeamMismatch(Exception):
     """The host does not look the way the adapter expects."""
 
 
+_lock = threading.Lock()
+_all: weakref.WeakSet[PatchSet] = weakref.WeakSet()
+
+
 class PatchSet:
     """Replaced attributes, with the originals to put back.
 
@@ -31,6 +36,8 @@ class PatchSet:
         self._lock = threading.RLock()
         self._saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, raw original, ours
         self.fault = ""  # why the replacements were undone, if `give_up` was called
+        with _lock:
+            _all.add(self)
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -41,11 +48,6 @@ class PatchSet:
             original = vars(owner).get(name, MISSING)
             setattr(owner, name, value)
             self._saved.append((owner, name, original, value))
-
-    def original(self, owner: Any, name: str) -> Any:
-        """What `owner.name` was before it was replaced; MISSING if `owner` itself had none."""
-        with self._lock:
-            return next(original for place, replaced, original, _ in self._saved if (place, replaced) == (owner, name))
 
     def revert(self) -> tuple[str, ...]:
         """Undo every replacement, the latest first; return the names that other code has set since, which stay.
@@ -87,6 +89,18 @@ class PatchSet:
                 self.revert()
         finally:
             self._lock.release()
+
+
+def unpatched(owner: type) -> dict[str, Any]:
+    """The attributes of a class as they would be without the replacements of any PatchSet."""
+    with _lock:
+        saved = [each for patches in _all for each in tuple(patches._saved)]
+    replaced = {(name, id(ours)): original for place, name, original, ours in saved if place is owner}
+    attributes = dict(vars(owner))
+    for name in {name for name, _ in replaced} & attributes.keys():
+        while (key := (name, id(attributes[name]))) in replaced:  # one replacement upon another
+            attributes[name] = replaced.pop(key)
+    return {name: value for name, value in attributes.items() if value is not MISSING}
 
 
 def require_signature(function: Callable[..., Any], parameters: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fastgen.patching.patch_set import MISSING, PatchSet, SeamMismatch, require_signature
+from fastgen.patching.patch_set import MISSING, PatchSet, SeamMismatch, require_signature, unpatched
 
 
 class Base:
@@ -76,6 +76,25 @@ def test_layers_on_one_attribute_are_undone_in_reverse() -> None:
     patches.replace(Host, "new", len)
     patches.revert()
     assert raw(Host) == before
+
+
+def test_attributes_without_any_replacement() -> None:
+    """In whichever order sets are looked at; what others have set is theirs and stays."""
+    before, sets = dict(vars(Host)), [PatchSet(), PatchSet(), PatchSet()]
+    assert unpatched(Host) == before
+    sets[0].replace(Host, "method", ours)
+    for patches in sets[1:]:
+        patches.replace(Host, "method", functools.partial(vars(Host)["method"]))
+    sets[1].replace(Host, "static", staticmethod(ours))
+    sets[2].replace(Host, "new", ours)
+    assert unpatched(Host) == before and list(unpatched(Host)) == list(before)
+    with pytest.MonkeyPatch.context() as users:
+        users.setattr(Host, "method", len)
+        assert unpatched(Host) == {**before, "method": len}
+    for patches in reversed(sets):
+        patches.revert()
+        assert unpatched(Host) == before
+    assert dict(vars(Host)) == before
 
 
 def test_revert_twice_does_nothing_more() -> None:

@@ -12,9 +12,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from fastgen import config
-from fastgen.optimizer.transformers import interception, versions
+from fastgen.optimizer.transformers import versions
 from fastgen.patching import foreign_code
 from fastgen.patching.foreign_code import Finding, HostCode
+from fastgen.patching.patch_set import unpatched
 from fastgen.patching.replaced_code import is_of
 
 # Helper methods of the host whose rules our loop follows. If one is replaced, the host's loop runs, in the compat tier,
@@ -53,7 +54,7 @@ _CODE = HostCode(
         _optimize_model_for_decode""".split()
     ),
     row_local=_ROW_LOCAL,
-    class_attributes=interception.stock_attributes,
+    class_attributes=unpatched,
 )
 
 
@@ -89,7 +90,7 @@ def _is_mixins(function: Any) -> bool:
 
 def replaced_attention(modules: Iterable[nn.Module]) -> Iterator[Finding]:
     """Attention and mask functions of these modules that are not the host's, though registered under known names."""
-    seam = interception.stock_attributes(AttentionInterface).get(versions.ATTENTION_SEAM)
+    seam = unpatched(AttentionInterface).get(versions.ATTENTION_SEAM)
     if seam is not None and not is_of(seam, "transformers"):
         yield Finding("", f"looks attention up by a {versions.ATTENTION_SEAM} that is not the host's own")
     names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in modules}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fastgen.patching.patch_set import MISSING, PatchSet
+from fastgen.patching.patch_set import PatchSet
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -136,13 +136,3 @@ def redirected(wrappers: dict[tuple[type, str], Wrapper]) -> Iterator[None]:
                 if not entry[0]:
                     entry[1].revert()
                     del _redirections[seam]
-
-
-def stock_attributes(owner: type) -> dict[str, Any]:
-    """The attributes of a class as they are while no thread decodes."""
-    with _lock:
-        attributes = dict(vars(owner))
-        for (patched, name), (_, patches) in _redirections.items():
-            if patched is owner:
-                attributes[name] = patches.original(owner, name)
-    return {name: value for name, value in attributes.items() if value is not MISSING}

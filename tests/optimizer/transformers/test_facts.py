@@ -112,6 +112,16 @@ def test_a_swapped_tensor_is_seen() -> None:
     assert not guards.is_current() and not guards.is_same_code()
 
 
+@pytest.mark.parametrize("family", ["bart", "whisper"])
+def test_switched_off_and_on(family: str) -> None:
+    """fastgen's own patches, made anew, are no change of the model."""
+    model = zoo.fresh(family)
+    guards = guards_of(model.modules())
+    with fastgen.disabled():
+        assert guards.is_current()
+    assert guards.is_current()
+
+
 def _same_object(weight: nn.Parameter) -> None:
     torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() + 1))
 

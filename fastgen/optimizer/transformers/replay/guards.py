@@ -11,8 +11,8 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from fastgen.optimizer.transformers import interception
 from fastgen.optimizer.transformers.model import modules
+from fastgen.patching.patch_set import unpatched
 from fastgen.replay.guards import Host, ModelGuards
 
 _INTERFACES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
@@ -21,7 +21,7 @@ _INTERFACES = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 def _registered() -> list[dict[str, Any]]:
     """The registered attention functions and mask functions."""
     found = [dict(names) for one in _INTERFACES for names in (one._global_mapping, one._local_mapping)]
-    return [*found, interception.stock_attributes(AttentionInterface)]
+    return [*found, unpatched(AttentionInterface)]
 
 
 _HOST = Host(
@@ -29,7 +29,7 @@ _HOST = Host(
     configs=(PretrainedConfig,),
     ignored=(GenerationConfig,),
     not_of_the_step=("transformers.generation.",),
-    class_attributes=interception.stock_attributes,
+    class_attributes=unpatched,
     registered=_registered,
 )
 
