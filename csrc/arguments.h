@@ -87,8 +87,8 @@ inline void check_float(
     const char* name, const at::Tensor& tensor, const at::Tensor& like, const char* whose = "rows are",
     bool or_half = false) {
   TORCH_CHECK_TYPE(
-      tensor.scalar_type() == at::kFloat || (or_half && tensor.scalar_type() == at::kHalf), name, " must be float32",
-      or_half ? " or float16" : "", ", not ", tensor.dtype().name(), ".");
+      or_half ? is_score_type(tensor.scalar_type()) : tensor.scalar_type() == at::kFloat, name, " must be float32",
+      or_half ? ", float16 or bfloat16" : "", ", not ", tensor.dtype().name(), ".");
   TORCH_CHECK_VALUE(
       tensor.device() == like.device(), whose, " on ", like.device(), " and ", name, " on ", tensor.device(), ".");
 }

@@ -46,7 +46,7 @@ def configure(**options: Any) -> Config:
     """Change settings.
 
     strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off"),
-    weights ("float32", "int8"), speculate ("auto", "off", int), cache ("auto", "kv", "x", "h", "k", "v"),
+    weights ("float32", "bf16", "int8"), speculate ("auto", "off", int), cache ("auto", "kv", "x", "h", "k", "v"),
     cache_threshold (float), replay ("auto", "always", "off"), cuda_graphs (bool), foreign_code ("stock", "trial"),
     verify (int).
     """

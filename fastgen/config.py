@@ -13,7 +13,7 @@ from typing import Any
 TIERS = ("auto", "fast", "compat", "stock")
 PACKING = REPLAY = ("auto", "always", "off")
 FOREIGN_CODE = ("stock", "trial")
-WEIGHTS = ("float32", "int8")
+WEIGHTS = ("float32", "bf16", "int8")
 CACHES = ("auto", "kv", "x", "h", "k", "v")
 NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
@@ -28,7 +28,7 @@ class Config:
     tier: str = "auto"  # the best that a request allows, or the best to try
     history: int = 32  # calls that status() remembers
     packing: str = "auto"  # products of our own, on packed weights or not: where a timing says so, "always", or "off"
-    weights: str = "float32"  # of linear layers: as they are, or in 8 bits ("int8"), which may change the outputs
+    weights: str = "float32"  # of linear layers: as they are, or rounded ("bf16", "int8"), which may change the outputs
     speculate: str | int = "auto"  # greedy search and sampling of one sentence on a CPU: how many tokens are drafted
     replay: str = "auto"  # on the CPU, record decode steps and replay them: "auto", "always" or "off"
     cache: str = "auto"  # what is stored of each position: what a plan says, keys and values ("kv"), or a slim cache
@@ -64,9 +64,9 @@ class Config:
         if speculate not in ("auto", "off") and not (isinstance(speculate, int) and 1 <= speculate <= 11):
             raise ValueError(f"speculate must be auto, off, or a whole number from 1 to 11, not {speculate!r}.")
         if self.weights != "float32" and self.packing == "off":
-            raise ValueError("packing must be auto or always with weights in 8 bits, not 'off'.")
+            raise ValueError(f"packing must be auto or always with weights={self.weights!r}, not 'off'.")
         if self.weights != "float32" and self.verify:
-            raise ValueError("verify must be 0 with weights in 8 bits: their outputs may differ from the host's.")
+            raise ValueError(f"verify must be 0 with weights={self.weights!r}: outputs may differ from the host's.")
         threshold = self.cache_threshold
         if not isinstance(threshold, (int, float)) or isinstance(threshold, bool):
             raise TypeError(f"cache_threshold must be a number, not {threshold!r}.")

@@ -87,7 +87,7 @@ class Status:
     calls: tuple[Call, ...]  # the latest last
     packed_weights: int = 0  # with a packed copy
     packed_bytes: int = 0
-    quantized: str = ""  # what became of weights in 8 bits, see `configure`
+    quantized: str = ""  # what became of weights in fewer bits, see `configure`
     buffer_bytes: int = 0  # buffers, in use or not, and what arenas keep for later
     operators: dict[str, str] = field(default_factory=dict)  # how each runs; empty until they are first used
     encoders: dict[str, int] = field(default_factory=dict)  # batches read without padding: see `encoders`
@@ -110,7 +110,7 @@ class Status:
         if self.packed_weights:
             lines.append(f"packed weights: {self.packed_weights}, {size(self.packed_bytes)}")
         if self.quantized:
-            lines += textwrap.wrap(f"weights in 8 bits: {self.quantized}", _WIDTH, subsequent_indent="  ")
+            lines += textwrap.wrap(f"rounded weights: {self.quantized}", _WIDTH, subsequent_indent="  ")
         if self.buffer_bytes:
             lines.append(f"buffers kept for later calls: {size(self.buffer_bytes)}")
         if self.verified:

@@ -1,5 +1,5 @@
-// fastgen::skinny_linear and fastgen::quantized_linear on the CPU: sums in float32; weights may be stored in half
-// precision, or as codes of 8 bits.
+// fastgen::skinny_linear and fastgen::quantized_linear on the CPU: sums in float32; weights may be stored in 16 bits, or as
+// codes of 8 bits.
 #include "products.h"
 
 #include <ATen/Parallel.h>
@@ -75,6 +75,8 @@ at::Tensor multiply_all(
     const int64_t outputs = weight.size(0);
     if (weight.scalar_type() == at::kHalf) {
       add_part(FASTGEN_CHOOSE(multiply<c10::Half>), weight.const_data_ptr<c10::Half>(), nullptr, outputs);
+    } else if (weight.scalar_type() == at::kBFloat16) {
+      add_part(FASTGEN_CHOOSE(multiply<c10::BFloat16>), weight.const_data_ptr<c10::BFloat16>(), nullptr, outputs);
     } else if (weight.scalar_type() == at::kChar) {
       held.push_back(scales[i].contiguous());
       const float* const factors = held.back().const_data_ptr<float>();

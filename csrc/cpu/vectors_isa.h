@@ -33,6 +33,23 @@ FASTGEN_TARGET inline Floats load(const c10::Half* from) {
 #endif
 }
 
+// bfloat16, exactly: the upper halves of floats.
+FASTGEN_TARGET inline Floats load(const c10::BFloat16* from) {
+#if FASTGEN_LANES == 16
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
+#elif FASTGEN_LANES == 8
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+#else
+  Floats x;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    x[lane] = static_cast<float>(from[lane]);
+  }
+  return x;
+#endif
+}
+
 FASTGEN_TARGET inline Floats load(const int8_t* from) {
 #if FASTGEN_LANES == 16
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));

@@ -94,6 +94,17 @@ SIDES: dict[str, Side] = {
         _ON | {"FASTGEN_WEIGHTS": "int8"},
         lossy=True,
     ),
+    "fastgen-bf16": Side(
+        "fastgen, bf16",
+        "transformers",
+        [
+            "import fastgen, then the call of the stock side, word for word",
+            "weights='bf16': linear layers rounded to bfloat16: other numbers, so other outputs",
+            "FASTGEN_STRICT=1: a fallback would be an error",
+        ],
+        _ON | {"FASTGEN_WEIGHTS": "bf16"},
+        lossy=True,
+    ),
     "fastgen-fairseq": _ours("fastgen on fairseq", "default options", runner="fairseq"),
     "fastgen-compat": _ours(
         "fastgen, the host's loop", "tier='compat': the host's own search over the tree", tier="compat"

@@ -22,7 +22,7 @@ from fastgen.distributed.placement import nodes_of, placement
 from fastgen.distributed.worker import BlockWorker, Done
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import OTHER_WEIGHTS, Journal, contents, precision
+from fastgen.pipeline.resume import Journal, contents, other_texts
 from fastgen.pipeline.transformers import records
 from fastgen.pipeline.transformers.batches import WINDOW
 from fastgen.pipeline.transformers.failures import STOP, Policy, policy_of, scan
@@ -72,8 +72,8 @@ def run(settings: RunSettings) -> int:
             elif journal.resuming:
                 raise InputError(f"Cannot resume {output}: it was begun without --ray; go on without it.")
             else:
-                if precision():
-                    say(OTHER_WEIGHTS)
+                if words := other_texts():
+                    say(words)
                 marks = _generate(settings, form, corpus, parts, decisive)
                 failed = sum(mark.failed for mark in marks.values())
                 journal.facts = {"failed": failed, _CORPUS: _stamp(corpus)}

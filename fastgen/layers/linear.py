@@ -21,6 +21,7 @@ from fastgen import config
 from fastgen.layers import packed_weights, quantized
 from fastgen.layers.input_fusion import FusionGroup, unfusable
 from fastgen.layers.product_plan import ProductPlan, bias_of
+from fastgen.layers.quantized import Way
 from fastgen.layers.timing import Product, is_faster
 from fastgen.memory import arena
 from fastgen.ops import native_operator
@@ -35,7 +36,7 @@ _TRIAL_ROWS = 512  # at most, in a timing
 
 
 # (out, in, rows up to which it holds, threads, "" or what is timed against our own operator) -> whether that operator,
-# packing, halves or screening pay
+# packing, 16 bits or screening pay
 _verdicts: dict[tuple[int, int, int | None, int, str], bool] = {}
 _lock = threading.Lock()
 
@@ -44,14 +45,14 @@ class LinearDispatcher:
     """The products of one call: an object for one thread, packed copies are everyone's.
 
     `mode`: "auto" leaves stock's product where a timing says so, "always" nowhere, "off" everywhere. `weights`:
-    "float32", or "int8" for products with weights in 8 bits, which are others than stock's. `is_users`: the user has
-    chosen them, so that outputs may be others.
+    "float32", or "int8" or "bf16" for products with weights in fewer bits, which are others than stock's. `is_users`:
+    the user has chosen them, so that outputs may be others.
     """
 
     def __init__(self, mode: str, weights: str = "float32", is_users: bool = True) -> None:
         self.count = 0  # of those that stock did not do
         self._mode = mode
-        self._is_quantized, self._is_users = weights == "int8", is_users
+        self._ways, self._is_users = quantized.WAYS.get(weights), is_users
         self._plans: dict[tuple[int, int], ProductPlan | None] = {}  # by id of a layer and number of rows
         self._siblings = FusionGroup()
         self._families: dict[int, tuple[nn.Module, ...]] = {}  # siblings that need no copies, by id of the first
@@ -181,8 +182,8 @@ class LinearDispatcher:
         products = {None if plan is None else plan.product for plan in plans}
         if len(products) > 1:
             return
-        if products == {quantized.multiply_codes}:
-            return  # one weight at a time
+        if not products.isdisjoint(quantized.ONE_AT_A_TIME):
+            return
         if all(plan is not None and plan.takes_lists for plan in plans):
             self._families[id(siblings[0])] = tuple(siblings)
         elif products != {packed_weights.multiply} or not packed_weights.join(siblings):
@@ -193,8 +194,10 @@ class LinearDispatcher:
     def _plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> ProductPlan | None:
         if not _is_plain(layer, rows):
             return None
-        if self._is_quantized and (plan := self._quantized_plan(layer, rows, number, transposed)):
-            return plan
+        if self._ways is not None:
+            way = self._ways[0 if number <= _SKINNY_ROWS else 1]
+            if plan := self._rounded_plan(way, layer, rows, number, transposed):
+                return plan
         skinny = None if transposed or number > _SKINNY_ROWS else _skinny()
         if skinny is not None and self._screens(layer) and (plan := self._screened_plan(layer, rows, skinny)):
             return plan
@@ -223,34 +226,33 @@ class LinearDispatcher:
         screening = packed_weights.screening_of(layer)
         return None if screening is None else ProductPlan(screened, screening, bias_of((layer,)), (layer,))
 
-    def _quantized_plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> ProductPlan | None:
-        """With the weight in 8 bits, where that is faster and near enough."""
+    def _rounded_plan(
+        self, way: Way, layer: nn.Module, rows: Tensor, number: int, transposed: bool
+    ) -> ProductPlan | None:
+        """With the weight in fewer bits, where that is faster and near enough."""
         limit = _SKINNY_ROWS if number <= _SKINNY_ROWS else _FEW_ROWS if number <= _FEW_ROWS else None
-        product = quantized.multiply_rows if number <= _SKINNY_ROWS else quantized.multiply_codes
-        if quantized.unavailable(product) is not None:
+        if quantized.unavailable(way.product) is not None:
             return None
         skinny = None if transposed or number > _SKINNY_ROWS else _skinny()
         over = None if skinny is None else _in_float32(skinny)
-        if not self._pays(layer, rows, transposed, limit, product, quantized.prepare, over, "8 bits"):
+        if not self._pays(layer, rows, transposed, limit, way.product, way.prepare, over, way.name):
             return None
-        layers = self._family(layer, rows) if product is quantized.multiply_rows and not transposed else (layer,)
-        weights = self._quantized_weights(layers, rows, product, transposed)
+        layers = self._family(layer, rows) if way.several and not transposed else (layer,)
+        weights = self._rounded_weights(way, layers, rows, transposed)
         if weights is None and len(layers) > 1:
             layers = (layer,)
-            weights = self._quantized_weights(layers, rows, product, transposed)
-        return None if weights is None else ProductPlan(product, weights, bias_of(layers), layers)
+            weights = self._rounded_weights(way, layers, rows, transposed)
+        return None if weights is None else ProductPlan(way.product, weights, bias_of(layers), layers)
 
-    def _quantized_weights(
-        self, layers: tuple[Any, ...], rows: Tensor, product: Product, transposed: bool
-    ) -> list[Any] | None:
-        """Each weight in 8 bits; None if a product would be too far off, or memory is short."""
+    def _rounded_weights(self, way: Way, layers: tuple[Any, ...], rows: Tensor, transposed: bool) -> list[Any] | None:
+        """Each weight in fewer bits; None if a product would be too far off, or memory is short."""
         weights: list[Any] = []
         for layer in layers:
             self._drop_outdated(layer)
-            copy = packed_weights.quantized_of(layer, transposed)
+            copy = packed_weights.rounded_of(layer, way.name, way.round, transposed, way.bits)
             if copy is None:
                 return None
-            is_near = quantized.is_near(layer, copy, product, rows[..., :_TRIAL_ROWS, :], transposed)
+            is_near = quantized.is_near(layer, copy, way.product, rows[..., :_TRIAL_ROWS, :], transposed)
             if self._is_users:
                 quantized.note_chosen(copy)
             if not is_near:
@@ -259,18 +261,19 @@ class LinearDispatcher:
         return weights
 
     def _weights(self, layers: tuple[Any, ...], rows: Tensor, skinny: Product) -> list[Tensor]:
-        """The weights for `skinny_linear`: in half precision, half as much to read, where that is exact and pays."""
-
+        """The weights for `skinny_linear`: in 16 bits, half as much to read, where that is exact and pays."""
         weights: list[Tensor] = []
         for layer in layers:
             self._drop_outdated(layer)
-            half = None
-            if packed_weights.is_half(layer) and self._pays(
-                layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight.half()], _in_float32(skinny), "halves"
-            ):
-                half = packed_weights.half_of(layer)
+            exact, half = packed_weights.dtype_of_halves(layer), None
+            if exact is not None and self._halves_pay(layer, rows, skinny, exact):
+                half = packed_weights.half_of(layer, exact)
             weights.append(layer.weight if half is None else half)
         return weights
+
+    def _halves_pay(self, layer: Any, rows: Tensor, skinny: Product, dtype: torch.dtype) -> bool:
+        over = _in_float32(skinny)
+        return self._pays(layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight.to(dtype)], over, str(dtype))
 
     def _drop_outdated(self, layer: nn.Module) -> None:
         if id(layer) not in self._checked:

@@ -23,24 +23,18 @@ from fastgen.memory import arena, limits
 from fastgen.memory.release import keeper
 from fastgen.ops import native_operator
 
-Copy = Any  # what `pack` returns, the weight in half precision, or what `screened_linear` reads in place of the weight
+Copy = Any  # what `pack` returns, the weight in 16 bits, or what `screened_linear` reads in place of the weight
 _SLAB = 256  # rows and columns that are compared at a time
+HALVES = (torch.float16, torch.bfloat16)
 
 
-class Quantized(NamedTuple):
-    """A weight in 8 bits, and what is known of it."""
+class Rounded(NamedTuple):
+    """A weight that was rounded to fewer bits, and what is known of it."""
 
-    codes: Tensor  # with `scales`: see `ops.quantize_weight`
-    scales: Tensor
+    numbers: Tensor  # bfloat16, as it is or packed by oneDNN; or int8, see `ops.quantize_weight`
+    scales: Tensor | None  # of int8
     errors: dict[Any, float]  # how far each product that was tried with them was off
-    chosen_by: set[str]  # "user", if the user has chosen 8 bits for this weight
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Quantized:
-        """`weight`: float32 `[out, in]`."""
-        from fastgen import ops
-
-        return cls(*ops.quantize_weight(weight), {}, set())
+    chosen_by: set[str]  # "user", if the user has chosen fewer bits for this weight
 
 
 class _Source:
@@ -75,7 +69,7 @@ class _Packed:
     @property
     def nbytes(self) -> int:
         parts = self.copy if isinstance(self.copy, tuple) else (self.copy,)
-        if isinstance(self.copy, tuple) or self.copy.dtype == torch.float16:
+        if isinstance(self.copy, tuple) or self.copy.dtype in HALVES:
             return sum(part.nbytes for part in parts if isinstance(part, Tensor))
         return sum(source.nbytes for source in self.sources)  # oneDNN does not say
 
@@ -89,9 +83,15 @@ _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictiona
 _joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()  # by the first of the siblings
 _halves: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _screenings: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
-_quantized: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
-_are_half: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], bool]] = weakref.WeakKeyDictionary()
-_ALL = (_copies, _joint, _halves, _screenings, _quantized)
+# By the name of what makes them.
+_rounded: dict[str, weakref.WeakKeyDictionary[nn.Module, _Packed]] = {
+    name: weakref.WeakKeyDictionary() for name in ("int8", "bfloat16", "packed bfloat16")
+}
+# By layer: address and version of the weight, and which 16 bits hold it exactly, if any.
+_are_half: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, int], torch.dtype | None]] = (
+    weakref.WeakKeyDictionary()
+)
+_ALL = (_copies, _joint, _halves, _screenings, *_rounded.values())
 
 
 @functools.cache
@@ -148,9 +148,9 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
         return packed.copy
 
 
-def is_half(layer: nn.Module) -> bool:
-    """Whether half precision holds the layer's weight exactly: many models published in float32 had half-precision
-    weights.
+def dtype_of_halves(layer: nn.Module) -> torch.dtype | None:
+    """Which 16 bits hold the layer's weight exactly, float16 or bfloat16; None if neither does. The weights of many
+    models that are published, or loaded, in float32 were in 16 bits before.
 
     A hint only: an edit that leaves address and version alone goes unseen. `half_of` looks at the weight itself.
     """
@@ -159,15 +159,16 @@ def is_half(layer: nn.Module) -> bool:
     with _lock:
         known = _are_half.get(layer)
         if known is None or known[0] != seen:
-            known = _are_half[layer] = (seen, _are_equal(weight, weight))
+            exact = next((dtype for dtype in HALVES if _are_equal(weight, weight, dtype)), None)
+            known = _are_half[layer] = (seen, exact)
         return known[1]
 
 
-def _are_equal(halves: Tensor, weight: Tensor) -> bool:
-    """Whether `halves`, rounded to half precision, equals `weight`, both `[out, in]`; the first part mostly decides."""
+def _are_equal(halves: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `halves`, rounded to `dtype`, equals `weight`, both `[out, in]`; the first part mostly decides."""
     with arena.outside():
         return all(
-            torch.equal(half.half().float(), part) for half, part in zip(_parts(halves), _parts(weight), strict=True)
+            torch.equal(half.to(dtype).float(), part) for half, part in zip(_parts(halves), _parts(weight), strict=True)
         )
 
 
@@ -175,17 +176,17 @@ def _parts(weight: Tensor) -> Iterator[Tensor]:
     return (part for slab in weight.split(_SLAB) for part in slab.split(_SLAB, 1))
 
 
-def half_of(layer: nn.Module) -> Tensor | None:
-    """A copy in half precision of the weight of a layer that `is_half`; None if memory is short or it was edited."""
+def half_of(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """A copy of the layer's weight in its `dtype_of_halves`; None if memory is short or the weight was edited."""
     with _lock:
         packed = _halves.get(layer)
         if packed is None:
             weight: Tensor = layer.weight.detach()  # type: ignore[operator]
-            packed = _packed([layer], weight.half, weight.nbytes // 2)
+            packed = _packed([layer], lambda: weight.to(dtype), weight.nbytes // 2)
             if packed is None:
                 return None
-            if not _are_equal(packed.copy, weight):  # edited since `is_half`, without a new version
-                _are_half[layer] = ((weight.data_ptr(), weight._version), False)
+            if not _are_equal(packed.copy, weight, dtype):  # edited since, without a new version
+                _are_half[layer] = ((weight.data_ptr(), weight._version), None)
                 return None
             _halves[layer] = packed
         half: Tensor = packed.copy
@@ -196,36 +197,47 @@ def screening_of(layer: nn.Module) -> Copy | None:
     """`screen_weight` of the layer's weight; None if memory is short."""
     from fastgen import ops
 
-    return _in_8_bits(_screenings, layer, ops.screen_weight, False)
+    return _in_fewer_bits(_screenings, layer, ops.screen_weight, False, 8)
 
 
-def quantized_of(layer: nn.Module, transposed: bool) -> Quantized | None:
-    """The layer's weight in 8 bits; None if memory is short."""
-    return _in_8_bits(_quantized, layer, Quantized.of, transposed)
+def rounded_of(
+    layer: nn.Module, name: str, make: Callable[[Tensor], Rounded], transposed: bool, bits: int
+) -> Rounded | None:
+    """The layer's weight in fewer bits, as `make` makes it of a weight `[out, in]`; None if memory is short.
+
+    `name`: of what `make` makes, one of those in `_rounded`.
+    """
+    return _in_fewer_bits(_rounded[name], layer, make, transposed, bits)
 
 
-def drop_quantized(layers: Iterable[nn.Module], is_meant: Callable[[Quantized], bool]) -> None:
-    """Drop what `quantized_of` has made for these layers, if it `is_meant`."""
+def drop_rounded(layers: Iterable[nn.Module], is_meant: Callable[[Rounded], bool]) -> None:
+    """Drop what `rounded_of` has made for these layers, if it `is_meant`."""
     with _lock:
         for layer in layers:
-            if (packed := _quantized.get(layer)) is not None and is_meant(packed.copy):
-                del _quantized[layer]
+            for kept in _rounded.values():
+                if (packed := kept.get(layer)) is not None and is_meant(packed.copy):
+                    del kept[layer]
 
 
-def all_quantized() -> list[tuple[Any, Quantized]]:
-    """Layers, and what `quantized_of` has returned for them."""
+def all_rounded() -> list[tuple[str, Any, Rounded]]:
+    """Names and layers, and what `rounded_of` has returned for them."""
     with _lock:
-        return [(layer, packed.copy) for layer, packed in _quantized.items()]
+        return [(name, layer, packed.copy) for name, kept in _rounded.items() for layer, packed in kept.items()]
 
 
-def _in_8_bits(
-    kept: MutableMapping[nn.Module, _Packed], layer: nn.Module, make: Callable[[Tensor], Copy], transposed: bool
+def _in_fewer_bits(
+    kept: MutableMapping[nn.Module, _Packed],
+    layer: nn.Module,
+    make: Callable[[Tensor], Copy],
+    transposed: bool,
+    bits: int,
 ) -> Copy | None:
     with _lock:
         packed = kept.get(layer)
         if packed is None:
             weight: Tensor = layer.weight.detach()  # type: ignore[operator]
-            packed = _packed([layer], lambda: make(weight.t() if transposed else weight), weight.nbytes // 4)
+            size = weight.nbytes * bits // 32
+            packed = _packed([layer], lambda: make(weight.t() if transposed else weight), size)
             if packed is None:
                 return None
             kept[layer] = packed

@@ -1,15 +1,18 @@
-"""Products with weights in 8 bits: where the user has chosen them, by `configure(weights="int8")`, and in drafts.
+"""Products with weights in fewer bits: where the user has chosen them, by `configure(weights=...)`, and in drafts.
 
-With few rows a product takes as long as reading the weight: then only the weight is in 8 bits, a quarter of the bytes.
-With more, arithmetic takes longer: then the rows are rounded to 8 bits too, each with a scale of its own, and torch
-multiplies integers (dynamic quantization, as in Jacob et al. 2018, https://arxiv.org/abs/1712.05877, section 2, with
-zero points of 0). Where that loses too much, the weight stays in float32.
+With few rows a product takes as long as reading the weight: then only the weight is rounded, to 8 bits, a quarter of
+the bytes, or to bfloat16, half of them. With more, arithmetic takes longer: then the rows are rounded too. In 8 bits
+each row has a scale of its own, and torch multiplies integers (dynamic quantization, as in Jacob et al. 2018,
+https://arxiv.org/abs/1712.05877, section 2, with zero points of 0); in bfloat16 oneDNN multiplies, and sums in
+float32. Where that loses too much, the weight stays in float32.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from torch import Tensor, nn
 
 from fastgen import ops, report
 from fastgen.layers import packed_weights
-from fastgen.layers.packed_weights import Quantized
+from fastgen.layers.packed_weights import Rounded
 from fastgen.layers.timing import Product
 from fastgen.memory import arena
 
@@ -26,33 +29,26 @@ from fastgen.memory import arena
 LARGEST_ERROR = 0.05
 
 
+# ---------------------------------------------------------------------------------------------- 8 bits
 def multiply_rows(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
-    """`linear` with `weights` in 8 bits, a list of `Quantized`, and rows in float32."""
-    codes, scales = [each.codes for each in weights], [each.scales for each in weights]
+    """`linear` with `weights` in 8 bits, a list of `Rounded`, and rows in float32."""
+    codes, scales = [each.numbers for each in weights], [each.scales for each in weights]
     output: Tensor = torch.ops.fastgen.quantized_linear.default(rows, codes, scales, bias)
     return output
 
 
 def multiply_codes(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
-    """`linear` with one weight in 8 bits, a list of one `Quantized`, and rows that are rounded to 8 bits."""
+    """`linear` with one weight in 8 bits, a list of one `Rounded`, and rows that are rounded to 8 bits."""
     (weight,) = weights
     rounded, row_scales = torch.ops.fastgen.quantize_rows.default(rows.flatten(0, -2))
-    products = torch._int_mm(rounded, weight.codes.t())
+    products = torch._int_mm(rounded, weight.numbers.t())
     output: Tensor = torch.ops.fastgen.dequantize.default(products, row_scales, weight.scales, bias)
     return output.unflatten(0, rows.shape[:-1])
 
 
-def prepare(weight: Tensor) -> list[Quantized]:
-    """A weight, float32 `[out, in]`, for either product."""
-    return [Quantized.of(weight)]
-
-
-@functools.cache
-def unavailable(product: Product) -> str | None:
-    """Why a product can't be used here, or None."""
-    if not ops.is_native(torch.device("cpu")):
-        return "products in 8 bits need the native operators"
-    return None if product is multiply_rows else _wrong_integers()
+def to_8_bits(weight: Tensor) -> Rounded:
+    """A weight, float32 `[out, in]`, for either of these products."""
+    return Rounded(*ops.quantize_weight(weight), {}, set())
 
 
 def _wrong_integers() -> str | None:
@@ -74,8 +70,92 @@ def _wrong_integers() -> str | None:
     return None
 
 
-def is_near(layer: nn.Module, copy: Quantized, product: Product, rows: Tensor, transposed: bool) -> bool:
-    """Whether the layer's product with its weight in 8 bits is near that in float32, on these rows.
+# ---------------------------------------------------------------------------------------------- bfloat16
+def multiply_bfloat16(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
+    """`linear` with `weights` in bfloat16, a list of `Rounded`, and rows in float32."""
+    output: Tensor = torch.ops.fastgen.skinny_linear.default(rows, [each.numbers for each in weights], bias)
+    return output
+
+
+def multiply_packed_bfloat16(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
+    """`linear` with one weight in bfloat16, packed, a list of one `Rounded`, and rows that are rounded to bfloat16."""
+    (weight,) = weights
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(rows.bfloat16(), weight.numbers, None, "none", [], "").float()
+    return output if bias is None else output.add_(bias)
+
+
+def to_bfloat16(weight: Tensor) -> Rounded:
+    """A weight, float32 `[out, in]`, for `multiply_bfloat16`."""
+    return Rounded(weight.bfloat16().contiguous(), None, {}, set())
+
+
+def to_packed_bfloat16(weight: Tensor) -> Rounded:
+    """A weight, float32 `[out, in]`, for `multiply_packed_bfloat16`."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16().contiguous())
+    return Rounded(packed, None, {}, set())
+
+
+def _wrong_bfloat16() -> str | None:
+    """Why oneDNN's product in bfloat16, which is private to torch, is of no use, or None.
+
+    Processors without instructions for bfloat16 convert to float32, which is no faster than float32.
+    """
+    has = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    if not any(is_supported is not None and is_supported() for is_supported in has):
+        return "this processor multiplies no bfloat16"
+    like: dict[str, Any] = dict(dtype=torch.float32, device="cpu", generator=torch.Generator().manual_seed(0))
+    rows, weight = (torch.randn(n, 192, **like).bfloat16().float() for n in (33, 48))
+    try:
+        with arena.outside():
+            found = multiply_packed_bfloat16(rows, [to_packed_bfloat16(weight)], None)
+    except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
+        return f"this torch multiplies no bfloat16 here ({(str(error).splitlines() or [''])[0][:100]})"
+    error = float((found - F.linear(rows, weight)).abs().max())
+    return None if error < 0.5 else f"torch's product in bfloat16 is wrong by {error:.1e}"
+
+
+# ---------------------------------------------------------------------------------------------- both
+@dataclass(frozen=True)
+class Way:
+    """A product with weights in fewer bits, and how they are made."""
+
+    name: str  # of the copies
+    product: Product
+    round: Callable[[Tensor], Rounded]  # of a weight `[out, in]`
+    bits: int
+    several: bool  # whether the product takes several weights
+
+    def prepare(self, weight: Tensor) -> list[Rounded]:
+        return [self.round(weight)]
+
+
+# For few rows and for many, by the name that the user gives to `configure`.
+WAYS = {
+    "int8": (
+        Way("int8", multiply_rows, to_8_bits, 8, several=True),
+        Way("int8", multiply_codes, to_8_bits, 8, several=False),
+    ),
+    "bf16": (
+        Way("bfloat16", multiply_bfloat16, to_bfloat16, 16, several=True),
+        Way("packed bfloat16", multiply_packed_bfloat16, to_packed_bfloat16, 16, several=False),
+    ),
+}
+ONE_AT_A_TIME = {way.product for ways in WAYS.values() for way in ways if not way.several}
+WORDS = {"int8": "8 bits", "bf16": "bfloat16"}
+
+
+@functools.cache
+def unavailable(product: Product) -> str | None:
+    """Why a product can't be used here, or None."""
+    if not ops.is_native(torch.device("cpu")):
+        return "products with weights in fewer bits need the native operators"
+    if product is multiply_codes:
+        return _wrong_integers()
+    return _wrong_bfloat16() if product is multiply_packed_bfloat16 else None
+
+
+def is_near(layer: nn.Module, copy: Rounded, product: Product, rows: Tensor, transposed: bool) -> bool:
+    """Whether the layer's product with its weight in fewer bits is near that in float32, on these rows.
 
     Tried once for each copy: the first rows that the layer reads decide.
     """
@@ -86,36 +166,49 @@ def is_near(layer: nn.Module, copy: Quantized, product: Product, rows: Tensor, t
     return errors[product] <= LARGEST_ERROR
 
 
-def _error(layer: Any, copy: Quantized, product: Product, rows: Tensor, transposed: bool) -> float:
+def _error(layer: Any, copy: Rounded, product: Product, rows: Tensor, transposed: bool) -> float:
     weight = layer.weight.t() if transposed else layer.weight
     expected = F.linear(rows, weight, layer.bias).double()
     found = product(rows, [copy], layer.bias).double()
     length = float(torch.linalg.vector_norm(expected))
     off = float(torch.linalg.vector_norm(found - expected))
-    return 0.0 if off == 0 else off / length if length > 0 else float("inf")
+    if off == 0:
+        return 0.0
+    return off / length if length > 0 and math.isfinite(off) else math.inf
 
 
-def note_chosen(copy: Quantized) -> None:
-    """Note that the user has chosen 8 bits for this copy's layer, so that `summary` speaks of it."""
+def note_chosen(copy: Rounded) -> None:
+    """Note that the user has chosen fewer bits for this copy's layer, so that `summary` speaks of it."""
     copy.chosen_by.add("user")
 
 
 def drop_unchosen(layers: Iterable[nn.Module]) -> None:
     """Drop the copies of these layers' weights that the user has not chosen."""
-    packed_weights.drop_quantized(layers, lambda copy: not copy.chosen_by)
+    packed_weights.drop_rounded(layers, lambda copy: not copy.chosen_by)
 
 
 @report.provides("quantized")
 def summary() -> str:
-    """What became of layers whose weights the user wants in 8 bits; "" before the first."""
-    copies = packed_weights.all_quantized()
-    tried = [(layer, list(copy.errors.values())) for layer, copy in copies if copy.errors and copy.chosen_by]
-    if not tried:
-        return ""
-    used = sum(min(errors) <= LARGEST_ERROR for _, errors in tried)
-    text = f"{used} linear layers, so outputs may differ from the host's"
-    if far := [(max(errors), layer) for layer, errors in tried if not max(errors) <= LARGEST_ERROR]:
+    """What became of layers whose weights the user wants in fewer bits; "" before the first."""
+    tried = [each for each in packed_weights.all_rounded() if each[2].errors and each[2].chosen_by]
+    return "; ".join(
+        _summary(word, found)
+        for bits, word in WORDS.items()
+        if (found := [each[1:] for each in tried if each[0] in {way.name for way in WAYS[bits]}])
+    )
+
+
+def _summary(word: str, tried: list[tuple[Any, Rounded]]) -> str:
+    errors: dict[nn.Module, list[float]] = {}
+    for layer, copy in tried:
+        errors.setdefault(layer, []).extend(copy.errors.values())
+    used = sum(min(each) <= LARGEST_ERROR for each in errors.values())
+    text = f"{used} linear layers in {word}, so outputs may differ from the host's"
+    if far := [(max(each), layer) for layer, each in errors.items() if not max(each) <= LARGEST_ERROR]:
         error, layer = max(far, key=lambda pair: pair[0])
-        named = " x ".join(map(str, layer.weight.shape))
-        text += f"; products of {len(far)} stay in float32, where 8 bits lose too much (up to {error:.0%}, {named})"
+        shape: Any = layer.weight.shape
+        named = " x ".join(map(str, shape))
+        text += (
+            f"; products of {len(far)} stay in float32, where {word} would lose too much (up to {error:.0%}, {named})"
+        )
     return text

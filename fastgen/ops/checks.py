@@ -16,8 +16,8 @@ def check_width(name: str, tensor: Tensor | None, width: int) -> None:
 
 def check_floats(whose: str, like: Tensor, *tensors: tuple[str, Tensor | None], or_half: bool = False) -> None:
     for name, tensor in tensors:
-        if tensor is not None and tensor.dtype != torch.float32 and not (or_half and tensor.dtype == torch.float16):
-            raise TypeError(f"{name} must be float32{' or float16' if or_half else ''}, not {tensor.dtype}.")
+        if tensor is not None and tensor.dtype not in (SCORES if or_half else SCORES[:1]):
+            raise TypeError(f"{name} must be float32{', float16 or bfloat16' if or_half else ''}, not {tensor.dtype}.")
         if tensor is not None and tensor.device != like.device:
             raise ValueError(f"{whose} on {like.device} and {name} on {tensor.device}.")
 

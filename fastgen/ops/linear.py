@@ -24,7 +24,7 @@ def skinny_linear(rows: Tensor, weights: Sequence[Tensor], bias: Tensor | None =
 
     Args:
         rows: float32 `[..., size]`.
-        weights: float32 or float16 `[width_i, size]` each; float16 numbers are converted to float32, exactly.
+        weights: float32, float16 or bfloat16 `[width_i, size]` each; 16 bits are converted to float32, exactly.
         bias: float32 `[width]`, or None; `width` is the sum of the weights' widths.
 
     Returns: float32 `[..., width]`: `linear(rows, torch.cat(weights), bias)`; no gradient passes through it. Natively,

@@ -23,13 +23,20 @@ from fastgen.pipeline.lock import locked
 
 OTHER_DIGITS = "scores may differ in their last digits from those of a run that never stopped; texts do not."
 
-OTHER_WEIGHTS = "linear layers have weights in 8 bits (FASTGEN_WEIGHTS=int8), so texts may differ from the host's."
-
 
 def precision() -> dict[str, str]:
     """What decides a run's output and is no setting of the run: weights in fewer bits, if they were chosen."""
     weights = config.current().weights
     return {} if weights == "float32" else {"FASTGEN_WEIGHTS": weights}
+
+
+def other_texts() -> str | None:
+    """What to say if texts may differ from the host's by the user's choice."""
+    weights = config.current().weights
+    if weights == "float32":
+        return None
+    word = {"int8": "8 bits", "bf16": "bfloat16"}[weights]
+    return f"linear layers have weights in {word} (FASTGEN_WEIGHTS={weights}), so texts may differ from the host's."
 
 
 class _Kept(NamedTuple):

@@ -1,4 +1,4 @@
-"""Products with weights in 8 bits: near those in float32, where the user has chosen them, and never of old weights."""
+"""Products with weights in fewer bits: near those in float32, where the user has chosen them, never of old weights."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from fastgen.memory import limits
 FEW, MANY = linear._SKINNY_ROWS, 40
 
 
+# In 8 bits all other weights of the output are rounded to 0; bfloat16 rounds it to infinity.
+TOO_LARGE = {"int8": 1000.0, "bf16": torch.finfo(torch.float32).max}
+
+
 @pytest.fixture(autouse=True)
 def _empty(eight_bits: None) -> Iterator[None]:
     linear._verdicts.clear()
@@ -26,10 +30,15 @@ def _empty(eight_bits: None) -> Iterator[None]:
     linear._verdicts.clear()
 
 
+@pytest.fixture(params=["int8", "bf16"])
+def weights(request: Any) -> Any:
+    return request.param
+
+
 @pytest.fixture(params=[1, FEW, FEW + 1, MANY])
-def count(request: Any) -> int:
+def count(request: Any, weights: str) -> int:
     """Of rows: up to `FEW` they stay in float32."""
-    if request.param > FEW and (why := quantized.unavailable(quantized.multiply_codes)) is not None:
+    if (why := quantized.unavailable(quantized.WAYS[weights][int(request.param > FEW)].product)) is not None:
         pytest.skip(why)
     assert isinstance(request.param, int)
     return request.param
@@ -40,95 +49,107 @@ def stock(layer: Any, rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def multiply(layer: Any, rows: Tensor, mode: str = "always") -> Tensor:
-    products = LinearDispatcher(mode, "int8")
+def multiply(layer: Any, rows: Tensor, weights: str = "int8", mode: str = "always") -> Tensor:
+    products = LinearDispatcher(mode, weights)
     output = products(layer, rows, stock)
     assert products.count == 1
     return output
 
 
 @torch.no_grad()
-def in_8_bits(layer: Any, rows: Tensor) -> Tensor:
+def in_fewer_bits(layer: Any, rows: Tensor, weights: str = "int8") -> Tensor:
     """The product with rounded weights, and with rounded rows where there are many."""
 
     def rounded(x: Tensor) -> Tensor:
+        if weights == "bf16":
+            return x.bfloat16().double()
         codes, scales = ops.quantize_weight(x)
         return codes.double() * scales.double()[:, None]
 
-    rows = rounded(rows) if len(rows) > FEW else rows.double()
-    return rows @ rounded(layer.weight).t() + layer.bias.double()
+    output = (rounded(rows) if len(rows) > FEW else rows.double()) @ rounded(layer.weight).t()
+    if weights == "bf16" and len(rows) > FEW:
+        output = output.bfloat16().double()  # what oneDNN returns
+    return output + layer.bias.double()
+
+
+def assert_rounded(output: Tensor, layer: Any, rows: Tensor, weights: str = "int8") -> None:
+    """Sums in another order may fall on the other side where they are rounded to bfloat16."""
+    rtol = 2**-7 if weights == "bf16" and len(rows) > FEW else 1e-4
+    torch.testing.assert_close(output.double(), in_fewer_bits(layer, rows, weights), rtol=rtol, atol=1e-4)
 
 
 @torch.no_grad()
-def test_product(count: int) -> None:
+def test_product(weights: str, count: int) -> None:
     torch.manual_seed(0)
     for size, width in [(1, 1), (48, 64), (257, 33), (512, 1000)]:
         layer, rows = nn.Linear(size, width), torch.randn(count, size)
-        output = multiply(layer, rows)
-        torch.testing.assert_close(output.double(), in_8_bits(layer, rows), rtol=1e-4, atol=1e-5)
-        assert size == 1 or not torch.allclose(output, stock(layer, rows), rtol=1e-5, atol=1e-6), "not in 8 bits"
-        assert torch.equal(multiply(layer, rows[:, None, None])[:, 0, 0], output), "rows of any shape"
+        output = multiply(layer, rows, weights)
+        assert_rounded(output, layer, rows, weights)
+        assert size == 1 or not torch.allclose(output, stock(layer, rows), rtol=1e-5, atol=1e-6), "not rounded"
+        assert torch.equal(multiply(layer, rows[:, None, None], weights)[:, 0, 0], output), "rows of any shape"
 
 
 @torch.no_grad()
-def test_transposed(count: int) -> None:
+def test_transposed(weights: str, count: int) -> None:
     torch.manual_seed(0)
     layer, rows = nn.Linear(48, 64), torch.randn(count, 48)
     other = nn.Module()
     other.weight, other.bias = nn.Parameter(layer.weight.t().contiguous()), layer.bias
-    output = LinearDispatcher("always", "int8")(other, rows, stock, transposed=True)
-    assert torch.equal(output, multiply(layer, rows))
+    output = LinearDispatcher("always", weights)(other, rows, stock, transposed=True)
+    assert torch.equal(output, multiply(layer, rows, weights))
 
 
 @pytest.mark.parametrize("change", EDITS)
-def test_a_changed_weight(change: Any, count: int) -> None:
+def test_a_changed_weight(change: Any, weights: str, count: int) -> None:
     torch.manual_seed(0)
     layer, rows = nn.Linear(48, 64), torch.randn(count, 48)
-    before = multiply(layer, rows)
+    before = multiply(layer, rows, weights)
     change(layer)
-    output = multiply(layer, rows)
-    torch.testing.assert_close(output.double(), in_8_bits(layer, rows), rtol=1e-4, atol=1e-4)
+    output = multiply(layer, rows, weights)
+    assert_rounded(output, layer, rows, weights)
     assert not torch.equal(before, output)
 
 
-def test_an_unchanged_weight_is_rounded_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_weight_is_rounded_once(weights: str, count: int) -> None:
     layer, rows = nn.Linear(48, 64), torch.randn(count, 48)
-    before = multiply(layer, rows)
-    assert (packed_weights.count(), packed_weights.nbytes()) == (1, 48 * 64 + 4 * 64)
-    monkeypatch.setattr(ops, "quantize_weight", None)
-    assert torch.equal(multiply(layer, rows), before)
+    before = multiply(layer, rows, weights)
+    size = 48 * 64 + 4 * 64 if weights == "int8" else 2 * 48 * 64
+    assert (packed_weights.count(), packed_weights.nbytes()) == (1, size)
+    ((*_, copy),) = packed_weights.all_rounded()
+    assert torch.equal(multiply(layer, rows, weights), before)
+    assert packed_weights.all_rounded()[0][2] is copy
     packed_weights.release()
     assert packed_weights.count() == 0 and quantized.summary() == ""
 
 
 @torch.no_grad()
-def test_a_layer_that_loses_too_much_stays_in_float32(count: int) -> None:
-    """One weight is so much larger than the others of its output that they are all rounded to 0."""
+def test_a_layer_that_loses_too_much_stays_in_float32(weights: str, count: int) -> None:
     torch.manual_seed(0)
     layer, good, rows = nn.Linear(48, 64), nn.Linear(48, 64), torch.randn(count, 48)
-    layer.weight[:, 7] = 1000.0
+    layer.weight[:, 7] = TOO_LARGE[weights]
     rows[:, 7] = 0.0
-    output = multiply(layer, rows)
+    output = multiply(layer, rows, weights)
     torch.testing.assert_close(output, stock(layer, rows), rtol=1e-5, atol=1e-5)
+    word = quantized.WORDS[weights]
     said = (
-        "0 linear layers, so outputs may differ from the host's; products of 1 stay in float32, where 8 bits lose too"
+        f" linear layers in {word}, so outputs may differ from the host's; products of 1 stay in float32, where {word}"
     )
-    assert quantized.summary().startswith(said) and quantized.summary().endswith("%, 64 x 48)")
-    multiply(good, rows)
-    assert quantized.summary().startswith("1 linear layers, so outputs may differ")
-    assert "weights in 8 bits: 1 linear layers, so outputs may differ" in str(fastgen.status())
+    assert quantized.summary().startswith("0" + said) and quantized.summary().endswith("%, 64 x 48)")
+    multiply(good, rows, weights)
+    assert quantized.summary().startswith("1" + said)
+    assert f"rounded weights: 1 linear layers in {word}, so outputs may differ" in str(fastgen.status())
 
 
 @torch.no_grad()
-def test_siblings_share_a_product(count: int) -> None:
+def test_siblings_share_a_product(weights: str, count: int) -> None:
     torch.manual_seed(0)
     q, k, v = nn.Linear(48, 64), nn.Linear(48, 16), nn.Linear(48, 16)
-    products = LinearDispatcher("always", "int8")
+    products = LinearDispatcher("always", weights)
     for step in range(3):
         rows = torch.randn(count, 48)
         for layer in (q, k, v):
             output = products(layer, rows, stock)
-            torch.testing.assert_close(output.double(), in_8_bits(layer, rows), rtol=1e-4, atol=1e-5)
+            assert_rounded(output, layer, rows, weights)
         joint = [plan for plan in products._plans.values() if plan is not None and plan.is_joint]
         assert bool(joint) == (step > 0 and count <= FEW)
         products(nn.Linear(1, 1), torch.ones(count, 1), stock)  # the next input is another
@@ -136,9 +157,9 @@ def test_siblings_share_a_product(count: int) -> None:
 
 
 @torch.no_grad()
-def test_products_are_planned_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_planned_once(weights: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [nn.Linear(48, 64), nn.Linear(48, 16), nn.Linear(48, 16)]
-    other, products, planned = nn.Linear(48, 8), LinearDispatcher("always", "int8"), []
+    other, products, planned = nn.Linear(48, 8), LinearDispatcher("always", weights), []
     plan = LinearDispatcher._plan
     monkeypatch.setattr(LinearDispatcher, "_plan", lambda self, *args: (planned.append(1), plan(self, *args))[1])
     after = []
@@ -152,26 +173,28 @@ def test_products_are_planned_once(count: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 @torch.no_grad()
-def test_siblings_of_which_one_loses_too_much() -> None:
+def test_siblings_of_which_one_loses_too_much(weights: str) -> None:
     torch.manual_seed(0)
     q, k = nn.Linear(48, 64), nn.Linear(48, 64)
-    k.weight[:, 7] = 1000.0
-    products = LinearDispatcher("always", "int8")
+    k.weight[:, 7] = TOO_LARGE[weights]
+    products = LinearDispatcher("always", weights)
     for _ in range(3):
         rows = torch.randn(2, 48)
         rows[:, 7] = 0.0
-        torch.testing.assert_close(products(q, rows, stock).double(), in_8_bits(q, rows), rtol=1e-4, atol=1e-5)
+        assert_rounded(products(q, rows, stock), q, rows, weights)
         torch.testing.assert_close(products(k, rows, stock), stock(k, rows), rtol=1e-5, atol=1e-5)
         products(nn.Linear(1, 1), torch.ones(2, 1), stock)
 
 
 @torch.no_grad()
-def test_float32_where_memory_is_short_or_the_clock_against_it(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_where_memory_is_short_or_the_clock_against_it(
+    weights: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer, rows = nn.Linear(512, 512), torch.randn(count, 512)
     monkeypatch.setattr(linear, "is_faster", lambda *args, **kwargs: False)
-    assert torch.equal(LinearDispatcher("auto", "int8")(layer, rows, stock), stock(layer, rows))
+    assert torch.equal(LinearDispatcher("auto", weights)(layer, rows, stock), stock(layer, rows))
     monkeypatch.setattr(limits, "may_keep", lambda *args, **kwargs: False)
-    torch.testing.assert_close(LinearDispatcher("always", "int8")(layer, rows, stock), stock(layer, rows))
+    torch.testing.assert_close(LinearDispatcher("always", weights)(layer, rows, stock), stock(layer, rows))
     assert quantized.summary() == "" and packed_weights.count() == 0
 
 

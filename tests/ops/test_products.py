@@ -134,7 +134,7 @@ ROWS, WEIGHT = torch.zeros(2, 4), torch.zeros(5, 4)
         (ROWS, [WEIGHT[0]], None, ValueError, r"weights must be \[width, 4\], not of shape \[4\]"),
         (ROWS, [WEIGHT, WEIGHT], torch.zeros(5), ValueError, r"bias must be \[10\], not of shape \[5\]"),
         (ROWS.double(), [WEIGHT], None, TypeError, r"rows must be float32, not .*(double|float64)"),
-        (ROWS, [WEIGHT.bfloat16()], None, TypeError, r"weights must be float32 or float16, not .*(BFloat16|bfloat16)"),
+        (ROWS, [WEIGHT.double()], None, TypeError, r"weights must be float32, float16 or bfloat16, not .*(double|64)"),
         (ROWS, [WEIGHT.half().to("meta")], None, ValueError, "rows are on cpu and weights on meta"),
         (ROWS, [WEIGHT], torch.zeros(5).half(), TypeError, r"bias must be float32, not .*([Hh]alf|float16)"),
     ],
@@ -178,18 +178,20 @@ def test_pack_weight(width: int) -> None:
     assert torch.equal(flat[:width], weight) and not flat[width:].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 12])
-def test_weights_in_half_precision(operators: Any, rows: int) -> None:
+def test_weights_in_half_precision(operators: Any, rows: int, dtype: torch.dtype) -> None:
     """The same as with the float32 numbers that they are: subnormal ones, infinities and NaN too."""
     generator = torch.Generator().manual_seed(rows)
     for size, width in [(1, 1), (7, 5), (16, 4), (31, 9), (33, 2), (70, 70), (512, 33)]:
-        halves = (torch.randn(width, size, generator=generator) * 10.0 ** (size % 9 - 6)).half()
+        halves = (torch.randn(width, size, generator=generator) * 10.0 ** (size % 9 - 6)).to(dtype)
         x = torch.randn(rows, size, generator=generator)
         weights, bias = [halves, torch.randn(3, size, generator=generator)], torch.randn(width + 3, generator=generator)
         assert torch.equal(
             operators.skinny_linear(x, weights, bias), operators.skinny_linear(x, [w.float() for w in weights], bias)
         )
-    special = torch.tensor([[math.inf, 1.0, 6e-8], [-math.inf, -0.0, 65504.0], [math.nan, 0.0, 1.0]]).half()
+    tiny = torch.finfo(dtype).smallest_normal / 8
+    special = torch.tensor([[math.inf, 1.0, tiny], [-math.inf, -0.0, 65504.0], [math.nan, 0.0, 1.0]]).to(dtype)
     x = torch.ones(rows, 3)
     torch.testing.assert_close(
         operators.skinny_linear(x, [special], None), F.linear(x, special.float()), rtol=0, atol=0, equal_nan=True

@@ -23,7 +23,7 @@ from fastgen.pipeline.fairseq.scoring import Scoring
 from fastgen.pipeline.fairseq.settings import Settings
 from fastgen.pipeline.offline import REFILL
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import OTHER_DIGITS, OTHER_WEIGHTS, Journal, contents, precision
+from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents, other_texts, precision
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.workers import WorkerPool
 
@@ -103,8 +103,8 @@ class _Run:
             dataset.max_tokens = STOCK_TOKENS
         with logging_to(self.output.log) as handler:
             self.logger.info(self.cfg)
-            if precision():
-                _warn(OTHER_WEIGHTS)
+            if words := other_texts():
+                _warn(words)
             loaded = load(self.cfg, self.logger)
             batches = Batches(loaded, *self.own.auto)
             self.scoring = Scoring(loaded.scorer, loaded.task.target_dictionary, by_words=loaded.form.by_words)

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import OTHER_DIGITS, OTHER_WEIGHTS, Journal, contents, precision
+from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents, other_texts, precision
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.transformers import batches, failures, metrics, records, tokenizing
 from fastgen.pipeline.transformers.settings import RunSettings
@@ -42,8 +42,8 @@ def run(settings: RunSettings) -> int:
             _check_complete(settings, journal.facts, total)
             say(f"{settings.output} is complete: nothing to resume.")
         else:
-            if precision():
-                say(OTHER_WEIGHTS)
+            if words := other_texts():
+                say(words)
             writer = Writer(form, failures.policy_of(settings.on_error, form), journal)
             _check_input(settings, writer)
             _generate(settings, form, total, writer, journal)

@@ -347,7 +347,7 @@ def test_automatically_only_where_it_pays() -> None:
         rounds = policy.rounds
         compare("llama", model, max_new_tokens=48, min_new_tokens=48)
         assert policy.rounds == rounds and "they do not pay, and are off" in str(fastgen.status())
-        assert not packed_weights.all_quantized() and not any(key[0] == "speculation" for key in kept(model))
+        assert not packed_weights.all_rounded() and not any(key[0] == "speculation" for key in kept(model))
     with fastgen.configured(speculate="off"):
         fastgen.release()
         harness.compare(model, zoo.inputs_for("llama", batch=1), num_beams=1, max_new_tokens=48)

@@ -1,4 +1,4 @@
-"""Weights in 8 bits on fairseq: the user's choice, near fairseq's scores, in decoder and encoder."""
+"""Weights in fewer bits on fairseq: the user's choice, near fairseq's scores, in decoder and encoder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from fastgen.layers import packed_weights
 pytestmark = pytest.mark.usefixtures("eight_bits")
 
 
+@pytest.mark.parametrize("weights", ["int8", "bf16"])
 @pytest.mark.parametrize("name", ["post-norm", "pre-norm", "bart"])
-def test_scores_are_near_the_hosts(name: str) -> None:
+def test_scores_are_near_the_hosts(name: str, weights: str) -> None:
     """Those of forced outputs: of outputs that are its own, others may be the best."""
     sample = models.batch()
     prefix = torch.full((4, 5), 7) + torch.arange(4)[:, None]
@@ -25,10 +26,10 @@ def test_scores_are_near_the_hosts(name: str) -> None:
         return models.generate(name, sample, prefix=prefix, beam_size=3)
 
     expected = judge.stock(run)
-    with fastgen.configured(weights="int8", packing="always"):
+    with fastgen.configured(weights=weights, packing="always"):
         found, calls = judge.ours(run)
     judge.assert_over_the_tree(calls)
-    assert packed_weights.all_quantized() and fastgen.status().quantized
+    assert packed_weights.all_rounded() and fastgen.status().quantized
     for one, other in zip(expected, found, strict=True):
         theirs, mine = (each[0]["positional_scores"][:5] for each in (one, other))
         difference = float((theirs - mine).abs().max())

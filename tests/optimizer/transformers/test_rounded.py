@@ -1,4 +1,4 @@
-"""Weights in 8 bits: the user's choice, near the host's scores, said in status, and gone when it is taken back."""
+"""Weights in fewer bits: the user's choice, near the host's scores, said in status, and gone when it is taken back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from fastgen.optimizer.transformers import versions
 
 pytestmark = pytest.mark.usefixtures("eight_bits")
 NAMES = ["bart", "t5", "marian", "gpt2", "llama"]
-INT8 = {"weights": "int8", "packing": "always"}
+
+
+@pytest.fixture(params=["int8", "bf16"])
+def rounded(request: Any) -> dict[str, str]:
+    """The settings with which weights are rounded."""
+    return {"weights": request.param, "packing": "always"}
 
 
 def first_scores(output: Any) -> torch.Tensor:
@@ -29,11 +34,11 @@ def first_scores(output: Any) -> torch.Tensor:
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("batch", [1, 5])
 @pytest.mark.parametrize("name", NAMES)
-def test_scores_are_near_the_hosts(name: str, batch: int, beams: int) -> None:
+def test_scores_are_near_the_hosts(name: str, batch: int, beams: int, rounded: dict[str, str]) -> None:
     model, inputs = zoo.load(name), zoo.inputs_for(name, batch=batch)
     options = dict(num_beams=beams, max_new_tokens=6, output_logits=True, return_dict_in_generate=True)
     stock = harness.run_stock(model, inputs, **options)
-    with fastgen.configured(**INT8):
+    with fastgen.configured(**rounded):
         output, calls = harness.run_fastgen(model, inputs, **options)
     assert calls[-1].tier != "stock"
     said = fastgen.status().quantized
@@ -45,7 +50,7 @@ def test_scores_are_near_the_hosts(name: str, batch: int, beams: int) -> None:
 
 @pytest.mark.always
 @pytest.mark.parametrize("name", ["bart", "llama"])
-def test_steps_recorded_with_other_weights_are_not_replayed(name: str) -> None:
+def test_steps_recorded_with_other_weights_are_not_replayed(name: str, rounded: dict[str, str]) -> None:
     model, inputs = zoo.load(name), zoo.inputs_for(name, batch=1)
     options = dict(num_beams=3, max_new_tokens=12, min_new_tokens=12, output_logits=True, return_dict_in_generate=True)
     stock = harness.run_stock(model, inputs, **options)
@@ -53,7 +58,7 @@ def test_steps_recorded_with_other_weights_are_not_replayed(name: str) -> None:
         with fastgen.configured(replay="always"):
             output, _ = harness.run_fastgen(model, inputs, **options)
             harness.assert_same(stock, output)
-            with fastgen.configured(**INT8):
+            with fastgen.configured(**rounded):
                 others = [harness.run_fastgen(model, inputs, **options)[0] for _ in range(2)]
         scores = [first_scores(other) for other in others]
         torch.testing.assert_close(scores[0], scores[1])
@@ -61,8 +66,8 @@ def test_steps_recorded_with_other_weights_are_not_replayed(name: str) -> None:
     assert bool(fastgen.status().replayed) is versions.COUNTS_IN_TENSORS, "4.57's steps are never replayed"
 
 
-def test_an_unknown_model_is_tried_in_float32() -> None:
-    """Whether a model may run on the tree is decided by its logits, which are others with weights in 8 bits."""
+def test_an_unknown_model_is_tried_in_float32(rounded: dict[str, str]) -> None:
+    """Whether a model may run on the tree is decided by its logits, which are others with rounded weights."""
 
     class Mine(type(zoo.load("bart"))):  # type: ignore[misc]
         pass
@@ -71,16 +76,16 @@ def test_an_unknown_model_is_tried_in_float32() -> None:
     mine = Mine(model.config).eval()
     mine.load_state_dict(model.state_dict())
     inputs = zoo.inputs_for("bart", batch=2)
-    with fastgen.configured(foreign_code="trial", **INT8):
+    with fastgen.configured(foreign_code="trial", **rounded):
         _, calls = harness.run_fastgen(mine, inputs, num_beams=3, max_new_tokens=8)
     assert calls[-1].tier != "stock", calls[-1].reason
 
 
-def test_status_forgets_what_was_released() -> None:
+def test_status_forgets_what_was_released(rounded: dict[str, str]) -> None:
     model, inputs = zoo.load("bart"), zoo.inputs_for("bart", batch=2)
-    with fastgen.configured(**INT8):
+    with fastgen.configured(**rounded):
         harness.run_fastgen(model, inputs, num_beams=3, max_new_tokens=6)
-    assert "weights in 8 bits: " in str(fastgen.status()) and fastgen.status().packed_bytes
+    assert "rounded weights: " in str(fastgen.status()) and fastgen.status().packed_bytes
     fastgen.release()
-    assert "weights in 8 bits" not in str(fastgen.status()) and not fastgen.status().packed_bytes
+    assert "rounded weights" not in str(fastgen.status()) and not fastgen.status().packed_bytes
     report.reset()
