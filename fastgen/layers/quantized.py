@@ -110,8 +110,8 @@ def _wrong_bfloat16() -> str | None:
             found = multiply_packed_bfloat16(rows, [to_packed_bfloat16(weight)], None)
     except (AttributeError, RuntimeError, NotImplementedError, TypeError) as error:
         return f"this torch multiplies no bfloat16 here ({(str(error).splitlines() or [''])[0][:100]})"
-    error = float((found - F.linear(rows, weight)).abs().max())
-    return None if error < 0.5 else f"torch's product in bfloat16 is wrong by {error:.1e}"
+    off = float((found - F.linear(rows, weight)).abs().max())
+    return None if off < 0.5 else f"torch's product in bfloat16 is wrong by {off:.1e}"
 
 
 # ---------------------------------------------------------------------------------------------- both
