@@ -14,6 +14,10 @@ PAUSE = 0.04  # what the runs are slowed down by at each batch, so that there is
 
 
 def _child(run: Callable[[], int]) -> None:
+    """Here is one thread alone, whatever the parent had: work that OpenMP shared out would wait for the others."""
+    import torch
+
+    torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts start what runs beside them deaf to it
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
