@@ -19,11 +19,15 @@ _FREE_BELOW = 10  # ids below may mean something: random inputs have none of the
 
 @dataclass(frozen=True)
 class Shape:
-    """A class of transformers, and its configuration; `layers` are the options that count layers."""
+    """A class of transformers, and its configuration; `layers` are the options that count layers.
+
+    `published`: the dtype to which weights are rounded, as those of published models in float32 often were.
+    """
 
     cls: str
     config: dict[str, Any]
     layers: tuple[str, ...]
+    published: str = "float32"
 
 
 _LAYERS = ("encoder_layers", "decoder_layers")
@@ -90,6 +94,24 @@ def _whisper(width: int, layers: int) -> Shape:
     return Shape("WhisperForConditionalGeneration", config, _LAYERS)
 
 
+def _llama_1b(published: str) -> Shape:
+    """Llama 3.2 1B."""
+    config = dict(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=True,
+        pad_token_id=128004,
+    )
+    return Shape("LlamaForCausalLM", config, ("num_hidden_layers",), published)
+
+
 SHAPES: dict[str, Shape] = {
     "bart-base": _bart(768, 6, 6),
     "bart-large": _bart(1024, 12, 12),
@@ -102,6 +124,8 @@ SHAPES: dict[str, Shape] = {
         dict(n_layer=12, n_embd=768, n_head=12, vocab_size=50257, n_positions=1024, pad_token_id=50256),
         ("n_layer",),
     ),
+    "llama-1b": _llama_1b("float32"),
+    "llama-1b-bf16": _llama_1b("bfloat16"),
     "prophetnet-large": _prophetnet(),
     "unilm-base": Shape(
         "UnilmForSeq2Seq",
@@ -172,6 +196,8 @@ def _random(task: dict[str, Any]) -> Job:
     shape = SHAPES[task["model"]]
     config = shape.config | (dict.fromkeys(shape.layers, task["layers"]) if task["layers"] else {})
     model = _made(shape.cls, config)
+    for weight in model.parameters():
+        weight.data = weight.data.to(getattr(torch, shape.published)).to(weight.dtype)
     batch, source, new = task["batch"], task["source"], task["new"]
     options = {"num_beams": task["beams"], "min_new_tokens": new, "max_new_tokens": new, "do_sample": False}
     if shape.cls.startswith("Whisper"):  # 30 s of speech are 3,000 frames, of which its encoder makes 1,500

@@ -74,6 +74,7 @@ def peers(quick: bool) -> list[Section]:
     return [
         *sections,
         _one_sentence(),
+        _of_1b(),
         Section(
             "What fastgen's options do",
             RANDOM,
@@ -91,6 +92,19 @@ def _one_sentence() -> Section:
     for source, new in ((512, 128), (64, 256)):
         tasks.append(task_of(f"greedy-smollm-{source}", "SmolLM2", "smollm", LLAMA, batch=1, source=source, new=new))
     return Section("Greedy search of one sentence", "Trained models. fastgen is there without drafts, too.", tasks)
+
+
+def _of_1b() -> Section:
+    sides, shape = ("transformers", "ctranslate2", "fastgen-undrafted"), dict(batch=1, source=128, new=64)
+    text = (
+        "Random weights, all numbers of float32, or rounded to bfloat16 as published models' are; computed in float32. "
+        "No draft of random weights is right, so there are none."
+    )
+    tasks = [
+        task_of("llama-1b", "Llama of 1B parameters", "llama-1b", sides, **shape),
+        task_of("llama-1b-bf16", "Llama of 1B parameters, numbers of bfloat16", "llama-1b-bf16", sides, **shape),
+    ]
+    return Section("Greedy search with 1B parameters", text, tasks)
 
 
 # ---------------------------------------------------------------------------------------------- int8
