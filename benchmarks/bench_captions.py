@@ -17,7 +17,18 @@ from typing import Any
 
 import torch
 import transformers
-from measuring import OtherProcesses, aligned, begin, environment, options, quieten, running, say_if_disturbed, write
+from measuring import (
+    OtherProcesses,
+    aligned,
+    begin,
+    environment,
+    limit,
+    options,
+    quieten,
+    running,
+    say_if_disturbed,
+    write,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastgen.bench import models
@@ -38,17 +49,6 @@ def operations(job: models.Job) -> int:
     with torch.no_grad(), running("stock"), FlopCounterMode(display=False) as counter:
         job.model.generate(**job.batches[0], **{**job.options, "max_new_tokens": 2, "min_new_tokens": 2})
     return counter.get_total_flops()
-
-
-def limit(size: int = 3072) -> float:
-    """Operations a second of a large float32 product."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    found = []
-    for _ in range(5):
-        start = time.perf_counter()
-        a @ b
-        found.append(2 * size**3 / (time.perf_counter() - start))
-    return max(found)
 
 
 def measure(name: str, images: int, rounds: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import datetime
 import json
 import platform
 import statistics
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,6 +44,17 @@ def ratios(rounds: list[dict[str, float]]) -> dict[str, float]:
         "max": max(each),
         **{side: statistics.median(one[side] for one in rounds) for side in SIDES},
     }
+
+
+def limit(size: int = 3072) -> float:
+    """Floating-point operations a second of a large float32 product, in torch."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    found = []
+    for _ in range(5):
+        start = time.perf_counter()
+        a @ b
+        found.append(2 * size**3 / (time.perf_counter() - start))
+    return max(found)
 
 
 def say_if_disturbed(cores: float | None, when: str = "") -> None:

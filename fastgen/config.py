@@ -14,6 +14,7 @@ TIERS = ("auto", "fast", "compat", "stock")
 PACKING = REPLAY = ("auto", "always", "off")
 FOREIGN_CODE = ("stock", "trial")
 WEIGHTS = ("float32", "bf16", "int8")
+WORDS_OF_WEIGHTS = {"bf16": "bfloat16", "int8": "8 bits"}  # those that round, in words for the user
 CACHES = ("auto", "kv", "x", "h", "k", "v")
 NATIVE = ("", "0", "build", "required")
 _FLAGS = {"": False, "0": False, "false": False, "no": False, "off": False}
@@ -66,7 +67,7 @@ class Config:
         if self.weights != "float32" and self.packing == "off":
             raise ValueError(f"packing must be auto or always with weights={self.weights!r}, not 'off'.")
         if self.weights != "float32" and self.verify:
-            raise ValueError(f"verify must be 0 with weights={self.weights!r}: outputs may differ from the host's.")
+            raise ValueError(f"verify must be 0 with weights={self.weights!r}: its outputs may differ from the host's.")
         threshold = self.cache_threshold
         if not isinstance(threshold, (int, float)) or isinstance(threshold, bool):
             raise TypeError(f"cache_threshold must be a number, not {threshold!r}.")

@@ -37,8 +37,8 @@ hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture
-def eight_bits() -> Iterator[None]:
-    """Weights can be in 8 bits here; fastgen keeps nothing from before, and nothing for later."""
+def rounded_weights() -> Iterator[None]:
+    """Weights can be rounded here; fastgen keeps nothing from before, and nothing for later."""
     pytest.importorskip("torch", reason="fastgen multiplies with torch")
     from fastgen.layers import quantized
 

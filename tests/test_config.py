@@ -129,7 +129,7 @@ def test_configure_changes_what_it_names_only() -> None:
         (
             {"weights": "bf16", "verify": 3},
             ValueError,
-            "verify must be 0 with weights='bf16': outputs may differ from the host's.",
+            "verify must be 0 with weights='bf16': its outputs may differ from the host's.",
         ),
         ({"cache": "e"}, ValueError, "cache must be one of auto, kv, x, h, k, v, not 'e'."),
         ({"cache_threshold": "0"}, TypeError, "cache_threshold must be a number, not '0'."),

@@ -45,6 +45,8 @@ class Program : public torch::CustomClassHolder {
 
   void add_integers(std::vector<int64_t> values) { add_constant(c10::List<int64_t>(values)); }
 
+  void add_no_numbers() { add_constant(c10::impl::GenericList(c10::OptionalType::create(c10::NumberType::get()))); }
+
   void add_slot(int64_t slot) { next_.push_back({Argument::Kind::slot, {}, slot, {}}); }
 
   void begin_list(bool is_optional) {
@@ -158,6 +160,7 @@ TORCH_LIBRARY_FRAGMENT(fastgen, m) {
       .def("add_constant", &Program::add_constant)
       .def("add_number", &Program::add_number)
       .def("add_integers", &Program::add_integers)
+      .def("add_no_numbers", &Program::add_no_numbers)
       .def("add_slot", &Program::add_slot)
       .def("begin_list", &Program::begin_list)
       .def("add_item", &Program::add_item)

@@ -73,7 +73,7 @@ class Task(_Named, total=False):
 class Side(TypedDict):
     label: str
     settings: list[str]  # how it is configured, one statement each
-    lossy: bool  # not the same numbers as float32's: int8
+    lossy: bool  # not the same numbers as float32's: int8, bf16
     versions: dict[str, str]
 
 

@@ -15,7 +15,7 @@ HOSTS = ("transformers", "ctranslate2", "ctranslate2-int8", "fastgen")
 GREEDY = ("transformers", "transformers-static", "ctranslate2", "ctranslate2-int8", "fastgen")
 OURS = ("transformers", "fastgen")
 PEERS = ("transformers", "ctranslate2", "fastgen")
-INT8 = ("transformers", "ctranslate2-int8", "fastgen", "fastgen-int8", "fastgen-bf16")
+ROUNDED = ("transformers", "ctranslate2-int8", "fastgen", "fastgen-int8", "fastgen-bf16")
 FAIRSEQ = ("fairseq", "fastgen-fairseq")
 ALL = ("transformers", "fairseq", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-fairseq")
 SENTENCES = "English to German, 1,000 sentences, batches of 64, 5 beams"
@@ -109,25 +109,27 @@ def _of_1b() -> Section:
 
 # ---------------------------------------------------------------------------------------------- int8
 def int8(quick: bool) -> list[Section]:
-    """Weights in 8 bits: the peers' tasks on transformers, with CTranslate2's int8 beside fastgen's."""
+    """Rounded weights: the peers' tasks on transformers, with CTranslate2's int8 beside fastgen's int8 and bf16."""
 
     def of(section: Section, title: str, show: list[str]) -> Section:
         tasks = [task for task in section.tasks if task.sides != FAIRSEQ and task.model != "smollm"]
-        tasks = [replace(task, name=f"int8-{task.name}", sides=INT8) for task in tasks]
+        tasks = [replace(task, name=f"int8-{task.name}", sides=ROUNDED) for task in tasks]
         return replace(section, title=title, tasks=tasks, show=show)
 
     beam, greedy, trained = peers(quick)[:3]
     sections = [
-        of(beam, "Beam search in 8 bits", SHOWN),
-        of(greedy, "Greedy search in 8 bits", SHOWN),
-        of(trained, "Trained models in 8 bits", [*SHOWN, "metrics"]),
+        of(beam, "Beam search with rounded weights", SHOWN),
+        of(greedy, "Greedy search with rounded weights", SHOWN),
+        of(trained, "Trained models with rounded weights", [*SHOWN, "metrics"]),
     ]
     if not quick:
         sizes = [dict(batch=4, source=512, new=48, beams=4), dict(batch=1, source=512, new=128)]
         sizes.append(dict(batch=1, source=64, new=256))
         name = "int8-smollm-{batch}x{source}".format_map
-        tasks = [task_of(name(each), "SmolLM2-135M", "smollm", INT8, **each) for each in sizes]
-        sections.append(Section("A language model in 8 bits", "Trained; its outputs are as long as is said.", tasks))
+        tasks = [task_of(name(each), "SmolLM2-135M", "smollm", ROUNDED, **each) for each in sizes]
+        sections.append(
+            Section("A language model with rounded weights", "Trained; its outputs are as long as is said.", tasks)
+        )
     return sections
 
 

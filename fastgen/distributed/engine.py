@@ -25,6 +25,7 @@ class Engine:
             raise InputError(
                 f"This node has fastgen {fastgen.__version__}, the driver {job.version}: install the same on both."
             )
+        fastgen.configure(weights=job.weights)
         cpus = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
         torch.set_num_threads(max(1, int(cpus)))  # as many as were asked for, whatever else runs on the node
         known = prepare.prepared(job.settings)

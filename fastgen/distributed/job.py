@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from fastgen import config
 from fastgen.pipeline.transformers.settings import RunSettings
 from fastgen.version import __version__
 
@@ -15,3 +16,4 @@ class Job:
     settings: RunSettings
     form: str  # form of the output
     version: str = __version__
+    weights: str = field(default_factory=lambda: config.current().weights)  # the driver's, whatever a node's is

@@ -53,6 +53,8 @@ def run(settings: RunSettings) -> int:
         decisive = decisive_settings(settings) | contents(*files_of_model(settings))
         if settings.shards:
             parts = Parts(settings.output, form)
+            if words := other_texts():
+                say(words)
             marks = _generate(settings, form, corpus, parts, decisive)
             return _exit(sum(mark.failed for mark in marks.values()), total)
         output = Path(settings.output)

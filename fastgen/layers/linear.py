@@ -196,7 +196,9 @@ class LinearDispatcher:
             return None
         if self._ways is not None:
             way = self._ways[0 if number <= _SKINNY_ROWS else 1]
-            if plan := self._rounded_plan(way, layer, rows, number, transposed):
+            is_exact = way.product is quantized.multiply_bfloat16 and not transposed
+            is_exact = is_exact and packed_weights.dtype_of_halves(layer) is not None  # 16 bits that lose nothing
+            if not is_exact and (plan := self._rounded_plan(way, layer, rows, number, transposed)):
                 return plan
         skinny = None if transposed or number > _SKINNY_ROWS else _skinny()
         if skinny is not None and self._screens(layer) and (plan := self._screened_plan(layer, rows, skinny)):

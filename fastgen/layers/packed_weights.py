@@ -149,8 +149,9 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
 
 
 def dtype_of_halves(layer: nn.Module) -> torch.dtype | None:
-    """Which 16 bits hold the layer's weight exactly, float16 or bfloat16; None if neither does. The weights of many
-    models that are published, or loaded, in float32 were in 16 bits before.
+    """Which 16-bit dtype holds the layer's weight exactly, float16 or bfloat16; None if neither does.
+
+    The weights of many models that are published, or loaded, in float32 were in 16 bits before.
 
     A hint only: an edit that leaves address and version alone goes unseen. `half_of` looks at the weight itself.
     """
@@ -180,7 +181,7 @@ def half_of(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
     """A copy of the layer's weight in its `dtype_of_halves`; None if memory is short or the weight was edited."""
     with _lock:
         packed = _halves.get(layer)
-        if packed is None:
+        if packed is None or packed.copy.dtype != dtype:  # edited, and held by other 16 bits now
             weight: Tensor = layer.weight.detach()  # type: ignore[operator]
             packed = _packed([layer], lambda: weight.to(dtype), weight.nbytes // 2)
             if packed is None:

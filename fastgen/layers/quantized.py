@@ -3,8 +3,8 @@
 With few rows a product takes as long as reading the weight: then only the weight is rounded, to 8 bits, a quarter of
 the bytes, or to bfloat16, half of them. With more, arithmetic takes longer: then the rows are rounded too. In 8 bits
 each row has a scale of its own, and torch multiplies integers (dynamic quantization, as in Jacob et al. 2018,
-https://arxiv.org/abs/1712.05877, section 2, with zero points of 0); in bfloat16 oneDNN multiplies, and sums in
-float32. Where that loses too much, the weight stays in float32.
+https://arxiv.org/abs/1712.05877, section 2, with zero points of 0); in bfloat16 oneDNN multiplies, sums
+in float32, and rounds the sums. Where that loses too much, the weight stays in float32.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgen import ops, report
+from fastgen.config import WORDS_OF_WEIGHTS
 from fastgen.layers import packed_weights
 from fastgen.layers.packed_weights import Rounded
 from fastgen.layers.timing import Product
@@ -141,7 +142,6 @@ WAYS = {
     ),
 }
 ONE_AT_A_TIME = {way.product for ways in WAYS.values() for way in ways if not way.several}
-WORDS = {"int8": "8 bits", "bf16": "bfloat16"}
 
 
 @functools.cache
@@ -193,7 +193,7 @@ def summary() -> str:
     tried = [each for each in packed_weights.all_rounded() if each[2].errors and each[2].chosen_by]
     return "; ".join(
         _summary(word, found)
-        for bits, word in WORDS.items()
+        for bits, word in WORDS_OF_WEIGHTS.items()
         if (found := [each[1:] for each in tried if each[0] in {way.name for way in WAYS[bits]}])
     )
 
@@ -207,8 +207,6 @@ def _summary(word: str, tried: list[tuple[Any, Rounded]]) -> str:
     if far := [(max(each), layer) for layer, each in errors.items() if not max(each) <= LARGEST_ERROR]:
         error, layer = max(far, key=lambda pair: pair[0])
         shape: Any = layer.weight.shape
-        named = " x ".join(map(str, shape))
-        text += (
-            f"; products of {len(far)} stay in float32, where {word} would lose too much (up to {error:.0%}, {named})"
-        )
+        named, by = " x ".join(map(str, shape)), f"{error:.0%}" if math.isfinite(error) else "infinity"
+        text += f"; products of {len(far)} stay in float32, where {word} would lose too much (up to {by}, {named})"
     return text

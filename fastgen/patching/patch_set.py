@@ -22,7 +22,8 @@ class SeamMismatch(Exception):
     """The host does not look the way the adapter expects."""
 
 
-_lock = threading.Lock()
+# While an attribute is set and noted; reentrant, as the garbage collector may end somebody's replacement anywhere.
+_lock = threading.RLock()
 _all: weakref.WeakSet[PatchSet] = weakref.WeakSet()
 
 
@@ -44,7 +45,7 @@ class PatchSet:
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set `owner.name` to `value`, remembering the raw attribute of `owner` itself."""
-        with self._lock:
+        with self._lock, _lock:
             original = vars(owner).get(name, MISSING)
             setattr(owner, name, value)
             self._saved.append((owner, name, original, value))
@@ -56,7 +57,7 @@ class PatchSet:
         silently remove their patch.
         """
         foreign = []
-        with self._lock:
+        with self._lock, _lock:
             self.fault = ""
             while self._saved:
                 owner, name, original, ours = self._saved.pop()
@@ -94,9 +95,9 @@ class PatchSet:
 def unpatched(owner: type) -> dict[str, Any]:
     """The attributes of a class as they would be without the replacements of any PatchSet."""
     with _lock:
-        saved = [each for patches in _all for each in tuple(patches._saved)]
+        saved = [each for patches in _all for each in patches._saved]
+        attributes = dict(vars(owner))
     replaced = {(name, id(ours)): original for place, name, original, ours in saved if place is owner}
-    attributes = dict(vars(owner))
     for name in {name for name, _ in replaced} & attributes.keys():
         while (key := (name, id(attributes[name]))) in replaced:  # one replacement upon another
             attributes[name] = replaced.pop(key)

@@ -35,7 +35,7 @@ def other_texts() -> str | None:
     weights = config.current().weights
     if weights == "float32":
         return None
-    word = {"int8": "8 bits", "bf16": "bfloat16"}[weights]
+    word = config.WORDS_OF_WEIGHTS[weights]
     return f"linear layers have weights in {word} (FASTGEN_WEIGHTS={weights}), so texts may differ from the host's."
 
 

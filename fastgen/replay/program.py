@@ -118,6 +118,8 @@ def _add_list(program: Any, slots: dict[Made, int], value: Sequence[Any], kind: 
         program.add_integers(list(value))
     elif value and kind in ("List[float]", "Optional[List[float]]", "List[bool]", "Optional[List[bool]]"):
         program.add_constant([float(item) for item in value] if "float" in kind else list(value))
+    elif not value and kind == "List[Optional[number]]":
+        program.add_no_numbers()
     else:
         raise ValueError(f"a {kind} has no native form")
 

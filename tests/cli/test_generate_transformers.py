@@ -607,15 +607,16 @@ def test_resume_of_a_complete_run_with_other_flags_is_refused(
     assert out.read_bytes() == before
 
 
-def test_resume_with_weights_in_8_bits_is_refused(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("weights", "word"), [("int8", "8 bits"), ("bf16", "bfloat16")])
+def test_resume_with_rounded_weights_is_refused(
+    weights: str, word: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = "linear layers have weights in 8 bits (FASTGEN_WEIGHTS=int8), so texts may differ from the host's"
+    said = f"linear layers have weights in {word} (FASTGEN_WEIGHTS={weights}), so texts may differ from the host's"
     out = tmp_path / "out.txt"
     assert run(MODEL, source, out, *FLAGS) == 0
     before = out.read_bytes()
     assert said not in capsys.readouterr().err
-    with fastgen.configured(weights="int8"):
+    with fastgen.configured(weights=weights):
         assert run(MODEL, source, out, *FLAGS, "--resume") == 1
         assert "another FASTGEN_WEIGHTS" in capsys.readouterr().err
         assert out.read_bytes() == before

@@ -14,7 +14,7 @@ PAUSE = 0.04  # what the runs are slowed down by at each batch, so that there is
 
 
 def _child(run: Callable[[], int]) -> None:
-    """Here is one thread alone, whatever the parent had: work that OpenMP shared out would wait for the others."""
+    """Run with one thread: after a fork OpenMP's other threads are gone, and shared work would wait for them."""
     import torch
 
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from weight_edits import EDITS
 
 import fastgen
 from fastgen import ops
+from fastgen.config import WORDS_OF_WEIGHTS
 from fastgen.layers import linear, packed_weights, quantized
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import limits
@@ -21,10 +23,11 @@ FEW, MANY = linear._SKINNY_ROWS, 40
 
 # In 8 bits all other weights of the output are rounded to 0; bfloat16 rounds it to infinity.
 TOO_LARGE = {"int8": 1000.0, "bf16": torch.finfo(torch.float32).max}
+FAR = {"int8": "%", "bf16": "up to infinity"}
 
 
 @pytest.fixture(autouse=True)
-def _empty(eight_bits: None) -> Iterator[None]:
+def _empty(rounded_weights: None) -> Iterator[None]:
     linear._verdicts.clear()
     yield
     linear._verdicts.clear()
@@ -130,14 +133,64 @@ def test_a_layer_that_loses_too_much_stays_in_float32(weights: str, count: int) 
     rows[:, 7] = 0.0
     output = multiply(layer, rows, weights)
     torch.testing.assert_close(output, stock(layer, rows), rtol=1e-5, atol=1e-5)
-    word = quantized.WORDS[weights]
+    word = WORDS_OF_WEIGHTS[weights]
     said = (
         f" linear layers in {word}, so outputs may differ from the host's; products of 1 stay in float32, where {word}"
     )
-    assert quantized.summary().startswith("0" + said) and quantized.summary().endswith("%, 64 x 48)")
+    assert quantized.summary().startswith("0" + said) and quantized.summary().endswith(FAR[weights] + ", 64 x 48)")
     multiply(good, rows, weights)
     assert quantized.summary().startswith("1" + said)
     assert f"rounded weights: 1 linear layers in {word}, so outputs may differ" in str(fastgen.status())
+
+
+@pytest.mark.parametrize("half", packed_weights.HALVES, ids=str)
+@torch.no_grad()
+def test_weights_that_16_bits_hold_are_not_rounded(half: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(48, 64).to(half).float(), torch.randn(3, 48)
+    assert torch.equal(multiply(layer, rows, "bf16"), multiply(layer, rows, "float32"))
+    assert not packed_weights.all_rounded() and quantized.summary() == ""
+    if quantized.unavailable(quantized.multiply_packed_bfloat16) is None:  # the rows are rounded, where they are many
+        rows = torch.randn(MANY, 48)
+        assert_rounded(multiply(layer, rows, "bf16"), layer, rows, "bf16")
+        assert quantized.summary().startswith("1 linear layers in bfloat16")
+
+
+@torch.no_grad()
+def test_few_rows_and_many() -> None:
+    """Two copies of one layer, which is counted once; both follow an edit."""
+    if (why := quantized.unavailable(quantized.multiply_packed_bfloat16)) is not None:
+        pytest.skip(why)
+    layer, size = nn.Linear(48, 64), 2 * 48 * 64
+    for edited in range(2):
+        for count, copies in ((3, 1), (MANY, 2)):
+            rows = torch.randn(count, 48)
+            assert_rounded(multiply(layer, rows, "bf16"), layer, rows, "bf16")
+            if not edited:
+                assert (packed_weights.count(), packed_weights.nbytes()) == (copies, copies * size)
+        layer.weight.data.mul_(-2)
+    assert quantized.summary().startswith("1 linear layers in bfloat16")
+    quantized.drop_unchosen([layer])
+    assert packed_weights.count() == 2
+    packed_weights.drop_rounded([layer], lambda copy: True)
+    assert packed_weights.count() == 0
+
+
+@pytest.mark.parametrize("fault", ["processor", "operator", "numbers"])
+def test_bfloat16_that_is_multiplied_wrongly_or_slowly_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    supported = {"_is_avx512_bf16_supported": fault != "processor", "_is_amx_tile_supported": False}
+    for name, is_supported in supported.items():
+        monkeypatch.setattr(torch.cpu, name, lambda is_supported=is_supported: is_supported, raising=False)
+
+    def wrong(rows: Tensor, weights: Any, bias: Any) -> Tensor:
+        if fault == "operator":
+            raise RuntimeError("no such primitive")
+        return torch.zeros(33, 48)
+
+    monkeypatch.setattr(quantized, "multiply_packed_bfloat16", wrong)
+    why = {"processor": "this processor", "operator": r"this torch .*\(no such primitive\)", "numbers": "is wrong by"}
+    found = quantized._wrong_bfloat16()
+    assert found is not None and re.search(why[fault], found)
 
 
 @torch.no_grad()

@@ -97,6 +97,24 @@ def test_attributes_without_any_replacement() -> None:
     assert dict(vars(Host)) == before
 
 
+def test_attributes_while_another_thread_replaces_them() -> None:
+    before, stops = dict(vars(Host)), threading.Event()
+
+    def replace() -> None:
+        while not stops.is_set():
+            patches = PatchSet()
+            patches.replace(Host, "method", ours)
+            patches.revert()
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        assert all(unpatched(Host) == before for _ in range(20_000))
+    finally:
+        stops.set()
+        thread.join()
+
+
 def test_revert_twice_does_nothing_more() -> None:
     patches = PatchSet()
     patches.replace(Host, "new", ours)

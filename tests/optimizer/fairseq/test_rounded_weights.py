@@ -12,7 +12,7 @@ import torch
 import fastgen
 from fastgen.layers import packed_weights
 
-pytestmark = pytest.mark.usefixtures("eight_bits")
+pytestmark = pytest.mark.usefixtures("rounded_weights")
 
 
 @pytest.mark.parametrize("weights", ["int8", "bf16"])

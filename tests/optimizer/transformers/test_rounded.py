@@ -11,9 +11,11 @@ import zoo
 
 import fastgen
 from fastgen import report
+from fastgen.layers import quantized
+from fastgen.replay import program
 from fastgen.optimizer.transformers import versions
 
-pytestmark = pytest.mark.usefixtures("eight_bits")
+pytestmark = pytest.mark.usefixtures("rounded_weights")
 NAMES = ["bart", "t5", "marian", "gpt2", "llama"]
 
 
@@ -49,9 +51,15 @@ def test_scores_are_near_the_hosts(name: str, batch: int, beams: int, rounded: d
 
 
 @pytest.mark.always
+@pytest.mark.parametrize("batch", [1, 6])  # few rows, and many
 @pytest.mark.parametrize("name", ["bart", "llama"])
-def test_steps_recorded_with_other_weights_are_not_replayed(name: str, rounded: dict[str, str]) -> None:
-    model, inputs = zoo.load(name), zoo.inputs_for(name, batch=1)
+def test_steps_recorded_with_other_weights_are_not_replayed(
+    name: str, batch: int, rounded: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (why := quantized.unavailable(quantized.WAYS[rounded["weights"]][int(batch > 4)].product)) is not None:
+        pytest.skip(why)
+    monkeypatch.setattr(program, "python", None)  # what can't run natively
+    model, inputs = zoo.load(name), zoo.inputs_for(name, batch=batch)
     options = dict(num_beams=3, max_new_tokens=12, min_new_tokens=12, output_logits=True, return_dict_in_generate=True)
     stock = harness.run_stock(model, inputs, **options)
     for _ in range(2):

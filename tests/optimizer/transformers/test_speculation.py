@@ -28,7 +28,7 @@ NAMES = [*DECODERS, *ENCODER_DECODERS]
 
 
 @pytest.fixture(autouse=True)
-def _forced(eight_bits: None) -> Iterator[None]:
+def _forced(rounded_weights: None) -> Iterator[None]:
     if not versions.COUNTS_IN_TENSORS:
         pytest.skip("steps of this version are never replayed, and those drafted would cost too much")
     with fastgen.configured(speculate=3, packing="always", replay="always"):

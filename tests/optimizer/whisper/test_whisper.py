@@ -343,15 +343,16 @@ def test_a_filter_of_the_users_runs_once(verified: None) -> None:
     assert 0 < len(calls) <= 9 and verification.counts() == {verification.UNVERIFIED: 1}
 
 
-@pytest.mark.usefixtures("eight_bits")
+@pytest.mark.usefixtures("rounded_weights")
+@pytest.mark.parametrize("weights", ["int8", "bf16"])
 @pytest.mark.parametrize("beams", [None, 3])
-def test_weights_in_8_bits(beams: int | None) -> None:
+def test_rounded_weights(beams: int | None, weights: str) -> None:
     """The user's choice: other scores, near the host's, and the host's once more when it is taken back."""
     options: dict[str, Any] = {"sample_len": 1, "beam_size": beams}
     with fastgen.disabled():
         (expected,) = decode(MODEL, SOUND[:1], **options)
     fastgen.release()
-    with fastgen.configured(strict=True, weights="int8", packing="always"):
+    with fastgen.configured(strict=True, weights=weights, packing="always"):
         (found,) = decode(MODEL, SOUND[:1], **options)
     assert fastgen.status().quantized and not fastgen.status().quantized.startswith("0 ")
     assert 1e-5 < abs(found.avg_logprob - expected.avg_logprob) < 0.5
