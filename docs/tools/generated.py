@@ -234,6 +234,12 @@ def command_serve() -> str:
     return _flags(serve.parser()._actions)
 
 
+def command_transcribe() -> str:
+    from fastgen.cli import transcribe
+
+    return _flags(transcribe.parser()._actions)
+
+
 def serve_fields() -> str:
     """From the schema of a request's body, as the page /docs of a service shows it."""
     import transformers
@@ -593,6 +599,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "command-generate-transformers": command_generate_transformers,
     "command-generation-flags": command_generation_flags,
     "command-serve": command_serve,
+    "command-transcribe": command_transcribe,
     "cluster-failures": cluster_failures,
     "cluster-measured": cluster_measured,
     "cluster-sizing": cluster_sizing,

@@ -43,7 +43,7 @@ class Progress:
             parts[0] += f" ({self.done / self.total:.0%})"
         parts += [f"{rate:.1f} sentences/s", f"{self.tokens / max(seconds, 1e-9):.0f} tokens/s"]
         if self.total is not None and rate > 0:
-            parts.append(f"{_clock((self.total - self.done) / rate)} left")
+            parts.append(f"{clock((self.total - self.done) / rate)} left")
         return ", ".join(parts)
 
     def _show(self, text: str) -> None:
@@ -65,7 +65,8 @@ class Progress:
             self._enabled = False
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """`seconds` as minutes and seconds, with hours if there are any."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

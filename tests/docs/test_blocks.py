@@ -26,7 +26,7 @@ from pages import BLOCKS, DOCS, LANGUAGES, PAGES, ROOT, Block
 
 import fastgen
 from fastgen import config, installing, report
-from fastgen.cli import bench, check, demo, generate, generate_transformers, serve
+from fastgen.cli import bench, check, demo, generate, generate_transformers, serve, transcribe
 from fastgen.demo.job import SHIPPED_MODEL
 from fastgen.pipeline import InputError
 
@@ -237,6 +237,11 @@ def _serve(words: list[str], block: Block) -> None:
     serve.parser().parse_args(words)
 
 
+def _transcribe(words: list[str], block: Block) -> None:
+    """Parsed: tests/transcription runs it."""
+    transcribe.settings_of(transcribe.parser().parse_args(words))
+
+
 def _ray(words: list[str], block: Block) -> None:
     assert words[0] == "start" and set(words[1::2]) <= {"--head", "--port", "--address", "6379"}, words
 
@@ -277,6 +282,7 @@ CHECKS = {
     "fastgen-generate": _generate,
     "fastgen-generate-transformers": _generate_transformers,
     "fastgen-serve": _serve,
+    "fastgen-transcribe": _transcribe,
     "mkdocs": _mkdocs,
     "pip": _pip,
     "pytest": _pytest,

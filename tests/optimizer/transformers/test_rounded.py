@@ -12,8 +12,8 @@ import zoo
 import fastgen
 from fastgen import report
 from fastgen.layers import quantized
-from fastgen.replay import program
 from fastgen.optimizer.transformers import versions
+from fastgen.replay import program
 
 pytestmark = pytest.mark.usefixtures("rounded_weights")
 NAMES = ["bart", "t5", "marian", "gpt2", "llama"]

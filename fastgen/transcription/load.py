@@ -1,0 +1,100 @@
+"""Loads a Whisper model of either kind of checkpoint, as the package `whisper` has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fastgen import installing
+from fastgen.pipeline.errors import InputError, first_line, why_unloadable
+
+# transformers' names of whisper's parameters, in the order in which they are replaced.
+NAMES = {
+    "model.": "",
+    ".layers.": ".blocks.",
+    ".self_attn_layer_norm": ".attn_ln",
+    ".encoder_attn_layer_norm": ".cross_attn_ln",
+    ".final_layer_norm": ".mlp_ln",
+    ".self_attn.": ".attn.",
+    ".encoder_attn.": ".cross_attn.",
+    ".q_proj": ".query",
+    ".k_proj": ".key",
+    ".v_proj": ".value",
+    ".out_proj": ".out",
+    ".fc1": ".mlp.0",
+    ".fc2": ".mlp.2",
+    "encoder.layer_norm": "encoder.ln_post",
+    "decoder.layer_norm": "decoder.ln",
+    "embed_tokens": "token_embedding",
+    "embed_positions.weight": "positional_embedding",
+}
+
+
+def load(name: str, device: str, folder: str | None = None) -> Any:
+    """A `whisper.Whisper` in float32, ready to transcribe.
+
+    Args:
+        name: of one of whisper's own models; or a file that whisper can load; or of a folder, or a model of the hub,
+            with a `WhisperForConditionalGeneration` of transformers.
+        folder: where whisper keeps the models that it downloads.
+
+    Raises:
+        InputError: there is no such model, or it can't be loaded.
+    """
+    try:
+        import whisper
+    except ImportError as error:
+        raise InputError(
+            f"openai-whisper is needed: {installing.command('transcribe')} ({first_line(error)})."
+        ) from error
+    try:
+        if name in whisper.available_models() or Path(name).is_file():
+            return whisper.load_model(name, device=device, download_root=folder).float()
+        return of_transformers(name).to(device)
+    except InputError:
+        raise
+    except Exception as error:  # hosts raise what they like
+        raise InputError(f"Cannot load the model {name}: {why_unloadable(error)}.") from error
+
+
+def of_transformers(name: str) -> Any:
+    """The same model, on the CPU, as the package `whisper` has it: parameters under its names, alignment heads set."""
+    import torch
+    import transformers
+    from whisper.model import ModelDimensions, Whisper
+
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    if config.model_type != "whisper":
+        raise InputError(f"{name} is a model of the type {config.model_type}, not whisper.")
+    if config.vocab_size not in (51864, 51865, 51866):
+        raise InputError(f"{name} has {config.vocab_size} tokens: whisper's tokenizers have 51864, 51865 or 51866.")
+    host = transformers.WhisperForConditionalGeneration.from_pretrained(name, dtype=torch.float32)
+    model = Whisper(
+        ModelDimensions(
+            n_mels=config.num_mel_bins,
+            n_audio_ctx=config.max_source_positions,
+            n_audio_state=config.d_model,
+            n_audio_head=config.encoder_attention_heads,
+            n_audio_layer=config.encoder_layers,
+            n_vocab=config.vocab_size,
+            n_text_ctx=config.max_target_positions,
+            n_text_state=config.d_model,
+            n_text_head=config.decoder_attention_heads,
+            n_text_layer=config.decoder_layers,
+        )
+    )
+    state = {renamed(key): value for key, value in host.state_dict().items() if not key.startswith("proj_out")}
+    model.load_state_dict(state)
+    if heads := getattr(host.generation_config, "alignment_heads", None):
+        mask = torch.zeros(config.decoder_layers, config.decoder_attention_heads, dtype=torch.bool)
+        for layer, head in heads:
+            mask[layer, head] = True
+        model.register_buffer("alignment_heads", mask.to_sparse(), persistent=False)
+    return model.eval()
+
+
+def renamed(name: str) -> str:
+    """whisper's name of a parameter, from transformers'."""
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name

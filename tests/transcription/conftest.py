@@ -1,0 +1,64 @@
+"""Tests of `fastgen-transcribe`, with tiny random models and sounds made here."""
+
+from __future__ import annotations
+
+import wave
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+whisper = pytest.importorskip("whisper")
+pytest.importorskip("av")
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    """Whisper's alignment of words is compiled by numba, whose threads are OpenMP's: it changes how many torch uses."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as whisper saves it, whose texts end soon, and which reads 30 seconds at a time."""
+    from whisper.model import ModelDimensions, Whisper
+
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = dict(n_mels=80, n_audio_ctx=1500, n_vocab=51865, n_text_ctx=64)
+    for part in ("audio", "text"):
+        sizes |= {f"n_{part}_state": 32, f"n_{part}_head": 4, f"n_{part}_layer": 2}
+    model = Whisper(ModelDimensions(**sizes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.5) if parameter.ndim == 2 else parameter.add_(torch.randn_like(parameter) * 0.1)
+        model.decoder.token_embedding.weight[50257] *= 1.5
+    path = tmp_path_factory.mktemp("model") / "tiny.pt"
+    torch.save({"dims": sizes, "model_state_dict": model.state_dict()}, path)
+    return path
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> Make:
+    """Writes a WAV file: tones that change, with some noise."""
+
+    def make(name: str = "a.wav", seconds: float = 2.0, rate: int = 16_000, channels: int = 1, seed: int = 0) -> Path:
+        chance = np.random.default_rng(seed)
+        time = np.arange(int(seconds * rate)) / rate
+        tone = np.sin(2 * np.pi * (200 + 300 * chance.random() + 50 * np.floor(time * 4) % 400) * time)
+        samples = (8000 * tone + 500 * chance.standard_normal(len(time))).astype("<i2")
+        path = tmp_path / name
+        with wave.open(str(path), "wb") as file:
+            file.setnchannels(channels)
+            file.setsampwidth(2)
+            file.setframerate(rate)
+            file.writeframes(np.repeat(samples, channels).tobytes())
+        return path
+
+    return make

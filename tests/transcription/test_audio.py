@@ -1,0 +1,107 @@
+"""Sound from files of any kind: the samples, or a sentence that says what is wrong with the file."""
+
+from __future__ import annotations
+
+import wave
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from fastgen.pipeline.errors import InputError
+from fastgen.transcription import audio
+
+
+def samples_of(path: Path) -> Any:
+    with wave.open(str(path), "rb") as file:
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
+
+
+def encoded(path: Path, into: Path, codec: str) -> Path:
+    """The sound of a WAV file in another codec."""
+    with wave.open(str(path), "rb") as file:
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+    with av.open(str(into), "w") as out:
+        stream: Any = out.add_stream(codec, rate=16_000)
+        stream.layout = "mono"
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate, frame.pts = 16_000, 0
+        resampler = av.AudioResampler(format=stream.format.name, layout="mono", rate=16_000)
+        for each in [*resampler.resample(frame), *resampler.resample(None)]:
+            out.mux(stream.encode(each))
+        out.mux(stream.encode(None))
+    return into
+
+
+def test_a_wav_file_as_it_is(sound: Any) -> None:
+    path = sound(seconds=1.234)
+    found = audio.read(path)
+    assert found.samples.dtype == np.float32 and not found.fault
+    assert np.array_equal(found.samples, samples_of(path))
+    assert np.array_equal(audio.read(path.read_bytes()).samples, found.samples), "the bytes of a file"
+    assert found.seconds == pytest.approx(1.234, abs=1e-3) == audio.seconds_of(path)
+
+
+@pytest.mark.parametrize(("extension", "codec"), [("flac", "flac"), ("mp3", "mp3"), ("m4a", "aac"), ("mkv", "aac")])
+def test_other_codecs(sound: Any, tmp_path: Path, extension: str, codec: str) -> None:
+    path = sound()
+    found = audio.read(encoded(path, tmp_path / f"b.{extension}", codec))
+    expected = samples_of(path)
+    if codec == "flac":  # loses nothing
+        assert np.array_equal(found.samples, expected)
+        return
+    assert abs(len(found.samples) - len(expected)) < 4096  # codecs pad
+    spectra = [np.abs(np.fft.rfft(each[:30_000])) for each in (found.samples, expected)]
+    assert np.corrcoef(*spectra)[0, 1] > 0.9
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(8_000, 1), (44_100, 2), (48_000, 7)])
+def test_other_rates_and_channels(sound: Any, rate: int, channels: int) -> None:
+    found = audio.read(sound(rate=rate, channels=channels))
+    assert abs(found.seconds - 2.0) < 0.01 and found.samples.ndim == 1 and np.abs(found.samples).max() > 0.1
+
+
+@pytest.mark.parametrize("seconds", [0.01, 0.0001])
+def test_hardly_any_sound(sound: Any, seconds: float) -> None:
+    assert audio.read(sound(seconds=seconds)).seconds == pytest.approx(seconds, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "Cannot read .*: No such file or directory"),
+        (b"", "is no audio that FFmpeg knows"),
+        (b"This is a text, whatever it is called.\n" * 50, "is no audio that FFmpeg knows"),
+    ],
+)
+def test_what_is_no_sound(content: bytes | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.mp3"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        audio.read(path)
+    assert audio.seconds_of(path) is None
+
+
+def test_no_samples(sound: Any) -> None:
+    with pytest.raises(InputError, match="has no audio in it"):
+        audio.read(sound(seconds=0))
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="Is a directory"):
+        audio.read(tmp_path)
+
+
+@pytest.mark.parametrize("extension", ["wav", "flac"])
+def test_a_truncated_file(sound: Any, tmp_path: Path, extension: str) -> None:
+    """What there is of it is read."""
+    path = sound(seconds=4)
+    if extension == "flac":
+        path = encoded(path, tmp_path / "a.flac", "flac")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    found = audio.read(path)
+    assert 1.0 < found.seconds < 3.0
+    assert not found.fault or "can't be decoded beyond" in found.fault

@@ -1,0 +1,250 @@
+"""`fastgen-transcribe`: the files that whisper writes, of both kinds of checkpoint; bad files, kills, bad flags."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import kill_kit
+import numpy as np
+import pytest
+import torch
+import whisper
+from whisper.utils import get_writer
+
+import fastgen
+from fastgen.cli import transcribe
+from fastgen.transcription import audio, load, run
+from fastgen.transcription.journal import NAME
+from fastgen.transcription.progress import AudioProgress
+
+FORMATS = ("txt", "vtt", "srt", "tsv", "json")
+
+
+def command(checkpoint: Path, files: list[Any], out: Path, *flags: Any) -> int:
+    return transcribe.main([str(checkpoint), *map(str, files), "-o", str(out), *map(str, flags)])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != NAME}
+
+
+def expected(
+    checkpoint: Path, files: list[Path], folder: Path, layout: dict[str, Any], **options: Any
+) -> dict[str, bytes]:
+    """What whisper writes, without fastgen."""
+    folder.mkdir()
+    with fastgen.disabled():
+        model = whisper.load_model(str(checkpoint), device="cpu")
+        for file in files:
+            torch.manual_seed(0)
+            result = whisper.transcribe(model, audio.read(file).samples, fp16=False, **options)
+            get_writer("all", str(folder))(result, str(file), layout)
+    return contents(folder)
+
+
+def parts(value: Any, path: str = "") -> dict[str, Any]:
+    """All that is in JSON, by path."""
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {where: part for key, each in items for where, part in parts(each, f"{path}/{key}").items()}
+    return {path: pytest.approx(value, rel=1e-4, abs=1e-5) if isinstance(value, float) else value}
+
+
+LAYOUT = {"highlight_words": False, "max_line_width": None, "max_line_count": None, "max_words_per_line": None}
+TEMPERATURES = tuple(np.arange(0, 1.0 + 1e-6, 0.2))
+CASES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
+    "as it is": ([], {}, {}),
+    "greedy": (["--beam_size", "None", "--task", "translate"], {"beam_size": None, "task": "translate"}, {}),
+    "patience": (["--patience", "2", "--beam-size", "3"], {"patience": 2.0, "beam_size": 3}, {}),
+    "words": (
+        ["--word_timestamps", "True", "--max_words_per_line", "2", "--highlight_words", "True"],
+        {"word_timestamps": True},
+        {"max_words_per_line": 2, "highlight_words": True},
+    ),
+    "prompt": (
+        ["--initial_prompt", "Names: Ada.", "--condition_on_previous_text", "False", "--clip_timestamps", "1,3"],
+        {"initial_prompt": "Names: Ada.", "condition_on_previous_text": False, "clip_timestamps": "1,3"},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_files_that_whisper_writes(name: str, checkpoint: Path, sound: Any, tmp_path: Path) -> None:
+    flags, options, layout = CASES[name]
+    files = [sound("one.wav", 5.0), sound("two.wav", 41.0, seed=2)]
+    # A random model is never sure of itself: no other temperatures, or the test would take minutes.
+    flags = [*flags, "--language", "en", "--temperature_increment_on_fallback", "None"]
+    given: dict[str, Any] = {"language": "en", "beam_size": 5, "temperature": (0.0,), **options}
+    theirs = expected(checkpoint, files, tmp_path / "theirs", LAYOUT | layout, **given)
+    assert len(theirs) == 10 and any(map(len, theirs.values()))
+    before = fastgen.status().counters.get("compat", 0)
+    assert command(checkpoint, files, tmp_path / "ours", *flags) == 0
+    ours = contents(tmp_path / "ours")
+    assert [*ours] == [*theirs]
+    for file, content in theirs.items():
+        if file.endswith(".json"):  # with log-probabilities, whose last digits may differ
+            assert parts(json.loads(content)) == parts(json.loads(ours[file]))
+        else:
+            assert ours[file] == content
+    assert fastgen.status().counters["compat"] > before, "nothing was accelerated"
+
+
+def test_temperatures() -> None:
+    """As whisper's command computes them; only what is drawn depends on the random stream."""
+    assert transcribe.temperatures(0.0, 0.2) == list(TEMPERATURES)
+    assert transcribe.temperatures(0.5, None) == [0.5]
+
+
+def test_one_format_and_standard_input(
+    checkpoint: Path, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--temperature_increment_on_fallback", "None", "-f", "srt", "--language", "german")
+    file = sound()
+    assert command(checkpoint, [file], tmp_path / "a", *flags) == 0
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(file.read_bytes())))
+    assert command(checkpoint, ["-"], tmp_path / "b", *flags) == 0
+    assert [*contents(tmp_path / "b")] == ["stdin.srt"] and [*contents(tmp_path / "a")] == ["a.srt"]
+    assert contents(tmp_path / "a")["a.srt"] == contents(tmp_path / "b")["stdin.srt"]
+
+
+def test_bad_files_are_named_and_the_others_done(
+    checkpoint: Path, sound: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "text.mp3"
+    bad.write_text("no sound")
+    files = [bad, sound(), tmp_path / "missing.wav", sound("b.wav", 0.01)]
+    flags = ("--temperature_increment_on_fallback", "None", "-f", "txt", "--language", "en", "--quiet")
+    assert command(checkpoint, files, tmp_path / "out", *flags) == 1
+    said = capsys.readouterr().err
+    assert f"{bad} is no audio that FFmpeg knows" in said and f"Cannot read {files[2]}: No such file" in said
+    assert "2 files of 4 could not be transcribed." in said
+    assert [*contents(tmp_path / "out")] == ["a.txt", "b.txt"]
+    bad.unlink()
+    bad.write_bytes(files[1].read_bytes())
+    assert command(checkpoint, files, tmp_path / "out", *flags, "--resume") == 1
+    assert "1 file of 4" in capsys.readouterr().err
+    assert [*contents(tmp_path / "out")] == ["a.txt", "b.txt", "text.txt"]
+
+
+def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
+    checkpoint: Path, sound: Any, tmp_path: Path
+) -> None:
+    files = [sound(f"{number}.wav", 1.0, seed=number) for number in range(16)]
+    flags = ("--temperature_increment_on_fallback", "None", "--language", "en", "--beam_size", "2", "--quiet")
+    assert command(checkpoint, files, tmp_path / "whole", *flags) == 0
+    out = tmp_path / "out"
+    kills = kill_kit.kill_at_random(
+        lambda: command(checkpoint, files, out, *flags, "--resume"), out / NAME, kills=10, seed=3
+    )
+    assert kills == 10
+    (out / ".fastgen-unfinished-1").mkdir()
+    assert command(checkpoint, files, out, *flags, "--resume") == 0
+    assert contents(out) == contents(tmp_path / "whole")
+    assert not [path for path in out.iterdir() if path.is_dir()], "what a killed run leaves behind is removed"
+
+
+def test_what_is_finished_is_not_done_again(
+    checkpoint: Path, sound: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, out = [sound("a.wav"), sound("b.wav")], tmp_path / "out"
+    flags = ("--temperature_increment_on_fallback", "None", "-f", "txt", "--language", "en", "--quiet")
+    assert command(checkpoint, files, out, *flags) == 0
+    done: list[Any] = []
+    real = run.transcribe
+    monkeypatch.setattr(run, "transcribe", lambda *args, **options: (done.append(1), real(*args, **options))[1])
+    assert command(checkpoint, files, out, *flags, "--resume") == 0 and not done
+    assert f"{out} is complete: nothing to resume." in capsys.readouterr().err
+    assert command(checkpoint, files, out, *flags) == 1
+    assert f"{out}/a.txt exists" in capsys.readouterr().err
+    assert command(checkpoint, files, out, *flags, "--resume", "--beam_size", "2") == 1
+    assert "the run was begun with another beam_size (5, not 2)" in capsys.readouterr().err
+    (out / "a.txt").write_text("other")
+    sound("b.wav", 1.0)
+    assert command(checkpoint, files, out, *flags, "--resume") == 0 and len(done) == 2
+    assert command(checkpoint, files, out, *flags, "--overwrite") == 0 and len(done) == 4
+    (out / NAME).write_text("no journal\n")
+    assert command(checkpoint, files, out, *flags, "--resume") == 1
+    assert "is not a journal of this command" in capsys.readouterr().err
+    (out / NAME).unlink()
+    assert command(checkpoint, files, out, *flags, "--resume") == 1 and len(done) == 4
+    assert "exists, and no journal of a run has it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--language", "klingon"), "--language klingon is no language of whisper's"),
+        (("--max_line_width", 20), "--max_line_width needs --word_timestamps True."),
+        (("--beam_size", "many"), "Argument --beam_size/--beam-size: invalid int value: 'many'"),
+        (("--temperature_increment_on_fallback", 0), "'0' is not a number above 0"),
+        (("--word_timestamps", "perhaps"), "'perhaps' is neither True nor False"),
+        (("-f", "doc"), "invalid choice: 'doc'"),
+    ],
+)
+def test_bad_flags(flags: Any, said: str, sound: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(tmp_path / "no model", [sound()], tmp_path / "out", *flags) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_bad_models_and_names(checkpoint: Path, sound: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.pt"
+    torch.save({"weights": 1}, other)
+    for model in (tmp_path / "nothing", other):
+        assert command(model, [sound()], tmp_path / "out") == 1
+        assert f"Cannot load the model {model}" in capsys.readouterr().err
+    (tmp_path / "x").mkdir()
+    assert command(checkpoint, [sound(), sound("x/a.flac")], tmp_path / "out") == 1
+    assert "would both be written to" in capsys.readouterr().err
+
+
+def test_a_model_of_transformers(tmp_path: Path) -> None:
+    """The same model: its encoder and decoder compute the same, and the same heads align."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        d_model=32, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=51865, max_target_positions=64,
+    )  # fmt: skip
+    host = WhisperForConditionalGeneration(config).eval()
+    host.generation_config._from_model_config = False  # as published models have it
+    host.generation_config.alignment_heads = [[1, 2], [2, 0]]
+    host.save_pretrained(tmp_path)
+    model = load.load(str(tmp_path), "cpu")
+    mel, tokens = torch.randn(2, 80, 3000), torch.tensor([[50258, 50259, 7], [50258, 50260, 9]])
+    with torch.no_grad():
+        theirs = host(input_features=mel, decoder_input_ids=tokens).logits
+        torch.testing.assert_close(model(mel, tokens), theirs, rtol=1e-4, atol=1e-4)
+    assert model.alignment_heads.to_dense().nonzero().tolist() == [[1, 2], [2, 0]]
+
+
+def test_other_models_of_transformers_are_refused(
+    sound: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for config, said in (
+        ({"model_type": "bart"}, "is a model of the type bart, not whisper"),
+        ({"model_type": "whisper", "vocab_size": 99}, "has 99 tokens"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert command(tmp_path, [sound()], tmp_path / "out") == 1
+        assert said in capsys.readouterr().err
+
+
+def test_progress_in_seconds_of_sound(checkpoint: Path, sound: Any) -> None:
+    stream = io.StringIO()
+    progress = AudioProgress(62.0, stream=stream)
+    model = load.load(str(checkpoint), "cpu")
+    seen: list[float] = []
+    progress.update = lambda *_: seen.append(progress.seconds)  # type: ignore[method-assign]
+    samples = audio.read(sound(seconds=62.0)).samples
+    with run._counted(progress, 62.0):
+        run.transcribe(model, samples, language="en", temperature=0.0, fp16=False)
+    assert len(seen) > 2 and seen == sorted(seen) and seen[-1] == pytest.approx(62.0)
+    assert progress.line(31.0) == "1:02 / 1:02 (100%), 2.0 s of sound a second, 0:00 left"
+    assert AudioProgress(None).line(2.0) == "0:00, 0.0 s of sound a second"
