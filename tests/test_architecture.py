@@ -64,6 +64,7 @@ CATCHES_ALL = {
     "optimizer.verification": "the host is asked again, which is no reason for the user's call to fail",
     "pipeline.fairseq.load": "a checkpoint is anybody's",
     "pipeline.resume": "writes what is known, and raises it again",
+    "pipeline.transcription.load": "a checkpoint is anybody's",
     "pipeline.stages": "is raised again in the calling thread",
     "pipeline.workers": "is raised again where the result is asked for",
     "replay.tape": "puts the random numbers back, and raises it again",

@@ -11,7 +11,7 @@ from fastgen.cli.exits import Parser, exit_code, positive_number
 from fastgen.pipeline.errors import EXIT_CODES, InputError
 
 if TYPE_CHECKING:
-    from fastgen.transcription.run import Settings
+    from fastgen.pipeline.transcription.run import Settings
 
 NAME = "fastgen-transcribe"
 FORMATS = ("txt", "vtt", "srt", "tsv", "json")
@@ -30,14 +30,14 @@ def _main(argv: Sequence[str] | None) -> int:
         import torch
 
         torch.set_num_threads(args.threads)
-    from fastgen.transcription.run import run
+    from fastgen.pipeline.transcription.run import run
 
     return run(settings)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """What these arguments ask for."""
-    from fastgen.transcription.run import Settings
+    from fastgen.pipeline.transcription.run import Settings
 
     layout = {name: getattr(args, name) for name in _LAYOUT}
     if not args.word_timestamps and (needless := next((name for name in _LAYOUT if layout[name]), None)):
@@ -124,6 +124,9 @@ _OPTIONS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
+_METAVARS = {str: "TEXT", _language: "LANGUAGE", _yes_or_no: "{True,False}"}
+
+
 def parser() -> argparse.ArgumentParser:
     result = Parser(
         prog=NAME,
@@ -150,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
     for name, (kind, default, what) in _OPTIONS.items():
         choices = ("transcribe", "translate") if name == "task" else None
         shown = "" if default is None else " (default: %(default)s)"
-        metavar = None if choices else name.rpartition("_")[2].upper()
+        metavar = None if choices else _METAVARS.get(kind, "X" if isinstance(default, float) else "N")
         group.add_argument(
             *_flags(name), type=kind, default=default, choices=choices, metavar=metavar, help=what + shown
         )
@@ -165,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
         *_flags("highlight_words"),
         type=_yes_or_no,
         default=False,
-        metavar="WORDS",
+        metavar="{True,False}",
         help="underline each word as it is said, in srt and vtt",
     )
     for name, what in (

@@ -238,7 +238,7 @@ def _serve(words: list[str], block: Block) -> None:
 
 
 def _transcribe(words: list[str], block: Block) -> None:
-    """Parsed: tests/transcription runs it."""
+    """Parsed: tests/pipeline/transcription runs it."""
     transcribe.settings_of(transcribe.parser().parse_args(words))
 
 

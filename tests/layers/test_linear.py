@@ -487,6 +487,24 @@ def test_halves_where_memory_is_short_or_the_clock_against_them(
 
 @skinny_only
 @torch.no_grad()
+def test_packed_copies_leave_room_for_halves(
+    half: torch.dtype, read: list[list[torch.dtype]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt is read first, with many rows; but steps gain more by a copy."""
+    layer, other = of_halves(half, 512, 512), torch.nn.Linear(512, 512)
+    monkeypatch.setattr(linear, "_SKINNY_ROWS", 12)
+    monkeypatch.setattr(limits, "free", lambda: 4.5 * 2**20)  # of which copies may take a quarter
+    multiply(layer, torch.randn(40, 512))
+    assert packed_weights.count() == 0
+    multiply(layer, torch.randn(3, 512))
+    assert read == [[half]] and packed_weights.count() == 1
+    packed_weights.release()
+    multiply(other, torch.randn(40, 512))
+    assert packed_weights.count() == 1
+
+
+@skinny_only
+@torch.no_grad()
 def test_siblings_of_which_some_are_halves(half: torch.dtype, read: list[list[torch.dtype]]) -> None:
     torch.manual_seed(0)
     layers, decode = (

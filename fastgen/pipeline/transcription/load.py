@@ -86,7 +86,7 @@ def of_transformers(name: str) -> Any:
     state = {renamed(key): value for key, value in host.state_dict().items() if not key.startswith("proj_out")}
     model.load_state_dict(state)
     if heads := getattr(host.generation_config, "alignment_heads", None):
-        mask = torch.zeros(config.decoder_layers, config.decoder_attention_heads, dtype=torch.bool)
+        mask = torch.zeros(config.decoder_layers, config.decoder_attention_heads, dtype=torch.bool, device="cpu")
         for layer, head in heads:
             mask[layer, head] = True
         model.register_buffer("alignment_heads", mask.to_sparse(), persistent=False)

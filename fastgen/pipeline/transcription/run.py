@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,10 +19,10 @@ from typing import Any
 
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, first_line, writing
 from fastgen.pipeline.resume import other_texts
-from fastgen.transcription import audio
-from fastgen.transcription.journal import Journal
-from fastgen.transcription.load import load
-from fastgen.transcription.progress import AudioProgress
+from fastgen.pipeline.transcription import audio
+from fastgen.pipeline.transcription.journal import Journal
+from fastgen.pipeline.transcription.load import load
+from fastgen.pipeline.transcription.progress import AudioProgress
 
 STANDARD_INPUT = Path("-")
 _UNFINISHED = ".fastgen-unfinished-"  # folders of outputs that are being written

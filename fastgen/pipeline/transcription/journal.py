@@ -20,7 +20,7 @@ class Journal:
     """The journal of a run in `folder`, locked while it is open."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], resume: bool) -> None:
-        """`settings`: what outputs depend on, as JSON has it; `resume`: go on with what a journal says, if there is one.
+        """`settings`: what outputs depend on, as JSON has it; `resume`: go on with a journal, if there is one.
 
         Raises:
             InputError: another run is at work here, or the run to be resumed was begun with other settings.

@@ -18,9 +18,9 @@ from whisper.utils import get_writer
 
 import fastgen
 from fastgen.cli import transcribe
-from fastgen.transcription import audio, load, run
-from fastgen.transcription.journal import NAME
-from fastgen.transcription.progress import AudioProgress
+from fastgen.pipeline.transcription import audio, load, run
+from fastgen.pipeline.transcription.journal import NAME
+from fastgen.pipeline.transcription.progress import AudioProgress
 
 FORMATS = ("txt", "vtt", "srt", "tsv", "json")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fastgen.pipeline.errors import InputError
-from fastgen.transcription import audio
+from fastgen.pipeline.transcription import audio
 
 
 def samples_of(path: Path) -> Any:
