@@ -65,6 +65,7 @@ class _Packed:
 
     sources: list[_Source]
     copy: Copy
+    reserved: int = 0  # bytes that the layers may need yet for copies in 16 bits
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +142,7 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
         if packed is None:
             weight: Tensor = layer.weight  # type: ignore[assignment]
             weight = weight.detach().t() if transposed else weight.detach()
-            packed = _packed([layer], lambda: pack(weight), weight.nbytes, reserved=_for_halves(layer))
+            packed = _packed([layer], lambda: pack(weight), weight.nbytes, _for_halves([layer]))
             if packed is None:
                 return None
             _copies[layer] = packed
@@ -259,7 +260,7 @@ def join(siblings: list[nn.Module]) -> bool:
     """Give these layers one packed copy instead of one each; False if memory is short."""
     with _lock:
         weight = torch.cat([layer.weight.detach() for layer in siblings])  # type: ignore[operator]
-        packed = _packed(siblings, lambda: pack(weight), weight.nbytes, reserved=_for_halves(*siblings))
+        packed = _packed(siblings, lambda: pack(weight), weight.nbytes, _for_halves(siblings))
         if packed is None:
             return False
         _joint[siblings[0]] = packed
@@ -268,28 +269,39 @@ def join(siblings: list[nn.Module]) -> bool:
         return True
 
 
-def _for_halves(*layers: nn.Module) -> int:
-    """Bytes of the copies in 16 bits that these layers, and those with packed copies, may have yet.
+def _for_halves(layers: list[nn.Module]) -> int:
+    """Bytes of the copies in 16 bits that these layers may have yet.
 
     A prompt, with many rows, is read before the steps, with few. Copies packed for the prompt must leave room for those
     in 16 bits: a step reads all weights for one token.
     """
     if _native() is None:
         return 0
-    packed = {layer for kind in (_copies, _joint) for each in kind.values() for layer in each.layers}
-    linear = [layer for layer in {*packed, *layers} - {*_halves} if isinstance(layer, nn.Linear)]
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear) and layer not in _halves]
     return sum(layer.weight.nbytes // 2 for layer in linear if dtype_of_halves(layer) is not None)
 
 
-def _packed(layers: list[nn.Module], make: Callable[[], Copy], size: int, reserved: int = 0) -> _Packed | None:
-    """The copy of `size` bytes that `make` returns, with the layers it is made from; None if memory is short, after
-    `reserved` bytes for others."""
-    if not limits.may_keep(size + reserved, taken=nbytes()):
+def _reserved() -> int:
+    """Bytes that layers with packed copies may need yet for copies in 16 bits."""
+    packed = sum(each.reserved for kind in (_copies, _joint) for each in kind.values())
+    return max(0, packed - sum(half.nbytes for half in _halves.values()))
+
+
+def _packed(
+    layers: list[nn.Module], make: Callable[[], Copy], size: int, reserved: int | None = None
+) -> _Packed | None:
+    """The copy of `size` bytes that `make` returns, with the layers it is made from; None if memory is short.
+
+    `reserved`: bytes that these layers may need yet for copies in 16 bits, and that must be left, as must be those of
+    other layers; None for a copy that needs no other.
+    """
+    more = 0 if reserved is None else reserved + _reserved()
+    if not limits.may_keep(size + more, taken=nbytes()):
         return None
     sources = [_Source(layer) for layer in layers]
     try:
         with arena.outside():
-            return _Packed(sources, make())
+            return _Packed(sources, make(), reserved or 0)
     except (RuntimeError, MemoryError):  # no memory after all: a copy is only ever an extra
         return None
 

@@ -503,6 +503,16 @@ def test_packed_copies_leave_room_for_halves(
     assert packed_weights.count() == 1
 
 
+@pytest.mark.parametrize("change", [lambda layer: layer.to("meta"), lambda layer: layer.__delattr__("weight")])
+@torch.no_grad()
+def test_what_becomes_of_other_layers_is_none_of_their_business(change: Any) -> None:
+    layer, other = of_halves(torch.bfloat16, 80, 70), of_halves(torch.bfloat16, 80, 71)
+    multiply(layer, torch.randn(40, 80))
+    change(layer)
+    for rows in (torch.randn(40, 80), torch.randn(3, 80)):
+        torch.testing.assert_close(multiply(other, rows)[0], stock(other, rows))
+
+
 @skinny_only
 @torch.no_grad()
 def test_siblings_of_which_some_are_halves(half: torch.dtype, read: list[list[torch.dtype]]) -> None:
