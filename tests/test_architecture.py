@@ -65,6 +65,7 @@ CATCHES_ALL = {
     "pipeline.fairseq.load": "a checkpoint is anybody's",
     "pipeline.resume": "writes what is known, and raises it again",
     "pipeline.transcription.load": "a checkpoint is anybody's",
+    "pipeline.transcription.run": "a file that fails is named, and the others are done",
     "pipeline.stages": "is raised again in the calling thread",
     "pipeline.workers": "is raised again where the result is asked for",
     "replay.tape": "puts the random numbers back, and raises it again",

@@ -44,7 +44,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise InputError(f"--{needless} needs --word_timestamps True.")
     options = {name: getattr(args, name) for name in _OPTIONS}
     options["temperature"] = temperatures(args.temperature, args.temperature_increment_on_fallback)
-    options["fp16"] = args.device != "cpu"
+    device = args.device or _device()
+    options["fp16"] = args.fp16 and device != "cpu"
+    if args.patience is not None and args.beam_size is None:
+        raise InputError("--patience needs --beam_size.")
     if args.model.endswith(".en"):
         options["language"] = "en"
     return Settings(
@@ -54,7 +57,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         formats=FORMATS if args.output_format == "all" else (args.output_format,),
         options=options,
         layout=layout,
-        device=args.device,
+        device=device,
         model_folder=args.model_dir,
         resume=args.resume,
         overwrite=args.overwrite,
@@ -62,8 +65,16 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def temperatures(first: float, step: float | None) -> list[float]:
     """The temperatures that are tried in turn, up to 1, as whisper's command computes them."""
+    if not 0 <= first <= 1:
+        raise InputError(f"--temperature {first} is not between 0 and 1.")
     if step is None:
         return [first]
     import numpy as np
@@ -82,11 +93,12 @@ def _optional(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def convert(text: str) -> Any:
         return None if text == "None" else kind(text)
 
-    convert.__name__ = kind.__name__  # argparse names it in its messages
+    convert.__name__ = kind.__name__.strip("_")  # argparse names it in its messages
+    convert.metavar = "N" if kind is int else "X"  # type: ignore[attr-defined]
     return convert
 
 
-def _above_0(text: str) -> float:
+def _number_above_0(text: str) -> float:
     if not (found := float(text)) > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return found
@@ -113,6 +125,7 @@ _OPTIONS: dict[str, tuple[Any, Any, str]] = {
     "logprob_threshold": (_optional(float), -1.0, "below this mean log-probability: the next temperature"),
     "no_speech_threshold": (_optional(float), 0.6, "above it, if the log-probability is low too, a window is silent"),
     "word_timestamps": (_yes_or_no, False, "find out when each word is said"),
+    "fp16": (_yes_or_no, True, "on a GPU, compute in half precision"),
     "prepend_punctuations": (str, "\"'“¿([{-", "with word_timestamps, belongs to the next word"),
     "append_punctuations": (str, "\"'.。,，!！?？:：”)]}、", "with word_timestamps, belongs to the word before"),
     "clip_timestamps": (str, "0", "seconds start,end,start,end,... of what is to be transcribed"),
@@ -143,23 +156,24 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "-f", *_flags("output_format"), choices=(*FORMATS, "all"), default="all", help="(default: %(default)s)"
     )
-    result.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
-    result.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
+    either = result.add_mutually_exclusive_group()
+    either.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
+    either.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
     result.add_argument("--quiet", action="store_true", help="no progress line")
     result.add_argument("--threads", type=positive_number, metavar="N", help="CPU threads (default: torch's)")
-    result.add_argument("--device", default="cpu", help="where to decode (default: %(default)s)")
+    result.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     result.add_argument(*_flags("model_dir"), metavar="DIR", help="where whisper keeps models (default: its cache)")
     group = result.add_argument_group("whisper's options")
     for name, (kind, default, what) in _OPTIONS.items():
         choices = ("transcribe", "translate") if name == "task" else None
-        shown = "" if default is None else " (default: %(default)s)"
-        metavar = None if choices else _METAVARS.get(kind, "X" if isinstance(default, float) else "N")
+        shown = "" if default is None else " (default: %(default)s)"  # False, too
+        metavar = None if choices else _METAVARS.get(kind) or getattr(kind, "metavar", "X")
         group.add_argument(
             *_flags(name), type=kind, default=default, choices=choices, metavar=metavar, help=what + shown
         )
     group.add_argument(
         *_flags("temperature_increment_on_fallback"),
-        type=_optional(_above_0),
+        type=_optional(_number_above_0),
         default=0.2,
         metavar="STEP",
         help="how much higher the next temperature is; None: there is no next (default: %(default)s)",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from fastgen import installing
-from fastgen.pipeline.errors import InputError, first_line
-from fastgen.pipeline.progress import clock
+from fastgen.pipeline.errors import InputError, counted, first_line
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +21,7 @@ class Audio:
     """What a file sounds like: float32 `[samples]` from -1 to 1, one channel, 16 kHz."""
 
     samples: np.ndarray[Any, Any]
-    fault: str = ""  # why not all of the file could be decoded
+    fault: str = ""  # what of the file could not be decoded, and why
 
     @property
     def seconds(self) -> float:
@@ -30,7 +29,7 @@ class Audio:
 
 
 def read(source: Path | bytes) -> Audio:
-    """Decode the first audio stream of a file, or of the bytes of one, to the end or to the first fault.
+    """Decode the first audio stream of a file, or of the bytes of one; what is damaged is left out.
 
     Samples are rounded to 16 bits, as `whisper.load_audio` has FFmpeg do it.
 
@@ -41,38 +40,67 @@ def read(source: Path | bytes) -> Audio:
 
     av = _av()
     name = source if isinstance(source, Path) else "standard input"
-    parts: list[Any] = []
-    fault = ""
+    try:  # by Python's own open: FFmpeg would take a name with a colon for a protocol
+        data: BinaryIO = source.open("rb") if isinstance(source, Path) else io.BytesIO(source)
+    except OSError as error:
+        raise InputError(f"Cannot read {name}: {_reason(error)}.") from error
     try:
-        with av.open(
-            io.BytesIO(source) if isinstance(source, bytes) else str(source), metadata_errors="ignore"
-        ) as file:
+        with data, av.open(data, metadata_errors="ignore") as file:
             if not file.streams.audio:
                 raise InputError(f"{name} has no audio stream.")
-            resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
-            try:
-                for frame in file.decode(audio=0):
-                    frame.pts = None  # gaps and jumps in a file's own clock are no silence
-                    parts += [each.to_ndarray()[0] for each in resampler.resample(frame)]
-                parts += [each.to_ndarray()[0] for each in resampler.resample(None)]
-            except (av.error.FFmpegError, ValueError) as error:  # ValueError: a stream without a codec
-                if not parts:
-                    raise
-                fault = f"{name} can't be decoded beyond {clock(sum(map(len, parts)) / RATE)} ({_reason(error)})"
-    except OSError as error:  # av's errors of files are OSErrors, too
-        raise InputError(f"Cannot read {name}: {_reason(error)}.") from error
-    except (av.error.FFmpegError, ValueError) as error:
+            parts, faults = _decoded(av, file)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
         raise InputError(f"{name} is no audio that FFmpeg knows ({_reason(error)}).") from error
     if not parts:
-        raise InputError(f"{name} has no audio in it.")
-    return Audio(np.concatenate(parts).astype(np.float32) / 32768, fault)
+        reason = f" ({faults[0]})" if faults else ""
+        raise InputError(f"{name} has no audio in it{reason}.")
+    samples = np.concatenate(parts).astype(np.float32)
+    samples /= 32768
+    fault = f"{name} is damaged: {counted(len(faults), 'part')} could not be decoded ({faults[0]})" if faults else ""
+    return Audio(samples, fault)
+
+
+def _decoded(av: Any, file: Any) -> tuple[list[Any], list[str]]:
+    """Samples of the first audio stream, int16, and why packets could not be decoded."""
+    parts: list[Any] = []
+    faults: list[str] = []
+    resampler = None
+    setup: Any = None
+
+    def flush() -> None:
+        if resampler is not None:
+            parts.extend(each.to_ndarray()[0] for each in resampler.resample(None))
+
+    packets = file.demux(file.streams.audio[0])
+    while True:
+        try:
+            packet = next(packets, None)
+            if packet is None:
+                break
+            frames = packet.decode()
+        except av.error.EOFError:
+            break
+        except (av.error.FFmpegError, ValueError) as error:  # ValueError: a stream without a codec
+            faults.append(_reason(error))
+            if not isinstance(error, av.error.InvalidDataError):
+                break  # the file itself can't be read on
+            continue
+        for frame in frames:
+            if setup != (setup := (frame.format.name, frame.layout.name, frame.sample_rate)):
+                flush()
+                resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
+            frame.pts = None  # gaps and jumps in a file's own clock are no silence
+            assert resampler is not None
+            parts.extend(each.to_ndarray()[0] for each in resampler.resample(frame))
+    flush()
+    return parts, faults
 
 
 def seconds_of(source: Path) -> float | None:
     """How long a file says that it is; None if it does not say, or can't be read."""
     av = _av()
     try:
-        with av.open(str(source), metadata_errors="ignore") as file:
+        with source.open("rb") as data, av.open(data, metadata_errors="ignore") as file:
             return None if file.duration is None else float(file.duration / av.time_base)
     except (av.error.FFmpegError, OSError, ValueError):
         return None

@@ -17,7 +17,8 @@ NAME = ".fastgen-transcribe.jsonl"
 
 
 class Journal:
-    """The journal of a run in `folder`, locked while it is open."""
+    """The journal of runs in `folder`, locked while it is open: a line for each file that is begun, and one when it is
+    done. Runs with other settings begin a new one."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], resume: bool) -> None:
         """`settings`: what outputs depend on, as JSON has it; `resume`: go on with a journal, if there is one.
@@ -25,19 +26,16 @@ class Journal:
         Raises:
             InputError: another run is at work here, or the run to be resumed was begun with other settings.
         """
-        self._path = folder / NAME
+        self._path, self._resume = folder / NAME, resume
+        self._begun: set[str] = set()
         self._done: dict[str, Any] = {}
+        self._is_ours = False  # it was begun with these settings
         self._settings = json.loads(json.dumps({"fastgen": __version__, **settings, **precision()}))
-        self.resumes = resume and self._path.exists()
 
     def __enter__(self) -> Journal:
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(locked(self._path, self._path.parent))
-            if self.resumes:
-                self._read()
-            else:
-                self._file.truncate(0)
-                self._append({"settings": self._settings})
+            self._read()
             self._exits = stack.pop_all()
         return self
 
@@ -45,30 +43,62 @@ class Journal:
         self._exits.close()
 
     def has(self, file: Path, outputs: list[Path]) -> bool:
-        """Whether a file is finished: it and the outputs are as they were when it was noted."""
-        return self._done.get(str(file), ()) == _looks(file, outputs) is not None
+        """Whether a file is done, in a run that is resumed: it and the outputs are as they were then."""
+        if not self._resume or str(file) not in self._done:
+            return False
+        now = self.looks_of(file)
+        return now is not None and self._done[str(file)] == [now, _sizes(outputs)]
 
-    def add(self, file: Path, outputs: list[Path]) -> None:
-        """Note that a file is finished."""
-        self._append({"file": str(file), "looks": _looks(file, outputs)})
+    def knows(self, file: Path) -> bool:
+        """Whether a run with these settings has begun to write outputs of this file."""
+        return str(file) in self._begun
+
+    def begin(self) -> None:
+        """Note the settings, once nothing stands in the way of the run; a journal with others is replaced."""
+        if not self._is_ours:
+            self._file.truncate(0)
+            self._append({"settings": self._settings})
+
+    def note_begun(self, file: Path) -> None:
+        """Note that outputs of a file are about to be written."""
+        self._append({"begun": str(file)})
+
+    def note_done(self, file: Path, source: Any, outputs: list[Path]) -> None:
+        """Note that a file is done; `source`: what `looks_of` said before it was read."""
+        self._append({"done": str(file), "looks": [source, _sizes(outputs)]})
+
+    @staticmethod
+    def looks_of(file: Path) -> Any:
+        """Size and time of a file; None if it is not there. Nothing is known of standard input: it is never done."""
+        try:
+            stat = None if str(file) == "-" else os.stat(file)
+        except OSError:
+            return None
+        return stat and [stat.st_size, stat.st_mtime_ns]
 
     def _read(self) -> None:
         self._file.seek(0)
         text = self._file.read()
         whole = text[: text.rfind(b"\n") + 1]  # a killed run may have left half a line
-        self._file.truncate(len(whole))
+        if not whole:
+            return
         try:
             header, *lines = map(json.loads, whole.splitlines())
-            begun = header["settings"]
-            self._done = {line["file"]: line["looks"] for line in lines}
+            before = header["settings"]
+            begun = {line["begun"] for line in lines if "begun" in line}
+            done = {line["done"]: line["looks"] for line in lines if "done" in line}
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"Cannot resume: {self._path} is not a journal of this command.") from error
-        for name in {**begun, **self._settings}:
-            if begun.get(name) != self._settings.get(name):
-                raise InputError(
-                    f"Cannot resume: the run was begun with another {name} ({begun.get(name)!r}, not "
-                    f"{self._settings.get(name)!r}); --overwrite begins anew."
-                )
+            raise InputError(f"{self._path} is not a journal of this command: remove it.") from error
+        names = [name for name in {**before, **self._settings} if before.get(name) != self._settings.get(name)]
+        if names and self._resume:
+            name = names[0]
+            raise InputError(
+                f"Cannot resume: the run was begun with another {name} ({before.get(name)!r}, not "
+                f"{self._settings.get(name)!r}); --overwrite, without --resume, begins anew."
+            )
+        if not names:
+            self._file.truncate(len(whole))
+            self._begun, self._done, self._is_ours = begun, done, True
 
     def _append(self, line: dict[str, Any]) -> None:
         with writing(self._path):
@@ -76,10 +106,9 @@ class Journal:
             self._file.flush()
 
 
-def _looks(file: Path, outputs: list[Path]) -> Any:
-    """Size and time of a file, and the sizes of the outputs; None if one is not there. Of standard input nothing."""
+def _sizes(outputs: list[Path]) -> Any:
+    """The sizes of files; None if one is not there."""
     try:
-        stat = None if str(file) == "-" else os.stat(file)
-        return [stat and [stat.st_size, stat.st_mtime_ns], [path.stat().st_size for path in outputs]]
+        return [path.stat().st_size for path in outputs]
     except OSError:
         return None

@@ -18,11 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, first_line, writing
-from fastgen.pipeline.resume import other_texts
+from fastgen.pipeline.resume import contents, other_texts
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.journal import Journal
 from fastgen.pipeline.transcription.load import load
 from fastgen.pipeline.transcription.progress import AudioProgress
+from fastgen.report import FallbackError
 
 STANDARD_INPUT = Path("-")
 _UNFINISHED = ".fastgen-unfinished-"  # folders of outputs that are being written
@@ -59,18 +60,20 @@ def run(settings: Settings) -> int:
         settings.output.mkdir(parents=True, exist_ok=True)
     _check_names(settings)
     _check_language(settings.options.get("language"))
+    within(settings.options.get("clip_timestamps", "0"), 0.0)
     with Journal(settings.output, _decisive(settings), settings.resume) as journal:
         left = [file for file in settings.files if not journal.has(file, settings.outputs(file))]
-        if not settings.overwrite and not journal.resumes:
-            _refuse_existing(settings, left)
+        if not settings.overwrite:
+            _refuse_existing(settings, left, journal)
         if not left:
             _say(f"{settings.output} is complete: nothing to resume.")
             return DONE
-        for folder in settings.output.glob(f"{_UNFINISHED}*/"):  # of a run that was killed
-            shutil.rmtree(folder)
         if words := other_texts():
             _say(words)
         model = load(settings.model, settings.device, settings.model_folder)
+        journal.begin()
+        for folder in settings.output.glob(f"{_UNFINISHED}*/"):  # of a run that was killed
+            shutil.rmtree(folder)
         failed = _transcribe_all(settings, model, left, journal)
     if failed:
         _say(f"{counted(failed, 'file')} of {len(settings.files)} could not be transcribed.")
@@ -85,32 +88,56 @@ def _transcribe_all(settings: Settings, model: Any, left: list[Path], journal: J
     failed = 0
     try:
         for file in left:
+            source = journal.looks_of(file)
             try:
-                sound = audio.read(sys.stdin.buffer.read() if file == STANDARD_INPUT else file)
-                if sound.fault:
-                    progress.say(f"{sound.fault}; what comes before is transcribed.")
-                with _counted(progress, sound.seconds):
-                    result = transcribe(model, sound.samples, **settings.options)
-                _write(settings, file, result)
+                result = _transcribed(settings, model, file, progress)
             except InputError as error:
                 failed += 1
                 progress.say(str(error))
                 continue
-            journal.add(file, settings.outputs(file))
+            journal.note_begun(file)
+            _write(settings, file, result)
+            journal.note_done(file, source, settings.outputs(file))
     finally:
         progress.close()
     return failed
 
 
+def _transcribed(settings: Settings, model: Any, file: Path, progress: AudioProgress) -> dict[str, Any]:
+    """What `whisper.transcribe` returns for a file; whatever it can't work with becomes an InputError."""
+    sound = audio.read(sys.stdin.buffer.read() if file == STANDARD_INPUT else file)
+    if sound.fault:
+        progress.say(f"{sound.fault}; the rest is transcribed.")
+    seconds = sound.seconds
+    clips = within(settings.options.get("clip_timestamps", "0"), seconds)
+    try:
+        with _counted(progress, seconds):
+            return transcribe(model, sound.samples, **{**settings.options, "clip_timestamps": clips})
+    except FallbackError:  # strict: it is the same for all files
+        raise
+    except Exception as error:  # hosts raise what they like, and the other files may be fine
+        raise InputError(f"{file} could not be transcribed: {type(error).__name__}: {first_line(error)}.") from error
+
+
 def transcribe(model: Any, samples: Any, **options: Any) -> dict[str, Any]:
-    """`whisper.transcribe`; what it can't work with becomes an InputError."""
     import whisper
 
-    try:
-        result: dict[str, Any] = whisper.transcribe(model, samples, **options)
-    except ValueError as error:
-        raise InputError(f"whisper refuses this: {first_line(error)}.") from error
+    result: dict[str, Any] = whisper.transcribe(model, samples, **options)
     return result
+
+
+def within(clips: str, seconds: float) -> list[float]:
+    """The ends of clips, `start,end,start,end,...`, no later than the end of the sound, where whisper would never end.
+
+    Raises:
+        InputError: it is no list of numbers.
+    """
+    try:
+        found = [float(each) for each in clips.split(",")] if clips else []
+    except ValueError as error:
+        raise InputError(f"--clip_timestamps {clips} is no list of seconds such as 0,30,60,90.") from error
+    whole = int(seconds * 100) / 100  # whisper counts in hundredths
+    return [min(each, whole) for each in found]
 
 
 @contextlib.contextmanager
@@ -151,13 +178,22 @@ def _write(settings: Settings, file: Path, result: dict[str, Any]) -> None:
 
 def _decisive(settings: Settings) -> dict[str, Any]:
     """What the outputs depend on besides the sound."""
-    return {"model": settings.model, "output_format": list(settings.formats), **settings.options, **settings.layout}
+    model = Path(settings.model)
+    of_file = contents(model) if model.is_file() else {}
+    return {
+        "model": settings.model,
+        **of_file,
+        "output_format": list(settings.formats),
+        **settings.options,
+        **settings.layout,
+    }
 
 
 def _check_names(settings: Settings) -> None:
     seen: dict[str, Path] = {}
     for file in settings.files:
-        if (other := seen.setdefault(stem(file), file)) is not file:
+        # Some file systems take A.txt and a.txt for the same file.
+        if (other := seen.setdefault(stem(file).casefold(), file)) is not file:
             raise InputError(
                 f"{other} and {file} would both be written to {settings.outputs(file)[0]}: rename one of them."
             )
@@ -172,11 +208,16 @@ def _check_language(language: str | None) -> None:
         raise InputError(f"--language {language} is no language of whisper's: give a code such as de, or a name.")
 
 
-def _refuse_existing(settings: Settings, files: list[Path]) -> None:
+def _refuse_existing(settings: Settings, files: list[Path], journal: Journal) -> None:
+    """Outputs that are there stay, unless the run that goes on has begun to write them."""
     for file in files:
+        is_own = journal.knows(file)
+        if is_own and settings.resume:
+            continue
         for path in settings.outputs(file):
             if path.exists():
-                raise InputError(f"{path} exists, and no journal of a run has it: --overwrite replaces it.")
+                other = "--resume goes on with the run that wrote it, " if is_own else ""
+                raise InputError(f"{path} exists; {other}--overwrite replaces it.")
 
 
 def _say(text: str) -> None:

@@ -104,4 +104,14 @@ def test_a_truncated_file(sound: Any, tmp_path: Path, extension: str) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     found = audio.read(path)
     assert 1.0 < found.seconds < 3.0
-    assert not found.fault or "can't be decoded beyond" in found.fault
+    assert not found.fault or "is damaged: 1 part could not be decoded" in found.fault
+
+
+@pytest.mark.parametrize(("extension", "codec"), [("mp3", "mp3"), ("flac", "flac")])
+def test_a_damaged_part_is_left_out(sound: Any, tmp_path: Path, extension: str, codec: str) -> None:
+    path = encoded(sound(seconds=20), tmp_path / f"a.{extension}", codec)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 4 : len(data) // 4 + 600] = bytes(255 - byte for byte in data[len(data) // 4 :][:600])
+    path.write_bytes(data)
+    found = audio.read(path)
+    assert 19.0 < found.seconds < 20.2

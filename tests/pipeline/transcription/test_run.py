@@ -161,24 +161,97 @@ def test_what_is_finished_is_not_done_again(
     assert command(checkpoint, files, out, *flags, "--resume") == 0 and not done
     assert f"{out} is complete: nothing to resume." in capsys.readouterr().err
     assert command(checkpoint, files, out, *flags) == 1
-    assert f"{out}/a.txt exists" in capsys.readouterr().err
+    assert f"{out}/a.txt exists; --resume goes on with the run that wrote it" in capsys.readouterr().err
+    assert command(checkpoint, files, out, *flags, "--resume") == 0 and not done, "a refused run changes nothing"
     assert command(checkpoint, files, out, *flags, "--resume", "--beam_size", "2") == 1
     assert "the run was begun with another beam_size (5, not 2)" in capsys.readouterr().err
     (out / "a.txt").write_text("other")
     sound("b.wav", 1.0)
     assert command(checkpoint, files, out, *flags, "--resume") == 0 and len(done) == 2
+    assert command(checkpoint, files, out, *flags, "--resume") == 0 and len(done) == 2
     assert command(checkpoint, files, out, *flags, "--overwrite") == 0 and len(done) == 4
+    more = [sound("c.wav"), files[0]]
+    assert command(checkpoint, more, out, *flags, "--resume") == 0 and len(done) == 5
+    assert command(checkpoint, [*files, more[0]], out, *flags, "--resume") == 0 and len(done) == 5
     (out / NAME).write_text("no journal\n")
     assert command(checkpoint, files, out, *flags, "--resume") == 1
     assert "is not a journal of this command" in capsys.readouterr().err
     (out / NAME).unlink()
-    assert command(checkpoint, files, out, *flags, "--resume") == 1 and len(done) == 4
-    assert "exists, and no journal of a run has it" in capsys.readouterr().err
+    for _ in range(2):  # nobody's run has written these
+        assert command(checkpoint, files, out, *flags, "--resume") == 1 and len(done) == 5
+        assert f"{out}/a.txt exists; --overwrite replaces it." in capsys.readouterr().err
+    assert command(checkpoint, files, out, *flags, "--resume", "--overwrite") == 1
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_standard_input_is_never_done(
+    checkpoint: Path, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ("--temperature_increment_on_fallback", "None", "-f", "json", "--language", "en", "--quiet")
+    found = []
+    for seconds in (1.0, 33.0):
+        data = io.BytesIO(sound(seconds=seconds, seed=int(seconds)).read_bytes())
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=data))
+        assert command(checkpoint, ["-"], tmp_path / "out", *flags, "--resume") == 0
+        found.append(contents(tmp_path / "out"))
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no reason"), AssertionError(), MemoryError("full")])
+def test_an_error_in_one_file(
+    error: Exception,
+    checkpoint: Path,
+    sound: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, errors = run.transcribe, [error]
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return real(*args, **options)
+
+    monkeypatch.setattr(run, "transcribe", failing)
+    files = [sound("a.wav"), sound("talk:1.wav")]
+    flags = ("--temperature_increment_on_fallback", "None", "-f", "txt", "--language", "en", "--quiet")
+    assert command(checkpoint, files, tmp_path / "out", *flags) == 1
+    assert f"{files[0]} could not be transcribed: {type(error).__name__}" in capsys.readouterr().err
+    assert [*contents(tmp_path / "out")] == ["talk:1.txt"]
+
+
+def test_strict_ends_the_run(
+    checkpoint: Path,
+    sound: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise fastgen.FallbackError("the model has hooks")
+
+    monkeypatch.setattr(run, "transcribe", refuse)
+    assert command(checkpoint, [sound(), sound("b.wav")], tmp_path / "out", "--language", "en") == 1
+    said = capsys.readouterr().err
+    assert "FASTGEN_STRICT is set, and fastgen cannot accelerate this: the model has hooks." in said
+    assert "b.wav" not in said
+
+
+def test_clips_beyond_the_end(checkpoint: Path, sound: Any, tmp_path: Path) -> None:
+    """whisper itself would never end."""
+    flags = ("--temperature_increment_on_fallback", "None", "-f", "json", "--language", "en", "--quiet")
+    assert command(checkpoint, [sound(seconds=2.0)], tmp_path / "a", *flags, "--clip_timestamps", "1,9,20,30") == 0
+    assert command(checkpoint, [sound(seconds=2.0)], tmp_path / "b", *flags, "--clip_timestamps", "1,2") == 0
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (("--temperature", 1.5), "--temperature 1.5 is not between 0 and 1."),
+        (("--patience", 2, "--beam_size", "None"), "--patience needs --beam_size."),
+        (("--clip_timestamps", "soon"), "--clip_timestamps soon is no list of seconds such as 0,30,60,90."),
         (("--language", "klingon"), "--language klingon is no language of whisper's"),
         (("--max_line_width", 20), "--max_line_width needs --word_timestamps True."),
         (("--beam_size", "many"), "Argument --beam_size/--beam-size: invalid int value: 'many'"),
