@@ -5,6 +5,7 @@ They are multiplied by our own operator where it is native, else by oneDNN's, wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -65,7 +66,6 @@ class _Packed:
 
     sources: list[_Source]
     copy: Copy
-    reserved: int = 0  # bytes that the layers may need yet for copies in 16 bits
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +142,7 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
         if packed is None:
             weight: Tensor = layer.weight  # type: ignore[assignment]
             weight = weight.detach().t() if transposed else weight.detach()
-            packed = _packed([layer], lambda: pack(weight), weight.nbytes, _for_halves([layer]))
+            packed = _packed([layer], lambda: pack(weight), weight.nbytes)
             if packed is None:
                 return None
             _copies[layer] = packed
@@ -185,6 +185,11 @@ def half_of(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
         if packed is None or packed.copy.dtype != dtype:  # edited, and held by other 16 bits now
             weight: Tensor = layer.weight.detach()  # type: ignore[operator]
             packed = _packed([layer], lambda: weight.to(dtype), weight.nbytes // 2)
+            # A prompt, with many rows, is read before the steps; but each step reads all weights for one token.
+            while packed is None and (kind := _copies or _joint):
+                with contextlib.suppress(KeyError):  # a layer that has just died
+                    kind.popitem()
+                packed = _packed([layer], lambda: weight.to(dtype), weight.nbytes // 2)
             if packed is None:
                 return None
             if not _are_equal(packed.copy, weight, dtype):  # edited since, without a new version
@@ -260,7 +265,7 @@ def join(siblings: list[nn.Module]) -> bool:
     """Give these layers one packed copy instead of one each; False if memory is short."""
     with _lock:
         weight = torch.cat([layer.weight.detach() for layer in siblings])  # type: ignore[operator]
-        packed = _packed(siblings, lambda: pack(weight), weight.nbytes, _for_halves(siblings))
+        packed = _packed(siblings, lambda: pack(weight), weight.nbytes)
         if packed is None:
             return False
         _joint[siblings[0]] = packed
@@ -269,39 +274,14 @@ def join(siblings: list[nn.Module]) -> bool:
         return True
 
 
-def _for_halves(layers: list[nn.Module]) -> int:
-    """Bytes of the copies in 16 bits that these layers may have yet.
-
-    A prompt, with many rows, is read before the steps, with few. Copies packed for the prompt must leave room for those
-    in 16 bits: a step reads all weights for one token.
-    """
-    if _native() is None:
-        return 0
-    linear = [layer for layer in layers if isinstance(layer, nn.Linear) and layer not in _halves]
-    return sum(layer.weight.nbytes // 2 for layer in linear if dtype_of_halves(layer) is not None)
-
-
-def _reserved() -> int:
-    """Bytes that layers with packed copies may need yet for copies in 16 bits."""
-    packed = sum(each.reserved for kind in (_copies, _joint) for each in kind.values())
-    return max(0, packed - sum(half.nbytes for half in _halves.values()))
-
-
-def _packed(
-    layers: list[nn.Module], make: Callable[[], Copy], size: int, reserved: int | None = None
-) -> _Packed | None:
-    """The copy of `size` bytes that `make` returns, with the layers it is made from; None if memory is short.
-
-    `reserved`: bytes that these layers may need yet for copies in 16 bits, and that must be left, as must be those of
-    other layers; None for a copy that needs no other.
-    """
-    more = 0 if reserved is None else reserved + _reserved()
-    if not limits.may_keep(size + more, taken=nbytes()):
+def _packed(layers: list[nn.Module], make: Callable[[], Copy], size: int) -> _Packed | None:
+    """The copy of `size` bytes that `make` returns, with the layers it is made from; None if memory is short."""
+    if not limits.may_keep(size, taken=nbytes()):
         return None
     sources = [_Source(layer) for layer in layers]
     try:
         with arena.outside():
-            return _Packed(sources, make(), reserved or 0)
+            return _Packed(sources, make())
     except (RuntimeError, MemoryError):  # no memory after all: a copy is only ever an extra
         return None
 

@@ -487,30 +487,19 @@ def test_halves_where_memory_is_short_or_the_clock_against_them(
 
 @skinny_only
 @torch.no_grad()
-def test_packed_copies_leave_room_for_halves(
+def test_packed_copies_give_way_to_halves(
     half: torch.dtype, read: list[list[torch.dtype]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt is read first, with many rows; but steps gain more by a copy."""
-    layer, other = of_halves(half, 512, 512), torch.nn.Linear(512, 512)
+    layer, many, few = of_halves(half, 512, 512), torch.randn(40, 512), torch.randn(3, 512)
     monkeypatch.setattr(linear, "_SKINNY_ROWS", 12)
     monkeypatch.setattr(limits, "free", lambda: 4.5 * 2**20)  # of which copies may take a quarter
-    multiply(layer, torch.randn(40, 512))
-    assert packed_weights.count() == 0
-    multiply(layer, torch.randn(3, 512))
-    assert read == [[half]] and packed_weights.count() == 1
-    packed_weights.release()
-    multiply(other, torch.randn(40, 512))
-    assert packed_weights.count() == 1
-
-
-@pytest.mark.parametrize("change", [lambda layer: layer.to("meta"), lambda layer: layer.__delattr__("weight")])
-@torch.no_grad()
-def test_what_becomes_of_other_layers_is_none_of_their_business(change: Any) -> None:
-    layer, other = of_halves(torch.bfloat16, 80, 70), of_halves(torch.bfloat16, 80, 71)
-    multiply(layer, torch.randn(40, 80))
-    change(layer)
-    for rows in (torch.randn(40, 80), torch.randn(3, 80)):
-        torch.testing.assert_close(multiply(other, rows)[0], stock(other, rows))
+    for _ in range(2):
+        torch.testing.assert_close(multiply(layer, many)[0], stock(layer, many))
+        assert len(packed_weights._copies) == int(not read)
+        torch.testing.assert_close(multiply(layer, few)[0], stock(layer, few))
+        assert not packed_weights._copies and len(packed_weights._halves) == 1
+    assert read == [[half]] * 2
 
 
 @skinny_only
