@@ -26,43 +26,10 @@ from whisper.model import ModelDimensions, Whisper
 
 import fastgen
 from fastgen import report
+from fastgen.pipeline.transcription.load import of_transformers
 
 BASE = ModelDimensions(80, 1500, 512, 8, 6, 51865, 448, 512, 8, 6)
 SECONDS, BEAMS, TOKENS = 30, 5, 100
-# transformers' names of whisper's parameters, in the order in which they are replaced.
-NAMES = {
-    "model.": "",
-    ".layers.": ".blocks.",
-    ".self_attn_layer_norm": ".attn_ln",
-    ".encoder_attn_layer_norm": ".cross_attn_ln",
-    ".final_layer_norm": ".mlp_ln",
-    ".self_attn.": ".attn.",
-    ".encoder_attn.": ".cross_attn.",
-    ".q_proj": ".query",
-    ".k_proj": ".key",
-    ".v_proj": ".value",
-    ".out_proj": ".out",
-    ".fc1": ".mlp.0",
-    ".fc2": ".mlp.2",
-    "encoder.layer_norm": "encoder.ln_post",
-    "decoder.layer_norm": "decoder.ln",
-    "embed_tokens": "token_embedding",
-    "embed_positions.weight": "positional_embedding",
-}
-
-
-def trained(folder: Path) -> Any:
-    from safetensors.torch import load_file
-
-    model, state = Whisper(BASE), {}
-    for file in folder.glob("*.safetensors"):
-        for name, tensor in load_file(file).items():
-            for theirs, ours in NAMES.items():
-                name = name.replace(theirs, ours)
-            if not name.startswith("proj_out"):
-                state[name] = tensor.float()
-    model.load_state_dict(state)
-    return model.eval()
 
 
 def random() -> Any:
@@ -79,7 +46,7 @@ def job(args: Any) -> tuple[str, Callable[[], Any]]:
         mel = whisper.log_mel_spectrogram(whisper.pad_or_trim(sound))
         chosen = DecodingOptions(beam_size=BEAMS, sample_len=TOKENS, language="en", fp16=False)
         return f"random weights, {TOKENS} tokens", lambda: whisper.decode(model, mel, chosen).tokens
-    model, sound = trained(args.whisper), np.load(args.audio).astype(np.float32)
+    model, sound = of_transformers(str(args.whisper)), np.load(args.audio).astype(np.float32)
     sound = np.resize(sound, SECONDS * 16000)  # again and again
 
     def transcribed() -> Any:

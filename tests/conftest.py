@@ -49,6 +49,16 @@ def rounded_weights() -> Iterator[None]:
     fastgen.release()
 
 
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """Whisper's alignment of words is compiled by numba, whose threads are OpenMP's: it changes how many torch uses."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("drawn")
     group.addoption("--one-in", type=int, default=1, metavar="N", help="run about one in N of the tests, a case each")

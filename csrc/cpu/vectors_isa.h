@@ -18,6 +18,16 @@ FASTGEN_TARGET inline Floats load(const float* from) {
   return x;
 }
 
+// Numbers that no instruction of this set converts.
+template <typename Number>
+FASTGEN_TARGET inline Floats lane_by_lane(const Number* from) {
+  Floats x;
+  for (int64_t lane = 0; lane < kLanes; ++lane) {
+    x[lane] = static_cast<float>(from[lane]);
+  }
+  return x;
+}
+
 // Half precision, exactly, as floats.
 FASTGEN_TARGET inline Floats load(const c10::Half* from) {
 #if FASTGEN_LANES == 16
@@ -25,11 +35,7 @@ FASTGEN_TARGET inline Floats load(const c10::Half* from) {
 #elif FASTGEN_LANES == 8
   return (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
-  Floats x;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    x[lane] = static_cast<float>(from[lane]);
-  }
-  return x;
+  return lane_by_lane(from);
 #endif
 }
 
@@ -42,11 +48,7 @@ FASTGEN_TARGET inline Floats load(const c10::BFloat16* from) {
   const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
 #else
-  Floats x;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    x[lane] = static_cast<float>(from[lane]);
-  }
-  return x;
+  return lane_by_lane(from);
 #endif
 }
 
@@ -56,11 +58,7 @@ FASTGEN_TARGET inline Floats load(const int8_t* from) {
 #elif FASTGEN_LANES == 8
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 #else
-  Floats x;
-  for (int64_t lane = 0; lane < kLanes; ++lane) {
-    x[lane] = from[lane];
-  }
-  return x;
+  return lane_by_lane(from);
 #endif
 }
 

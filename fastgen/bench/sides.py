@@ -47,6 +47,11 @@ def _ours(label: str, *settings: str, runner: str = "transformers", **environmen
     return Side(label, runner, said, _ON | variables, equals=equals)
 
 
+def _rounded(weights: str, how: str) -> Side:
+    said = f"weights='{weights}': linear layers {how}: other numbers, so other outputs"
+    return replace(_ours(f"fastgen, {weights}", said, weights=weights), equals="", lossy=True)
+
+
 SIDES: dict[str, Side] = {
     "transformers": Side("transformers", "transformers", [_GENERATE, "its default, dynamic cache", _STOCK], _OFF),
     "transformers-static": Side(
@@ -83,28 +88,8 @@ SIDES: dict[str, Side] = {
         converter="gguf",
     ),
     "fastgen": _ours("fastgen", "default options"),
-    "fastgen-int8": Side(
-        "fastgen, int8",
-        "transformers",
-        [
-            "import fastgen, then the call of the stock side, word for word",
-            "weights='int8': linear layers quantised to 8 bits: other numbers, so other outputs",
-            "FASTGEN_STRICT=1: a fallback would be an error",
-        ],
-        _ON | {"FASTGEN_WEIGHTS": "int8"},
-        lossy=True,
-    ),
-    "fastgen-bf16": Side(
-        "fastgen, bf16",
-        "transformers",
-        [
-            "import fastgen, then the call of the stock side, word for word",
-            "weights='bf16': linear layers rounded to bfloat16: other numbers, so other outputs",
-            "FASTGEN_STRICT=1: a fallback would be an error",
-        ],
-        _ON | {"FASTGEN_WEIGHTS": "bf16"},
-        lossy=True,
-    ),
+    "fastgen-int8": _rounded("int8", "quantised to 8 bits"),
+    "fastgen-bf16": _rounded("bf16", "rounded to bfloat16"),
     "fastgen-fairseq": _ours("fastgen on fairseq", "default options", runner="fairseq"),
     "fastgen-compat": _ours(
         "fastgen, the host's loop", "tier='compat': the host's own search over the tree", tier="compat"

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastgen import installing
 from fastgen.cli.exits import Parser, exit_code, positive_number, share
-from fastgen.pipeline.errors import EXIT_CODES, InputError, first_line
+from fastgen.pipeline.errors import EXIT_CODES, needing
 
 if TYPE_CHECKING:
     from fastgen.serving.settings import ServiceSettings
@@ -27,11 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     # Its core writes of its own affairs to the user's terminal, as if they were errors; read when Ray is imported.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    try:
+    with needing("Ray Serve", "ray"):
         import ray.serve  # noqa: F401
         import transformers  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"Ray Serve is needed: {installing.command('ray')} ({first_line(error)}).") from error
     from fastgen.serving.deployment import run
 
     return run(settings_of(parser().parse_args(argv), os.environ.get(TOKEN, "").strip() or None))

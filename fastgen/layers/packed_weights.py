@@ -184,12 +184,9 @@ def half_of(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
         packed = _halves.get(layer)
         if packed is None or packed.copy.dtype != dtype:  # edited, and held by other 16 bits now
             weight: Tensor = layer.weight.detach()  # type: ignore[operator]
-            packed = _packed([layer], lambda: weight.to(dtype), weight.nbytes // 2)
-            # A prompt, with many rows, is read before the steps; but each step reads all weights for one token.
-            while packed is None and (kind := _copies or _joint):
-                with contextlib.suppress(KeyError):  # a layer that has just died
-                    kind.popitem()
-                packed = _packed([layer], lambda: weight.to(dtype), weight.nbytes // 2)
+            size = weight.nbytes // 2
+            _make_room(size)
+            packed = _packed([layer], lambda: weight.to(dtype), size)
             if packed is None:
                 return None
             if not _are_equal(packed.copy, weight, dtype):  # edited since, without a new version
@@ -198,6 +195,17 @@ def half_of(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
             _halves[layer] = packed
         half: Tensor = packed.copy
         return half
+
+
+def _make_room(size: int) -> None:
+    """Drop packed copies until `size` bytes fit, if they can: for many rows, as of a prompt, which is read before the
+    steps; but each step reads all weights for one token."""
+    packed = sum(each.nbytes for kind in (_copies, _joint) for each in kind.values())
+    if not limits.may_keep(size - packed, taken=nbytes()):
+        return  # not even without them
+    while not limits.may_keep(size, taken=nbytes()) and (kind := _copies or _joint):
+        with contextlib.suppress(KeyError):  # a layer that has just died
+            kind.popitem()
 
 
 def screening_of(layer: nn.Module) -> Copy | None:

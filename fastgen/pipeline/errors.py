@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Iterator
 
+from fastgen import installing
+
 DONE = 0
 INPUT_ERROR = 1
 # For commands that compare, fastgen-bench, fastgen-check and fastgen-demo: an output differs; the input is unusable.
@@ -22,6 +24,15 @@ _GLOBAL = re.compile(r"GLOBAL (\S+)")  # what torch's errors call a function or 
 
 class InputError(Exception):
     """Raised if the run can't go on for a reason outside the program; the message is one sentence for the user."""
+
+
+@contextlib.contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Turn a failed import into an InputError: `what` is needed, and fastgen's `extra` installs it."""
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(f"{what} is needed: {installing.command(extra)} ({first_line(error)}).") from error
 
 
 class WorkerError(RuntimeError):

@@ -249,5 +249,9 @@ def _crc(path: Path, size: int) -> int:
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The names of the settings that differ, as text for the user; "" if none does."""
-    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    return ", ".join(sorted(names))
+    return ", ".join(sorted(differing(before, now)))
+
+
+def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The names of the settings that differ."""
+    return [name for name in {**before, **now} if before.get(name) != now.get(name)]

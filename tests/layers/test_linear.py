@@ -504,6 +504,29 @@ def test_packed_copies_give_way_to_halves(
 
 @skinny_only
 @torch.no_grad()
+def test_packed_copies_stay_where_halves_would_not_fit_without_them(
+    half: torch.dtype, read: list[list[torch.dtype]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small, large = torch.nn.Linear(128, 512), of_halves(half, 1024, 1024)
+    monkeypatch.setattr(linear, "_SKINNY_ROWS", 12)
+    monkeypatch.setattr(limits, "free", lambda: 4.5 * 2**20)
+    multiply(small, torch.randn(40, 128))
+    multiply(large, torch.randn(3, 1024))
+    assert len(packed_weights._copies) == 1 and not packed_weights._halves and read == [[torch.float32]]
+
+
+@pytest.mark.parametrize("change", [lambda layer: layer.to("meta"), lambda layer: layer.__delattr__("weight")])
+@torch.no_grad()
+def test_what_becomes_of_other_layers_is_none_of_their_business(change: Any) -> None:
+    layer, other = of_halves(torch.bfloat16, 80, 70), of_halves(torch.bfloat16, 80, 71)
+    multiply(layer, torch.randn(40, 80))
+    change(layer)
+    for rows in (torch.randn(40, 80), torch.randn(3, 80)):
+        torch.testing.assert_close(multiply(other, rows)[0], stock(other, rows))
+
+
+@skinny_only
+@torch.no_grad()
 def test_siblings_of_which_some_are_halves(half: torch.dtype, read: list[list[torch.dtype]]) -> None:
     torch.manual_seed(0)
     layers, decode = (

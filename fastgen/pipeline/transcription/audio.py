@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from fastgen import installing
-from fastgen.pipeline.errors import InputError, counted, first_line
+from fastgen.pipeline.errors import InputError, counted, first_line, needing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,10 +106,8 @@ def seconds_of(source: Path) -> float | None:
 
 
 def _av() -> Any:
-    try:
+    with needing("PyAV", "transcribe"):
         import av
-    except ImportError as error:
-        raise InputError(f"PyAV is needed: {installing.command('transcribe')} ({first_line(error)}).") from error
     return av
 
 

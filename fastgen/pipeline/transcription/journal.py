@@ -10,7 +10,7 @@ from typing import Any
 
 from fastgen.pipeline.errors import InputError, writing
 from fastgen.pipeline.lock import locked
-from fastgen.pipeline.resume import precision
+from fastgen.pipeline.resume import differing, precision
 from fastgen.version import __version__
 
 NAME = ".fastgen-transcribe.jsonl"
@@ -89,7 +89,7 @@ class Journal:
             done = {line["done"]: line["looks"] for line in lines if "done" in line}
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{self._path} is not a journal of this command: remove it.") from error
-        names = [name for name in {**before, **self._settings} if before.get(name) != self._settings.get(name)]
+        names = differing(before, self._settings)
         if names and self._resume:
             name = names[0]
             raise InputError(

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastgen import installing
-from fastgen.pipeline.errors import InputError, first_line, why_unloadable
+from fastgen.pipeline.errors import InputError, needing, why_unloadable
 
 # transformers' names of whisper's parameters, in the order in which they are replaced.
-NAMES = {
+_NAMES = {
     "model.": "",
     ".layers.": ".blocks.",
     ".self_attn_layer_norm": ".attn_ln",
@@ -41,12 +40,8 @@ def load(name: str, device: str, folder: str | None = None) -> Any:
     Raises:
         InputError: there is no such model, or it can't be loaded.
     """
-    try:
+    with needing("openai-whisper", "transcribe"):
         import whisper
-    except ImportError as error:
-        raise InputError(
-            f"openai-whisper is needed: {installing.command('transcribe')} ({first_line(error)})."
-        ) from error
     try:
         if name in whisper.available_models() or Path(name).is_file():
             return whisper.load_model(name, device=device, download_root=folder).float()
@@ -83,7 +78,7 @@ def of_transformers(name: str) -> Any:
             n_text_layer=config.decoder_layers,
         )
     )
-    state = {renamed(key): value for key, value in host.state_dict().items() if not key.startswith("proj_out")}
+    state = {_renamed(key): value for key, value in host.state_dict().items() if not key.startswith("proj_out")}
     model.load_state_dict(state)
     if heads := getattr(host.generation_config, "alignment_heads", None):
         mask = torch.zeros(config.decoder_layers, config.decoder_attention_heads, dtype=torch.bool, device="cpu")
@@ -93,8 +88,8 @@ def of_transformers(name: str) -> Any:
     return model.eval()
 
 
-def renamed(name: str) -> str:
+def _renamed(name: str) -> str:
     """whisper's name of a parameter, from transformers'."""
-    for theirs, ours in NAMES.items():
+    for theirs, ours in _NAMES.items():
         name = name.replace(theirs, ours)
     return name

@@ -21,6 +21,7 @@ from whisper.model import ModelDimensions, Whisper  # noqa: E402
 
 from fastgen.optimizer.whisper import decoder  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("own_threads")
 END = 50257
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,6 @@ whisper = pytest.importorskip("whisper")
 pytest.importorskip("av")
 
 Make = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    """Whisper's alignment of words is compiled by numba, whose threads are OpenMP's: it changes how many torch uses."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import wave
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,13 @@ def test_what_is_no_sound(content: bytes | None, said: str, tmp_path: Path) -> N
 def test_no_samples(sound: Any) -> None:
     with pytest.raises(InputError, match="has no audio in it"):
         audio.read(sound(seconds=0))
+
+
+def test_without_pyav(sound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = sound()
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(InputError, match=r"PyAV is needed: pip install .*\[transcribe\]"):
+        audio.read(path)
 
 
 def test_a_folder(tmp_path: Path) -> None:

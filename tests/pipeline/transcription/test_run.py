@@ -22,6 +22,7 @@ from fastgen.pipeline.transcription import audio, load, run
 from fastgen.pipeline.transcription.journal import NAME
 from fastgen.pipeline.transcription.progress import AudioProgress
 
+pytestmark = pytest.mark.usefixtures("own_threads")
 FORMATS = ("txt", "vtt", "srt", "tsv", "json")
 
 
