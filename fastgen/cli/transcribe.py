@@ -48,6 +48,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
     options["fp16"] = args.fp16 and device != "cpu"
     if args.patience is not None and args.beam_size is None:
         raise InputError("--patience needs --beam_size.")
+    if (args.batched or args.vad_filter) and args.clip_timestamps != "0":
+        raise InputError("--clip_timestamps can't be given with --batched or --vad_filter, which choose clips.")
     if args.model.endswith(".en"):
         options["language"] = "en"
     return Settings(
@@ -61,6 +63,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
         model_folder=args.model_dir,
         resume=args.resume,
         overwrite=args.overwrite,
+        batch_size=args.batch_size,
+        batched=args.batched,
+        vad_filter=args.vad_filter,
         quiet=args.quiet,
     )
 
@@ -163,6 +168,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--threads", type=positive_number, metavar="N", help="CPU threads (default: torch's)")
     result.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     result.add_argument(*_flags("model_dir"), metavar="DIR", help="where whisper keeps models (default: its cache)")
+    _add_ways(result)
     group = result.add_argument_group("whisper's options")
     for name, (kind, default, what) in _OPTIONS.items():
         choices = ("transcribe", "translate") if name == "task" else None
@@ -192,6 +198,31 @@ def parser() -> argparse.ArgumentParser:
     ):
         group.add_argument(*_flags(name), type=_optional(int), metavar="N", help=what)
     return result
+
+
+def _add_ways(result: argparse.ArgumentParser) -> None:
+    """Add the options that say how whisper is run."""
+    result.add_argument(
+        *_flags("batch_size"),
+        type=positive_number,
+        default=8,
+        metavar="N",
+        help="files, or parts of files, that are transcribed at a time (default: %(default)s)",
+    )
+    result.add_argument(
+        "--batched",
+        type=_yes_or_no,
+        default=False,
+        metavar="{True,False}",
+        help="cut each file at silences into parts that do not know of one another: faster, but the text may differ",
+    )
+    result.add_argument(
+        *_flags("vad_filter"),
+        type=_yes_or_no,
+        default=False,
+        metavar="{True,False}",
+        help="leave out where nobody speaks for two seconds or more; the text may differ",
+    )
 
 
 def _flags(name: str) -> list[str]:

@@ -92,7 +92,7 @@ def generate_samples(
         progress: show a progress line on standard error.
     """
     from fastgen.optimizer.fairseq.generate.continuous_batch import in_order, why_not_refilled
-    from fastgen.optimizer.fairseq.generate.suspending import Stopped
+    from fastgen.optimizer.suspending import Stopped
     from fastgen.pipeline.progress import Progress
 
     def infer(sample: dict[str, Any]) -> Any:

@@ -116,10 +116,12 @@ def fairseq_generator() -> Names:
 
 
 def whisper_model(monkeypatch: Any) -> Names:
-    """`load_model` and `load_audio` as they are, but for a tiny random model and noise."""
+    """`load_model` and what reads files as they are, but for a tiny random model and noise."""
     import numpy
     import whisper
     from whisper.model import ModelDimensions, Whisper
+
+    from fastgen.pipeline.transcription import audio
 
     def load_model(name: str) -> Any:
         torch.manual_seed(0)
@@ -135,6 +137,7 @@ def whisper_model(monkeypatch: Any) -> Names:
 
     monkeypatch.setattr(whisper, "load_model", load_model)
     monkeypatch.setattr(whisper.audio, "load_audio", load_audio)
+    monkeypatch.setattr(audio, "read", lambda path: audio.Audio(load_audio(path)))
     return {}
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import importlib
 import types
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from fastgen import config
+from fastgen.optimizer import together
 from fastgen.patching.patch_set import PatchSet, require_signature
 
 TESTED = "20250625"  # the newest version of the host
@@ -19,6 +22,9 @@ _METHODS = {
     "rearrange_kv_cache": ("self", "source_indices"),
     "cleanup_caching": ("self",),
 }
+_RULES = ("BeamSearchDecoder", "update"), ("ApplyTimestampRules", "apply")  # in `search`, under the same names
+# The inference of the decoding that this thread, or task, runs: ours, or the host's or a user's.
+_running: contextvars.ContextVar[Any] = contextvars.ContextVar("fastgen_whisper_inference", default=None)
 
 
 def install(patches: PatchSet, module: ModuleType) -> None:
@@ -33,21 +39,51 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     methods = {name: getattr(inference, name) for name in _METHODS}
     patches.replace(inference, "__init__", _wrapped(inference, inference.__init__, methods))
     require_signature(module.DecodingTask.run, ("self", "mel"))
-    patches.replace(module.DecodingTask, "run", _verified(module.DecodingTask.run))
+    patches.replace(module.DecodingTask, "run", _prepared(module.DecodingTask))
+    if importlib.import_module("whisper.version").__version__ == TESTED:  # other versions may have other rules
+        for kind, name in _RULES:
+            patches.replace(getattr(module, kind), name, _on_tree(getattr(module, kind), name))
 
 
-def _verified(stock: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+def _prepared(kind: type[Any]) -> Callable[[Any, Any], Any]:
     """Wrap the host's `run`: it is compared with fastgen's where the user asks for that."""
+    stock, loop = kind.run, kind._main_loop
 
     @functools.wraps(stock)
     def run(self: Any, mel: Any) -> Any:
-        if not config.current().verify:
-            return stock(self, mel)
-        from fastgen.optimizer.whisper import verification
+        ours: Any = getattr(self.inference.logits, "__self__", None)  # a TreeInference
+        is_hosts = type(self) is kind and kind._main_loop is loop and "_main_loop" not in vars(self)
+        if is_hosts and ours is not self.inference:
+            ours.wanted = self.sot_index, len(self.initial_tokens) - 1  # all that the host's loop looks at
+            if together.is_inside():
+                mel = together.outside(self._get_audio_features, mel)  # the host's own `run` will leave these alone
+        before = _running.set(ours)
+        try:
+            if not config.current().verify:
+                return stock(self, mel)
+            from fastgen.optimizer.whisper import verification
 
-        return verification.run(stock, self, mel)
+            return verification.run(stock, self, mel)
+        finally:
+            _running.reset(before)
 
     return run
+
+
+def _on_tree(kind: type[Any], name: str) -> Callable[..., Any]:
+    """Wrap a rule of the host's: decodings that run over the tree have ours, which does the same with less work."""
+    stock: Callable[..., Any] = getattr(kind, name)
+
+    @functools.wraps(stock)
+    def rule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = _running.get()
+        if type(self) is not kind or not getattr(ours, "is_on_tree", False):
+            return stock(self, *args, **kwargs)
+        from fastgen.optimizer.whisper import search
+
+        return together.outside(getattr(search, name), self, *args, **kwargs)
+
+    return rule
 
 
 def _wrapped(

@@ -6,10 +6,13 @@ head size, `V` vocabulary.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,15 +32,18 @@ class TreeDecoder:
 
     def __init__(self, model: Any, audio: Tensor, segments: int, rows: int, prompt_length: int) -> None:
         """`audio`: the encoder output, `[B, N, C]`."""
-        self._decoder, self._audio, self._rows = model.decoder, audio, rows
+        self.model, self._decoder, self._audio, self._rows = model, model.decoder, audio, rows
         steps = max(model.dims.n_text_ctx - prompt_length, 1)
         self.tree = BeamTree(segments, rows, steps, Buffers(model))
         self._products = LinearDispatcher.configured()
         self._source: list[tuple[Tensor, Tensor]] = []  # keys and values by block, [B, H, N, D]
         self._head = _head_of(model.decoder.token_embedding)
 
-    def read(self, tokens: Tensor) -> Tensor:
-        """Read the prompt, int64 `[B*M, P]`, equal in all rows of a segment; returns logits, float32 `[B*M, P, V]`."""
+    def read(self, tokens: Tensor, wanted: Sequence[int] | None = None) -> Tensor:
+        """Read the prompt, int64 `[B*M, P]`, equal in all rows of a segment; returns logits, float32 `[B*M, P, V]`.
+
+        `wanted`: the positions of the prompt at which logits are computed, all if None; elsewhere they are 0.
+        """
         x = self._embedded(tokens[:: self._rows], 0)
         for block in self._decoder.blocks:
             layer = TreeLayer(self.tree)
@@ -51,20 +57,15 @@ class TreeDecoder:
             x = x + self._out(block.cross_attn, F.scaled_dot_product_attention(query, *self._source[-1]))
             x = x + self._feed_forward(block, x)
         self.tree.begin_decoding()
-        return self._logits(x).repeat_interleave(self._rows, dim=0)
+        if wanted is None:
+            return self._logits(x).repeat_interleave(self._rows, dim=0)
+        logits = _zeros((len(tokens), tokens.shape[1], self._head.out_features), x.device)
+        logits[:, wanted] = self._logits(x[:, wanted]).repeat_interleave(self._rows, dim=0)
+        return logits
 
     def step(self, last: Tensor) -> Tensor:
         """Read the last token of each row, int64 `[B*M, 1]`; returns logits, float32 `[B*M, 1, V]`."""
-        self.tree.advance()
-        x = self._embedded(last, self.tree.length)
-        bias = self.tree.mask(None, x.dtype)
-        for block, layer, source in zip(self._decoder.blocks, self.tree.layers, self._source, strict=True):
-            query, keys, values = self._projected(block.attn, x, block.attn_ln)
-            x = x + self._attended(block.attn, query, layer.append(keys, values), bias)
-            query = self._query(block.cross_attn, block.cross_attn_ln(x))
-            x = x + self._attended(block.cross_attn, query, source, None)
-            x = x + self._feed_forward(block, x)
-        return self._logits(x)
+        return step_together([self], [last])[0]
 
     def reorder(self, sources: list[int]) -> None:
         if self.tree.steps:  # before the first step, all rows of a segment are equal
@@ -103,10 +104,14 @@ class TreeDecoder:
         x = norm(x)
         return self._query(attention, x), *self._keys_and_values(attention, x)
 
-    def _attended(self, attention: Any, query: Tensor, stored: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
-        keys, values = stored
-        attended = beam_attention(query, keys, values, bias, query.shape[-1] ** -0.5)  # [B*M, 1, H, D]
-        return self._multiplied(attention.out, attended.flatten(2))
+    def _attended_own(self, query: Tensor, *new: Tensor, index: int) -> Tensor:
+        """Self-attention in block `index`, for the query, key and value of a step's rows, each `[B*M, H, 1, D]`."""
+        keys, values = self.tree.layers[index].append(*new)
+        return _attended(query, keys, values, self.tree.mask(None, query.dtype))
+
+    def _attended_audio(self, query: Tensor, *, index: int) -> Tensor:
+        """Cross-attention in block `index`."""
+        return _attended(query, *self._source[index], None)
 
     def _out(self, attention: Any, attended: Tensor) -> Tensor:
         """Project the heads' output of attention, `[B, H, P, D]`, to `[B, P, C]`."""
@@ -120,10 +125,53 @@ class TreeDecoder:
         return self._products(self._head, self._decoder.ln(x), _cast).float()
 
 
+def step_together(decoders: Sequence[TreeDecoder], last: Sequence[Tensor]) -> list[Tensor]:
+    """One step of several decodings of the same model, of any numbers of segments and rows.
+
+    Linear layers see the rows of all; attention is each decoding's own, over the keys where they lie.
+
+    Args:
+        last: the last token of each row, int64 `[B*M, 1]`, for each decoding.
+
+    Returns: logits, float32 `[B*M, 1, V]`, for each decoding.
+    """
+    for decoder in decoders:
+        decoder.tree.advance()
+    any_one, sizes = decoders[0], [len(tokens) for tokens in last]
+    x = _each(lambda one, tokens: one._embedded(tokens, one.tree.length), decoders, last)
+    for index, block in enumerate(any_one._decoder.blocks):
+        projected = [part.split(sizes) for part in any_one._projected(block.attn, x, block.attn_ln)]
+        attended = _each(functools.partial(TreeDecoder._attended_own, index=index), decoders, *projected)
+        x = x + any_one._multiplied(block.attn.out, attended)
+        query = any_one._query(block.cross_attn, block.cross_attn_ln(x)).split(sizes)
+        attended = _each(functools.partial(TreeDecoder._attended_audio, index=index), decoders, query)
+        x = x + any_one._multiplied(block.cross_attn.out, attended)
+        x = x + any_one._feed_forward(block, x)
+    return list(any_one._logits(x).split(sizes))
+
+
+def _each(run: Callable[..., Tensor], decoders: Sequence[TreeDecoder], *parts: Sequence[Tensor]) -> Tensor:
+    """Each decoding's result for that decoding's rows, one below the other."""
+    found = [run(*each) for each in zip(decoders, *parts, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _attended(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    """`[B*M, H, 1, D]` -> `[B*M, 1, H*D]`."""
+    return beam_attention(query, keys, values, bias, query.shape[-1] ** -0.5).flatten(2)
+
+
 def _cast(layer: nn.Module, rows: Tensor) -> Tensor:
     """Multiply in the dtype of `rows`, as the host does."""
     weight: Any = layer.weight
     return F.linear(rows, weight.to(rows.dtype))
+
+
+def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Zeros in float32; on the CPU they take no memory, and no time, where nobody writes."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, np.float32))  # torch would write them
+    return torch.zeros(shape, device=device)
 
 
 def _head_of(embedding: nn.Embedding) -> nn.Linear:

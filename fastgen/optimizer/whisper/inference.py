@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from whisper.model import Whisper
 
 from fastgen.memory import arena, limits
-from fastgen.optimizer import gate, verification
-from fastgen.optimizer.whisper.decoder import TreeDecoder
+from fastgen.optimizer import gate, together, verification
+from fastgen.optimizer.whisper.decoder import TreeDecoder, step_together
 from fastgen.patching import foreign_code
 from fastgen.patching.foreign_code import HostCode
 from fastgen.patching.replaced_code import are_of
 
 _CODE = HostCode(packages=("whisper", "fastgen"))
+
+
+class Step(NamedTuple):
+    """What a decoding needs that is run together with others: a step for the last tokens, int64 `[rows, 1]`."""
+
+    decoder: TreeDecoder
+    last: Tensor
+
+
+@limits.relief()
+def answer(needs: Mapping[int, Step]) -> dict[int, Tensor]:
+    """The logits of these steps, float32 `[rows, 1, V]` each, all of one model, by their numbers."""
+    decoders = [step.decoder for step in needs.values()]
+    with arena.of(decoders[0].model):
+        logits = step_together(decoders, [step.last for step in needs.values()])
+    return dict(zip(needs, logits, strict=True))
 
 
 class TreeInference:
@@ -28,6 +44,7 @@ class TreeInference:
     def __init__(self, model: Any, stock: dict[str, Callable[..., Any]]) -> None:
         """`stock`: the host's methods, for decodings that cannot run over the tree."""
         self.model, self._stock = model, stock
+        self.wanted: Sequence[int] | None = None  # positions of the prompt whose logits the host looks at; None: all
         self._begin()
 
     def _begin(self) -> None:
@@ -45,8 +62,18 @@ class TreeInference:
         if self._decoder is None:
             logits: Tensor = self._stock["logits"](tokens, audio_features)
             return logits
+        if self._steps == 1:
+            return together.outside(self._read, tokens)
+        last = tokens[:, -1:]
+        if together.is_inside():
+            return together.need(Step(self._decoder, last))
         with arena.of(self.model):
-            return self._decoder.read(tokens) if self._steps == 1 else self._decoder.step(tokens[:, -1:])
+            return self._decoder.step(last)
+
+    def _read(self, tokens: Tensor) -> Tensor:
+        assert self._decoder is not None
+        with arena.of(self.model):
+            return self._decoder.read(tokens, self.wanted)
 
     def _decide(self, tokens: Tensor, audio_features: Tensor) -> None:
         segments = len(audio_features)
@@ -56,6 +83,10 @@ class TreeInference:
         if decision.tier != gate.STOCK:
             self._decoder = TreeDecoder(self.model, audio_features, *size, prompt_length=tokens.shape[1])
         self._record, self._decision = record, decision  # only for a call that has got here
+
+    @property
+    def is_on_tree(self) -> bool:
+        return self._decoder is not None
 
     def rearrange_kv_cache(self, source_indices: list[int]) -> None:
         """Reorder the rows: row i continues row `source_indices[i]`."""

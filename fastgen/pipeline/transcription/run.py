@@ -1,4 +1,4 @@
-"""Transcribes files one after the other, by `whisper.transcribe`, and writes what whisper's own command writes.
+"""Transcribes files, several at a time, by `whisper.transcribe`, and writes what whisper's own command writes.
 
 An output appears whole or not at all: it is written elsewhere and moved. The journal has a line for each finished file,
 so that a run that was killed goes on where it was.
@@ -6,7 +6,7 @@ so that a run that was killed goes on where it was.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import shutil
 import sys
@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, first_line, writing
@@ -23,6 +22,7 @@ from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.journal import Journal
 from fastgen.pipeline.transcription.load import load
 from fastgen.pipeline.transcription.progress import AudioProgress
+from fastgen.pipeline.transcription.together import Recording, transcribe_all
 from fastgen.report import FallbackError
 
 STANDARD_INPUT = Path("-")
@@ -39,6 +39,9 @@ class Settings:
     formats: tuple[str, ...]
     options: dict[str, Any]  # of `whisper.transcribe`
     layout: dict[str, Any]  # options of whisper's writers
+    batch_size: int = 8  # files, or parts of files, that are transcribed at a time
+    batched: bool = False  # cut at silences
+    vad_filter: bool = False  # leave out silences
     device: str = "cpu"
     model_folder: str | None = None
     resume: bool = False
@@ -85,45 +88,60 @@ def _transcribe_all(settings: Settings, model: Any, left: list[Path], journal: J
     lengths = {file: audio.seconds_of(file) for file in left if file != STANDARD_INPUT}
     known = [length for length in lengths.values() if length is not None]
     progress = AudioProgress(sum(known) if len(known) == len(left) else None, enabled=not settings.quiet)
-    failed = 0
+    work = _Files(settings, journal, progress)
     try:
-        for file in left:
-            source = journal.looks_of(file)
-            try:
-                result = _transcribed(settings, model, file, progress)
-            except InputError as error:
-                failed += 1
-                progress.say(str(error))
-                continue
-            journal.note_begun(file)
-            _write(settings, file, result)
-            journal.note_done(file, source, settings.outputs(file))
+        transcribe_all(
+            model,
+            work.recordings(left),
+            settings.batch_size,
+            batched=settings.batched,
+            vad_filter=settings.vad_filter,
+        )
     finally:
         progress.close()
-    return failed
+    return work.failed
 
 
-def _transcribed(settings: Settings, model: Any, file: Path, progress: AudioProgress) -> dict[str, Any]:
-    """What `whisper.transcribe` returns for a file; whatever it can't work with becomes an InputError."""
-    sound = audio.read(sys.stdin.buffer.read() if file == STANDARD_INPUT else file)
-    if sound.fault:
-        progress.say(f"{sound.fault}; the rest is transcribed.")
-    seconds = sound.seconds
-    clips = within(settings.options.get("clip_timestamps", "0"), seconds)
-    try:
-        with _counted(progress, seconds):
-            return transcribe(model, sound.samples, **{**settings.options, "clip_timestamps": clips})
-    except FallbackError:  # strict: it is the same for all files
-        raise
-    except Exception as error:  # hosts raise what they like, and the other files may be fine
-        raise InputError(f"{file} could not be transcribed: {type(error).__name__}: {first_line(error)}.") from error
+class _Files:
+    """The files of a run: each is read when there is room, and written when it is transcribed."""
 
+    def __init__(self, settings: Settings, journal: Journal, progress: AudioProgress) -> None:
+        self._settings, self._journal, self._progress = settings, journal, progress
+        self.failed = 0
 
-def transcribe(model: Any, samples: Any, **options: Any) -> dict[str, Any]:
-    import whisper
+    def recordings(self, files: list[Path]) -> Iterator[Recording]:
+        for file in files:
+            looks = self._journal.looks_of(file)
+            try:
+                recording = self._read(file)
+            except InputError as error:
+                self._fail(error)
+                continue
+            recording.done = functools.partial(self._done, file, looks)
+            yield recording
 
-    result: dict[str, Any] = whisper.transcribe(model, samples, **options)
-    return result
+    def _read(self, file: Path) -> Recording:
+        sound = audio.read(sys.stdin.buffer.read() if file == STANDARD_INPUT else file)
+        if sound.fault:
+            self._progress.say(f"{sound.fault}; the rest is transcribed.")
+        options = dict(self._settings.options)
+        options["clip_timestamps"] = within(options.get("clip_timestamps", "0"), sound.seconds)
+        return Recording(sound.samples, options, advance=self._progress.advance)
+
+    def _done(self, file: Path, looks: Any, result: dict[str, Any] | None, error: Exception | None) -> None:
+        if isinstance(error, (FallbackError, InputError)):  # it is the same for all files
+            raise error
+        if result is None:
+            assert error is not None
+            self._fail(InputError(f"{file} could not be transcribed: {type(error).__name__}: {first_line(error)}."))
+            return
+        self._journal.note_begun(file)
+        _write(self._settings, file, result)
+        self._journal.note_done(file, looks, self._settings.outputs(file))
+
+    def _fail(self, error: InputError) -> None:
+        self.failed += 1
+        self._progress.say(str(error))
 
 
 def within(clips: str, seconds: float) -> list[float]:
@@ -138,32 +156,6 @@ def within(clips: str, seconds: float) -> list[float]:
         raise InputError(f"--clip_timestamps {clips} is no list of seconds such as 0,30,60,90.") from error
     whole = int(seconds * 100) / 100  # whisper counts in hundredths
     return [min(each, whole) for each in found]
-
-
-@contextlib.contextmanager
-def _counted(progress: AudioProgress, seconds: float) -> Iterator[None]:
-    """Inside the block, whisper's own progress bar counts for ours: it knows where in the sound it is."""
-    from whisper.audio import HOP_LENGTH, SAMPLE_RATE
-
-    module: Any = sys.modules["whisper.transcribe"]  # the attribute `whisper.transcribe` is the function
-    before, begun = module.tqdm, progress.seconds
-
-    class Bar(contextlib.AbstractContextManager[Any]):
-        def __init__(self, **_: Any) -> None:
-            pass
-
-        def update(self, frames: int) -> None:
-            progress.advance(frames * HOP_LENGTH / SAMPLE_RATE)
-
-        def __exit__(self, *_: Any) -> None:
-            pass
-
-    module.tqdm = SimpleNamespace(tqdm=Bar)
-    try:
-        yield
-    finally:
-        module.tqdm = before
-        progress.advance(begun + seconds - progress.seconds)
 
 
 def _write(settings: Settings, file: Path, result: dict[str, Any]) -> None:
@@ -183,6 +175,8 @@ def _decisive(settings: Settings) -> dict[str, Any]:
     return {
         "model": settings.model,
         **of_file,
+        "batched": settings.batched,
+        "vad_filter": settings.vad_filter,
         "output_format": list(settings.formats),
         **settings.options,
         **settings.layout,

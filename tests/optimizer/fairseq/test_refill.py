@@ -21,7 +21,7 @@ from fastgen.cache.batch_tree import BatchTree
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq.generate import continuous_batch
 from fastgen.optimizer.fairseq.generate.batch_decoder import BatchDecoder
-from fastgen.optimizer.fairseq.generate.suspending import Suspendable
+from fastgen.optimizer.suspending import Suspendable
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

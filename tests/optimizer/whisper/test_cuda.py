@@ -12,7 +12,7 @@ from fastgen import report
 
 whisper = pytest.importorskip("whisper")
 from whisper.decoding import DecodingOptions  # noqa: E402
-from whisper.model import ModelDimensions, Whisper  # noqa: E402
+from whisper_kit import SOUND, tiny  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -24,22 +24,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _tiny() -> Any:
-    torch.manual_seed(0)
-    sizes = dict(n_mels=80, n_audio_ctx=50, n_vocab=51865, n_text_ctx=64)
-    for part in ("audio", "text"):
-        sizes |= {f"n_{part}_state": 32, f"n_{part}_head": 4, f"n_{part}_layer": 2}
-    model = Whisper(ModelDimensions(**sizes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5) if parameter.ndim == 2 else parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.cuda()
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_decode(options: dict[str, Any]) -> None:
-    model = _tiny()
-    sounds = torch.randn(3, 80, 100, generator=torch.Generator().manual_seed(1)).cuda()
+    model, sounds = tiny().cuda(), SOUND.cuda()
     how = DecodingOptions(language="en", sample_len=24, fp16=False, **options)
 
     def decoded() -> list[Any]:

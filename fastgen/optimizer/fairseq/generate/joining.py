@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from fastgen.optimizer.fairseq.generate.shortlist import Shortlist
-from fastgen.optimizer.fairseq.generate.suspending import Suspendable
 from fastgen.optimizer.fairseq.model.decoder import StandIn
 from fastgen.optimizer.fairseq.request import Request
+from fastgen.optimizer.suspending import Suspendable
 
 _local = threading.local()
 

@@ -1,0 +1,180 @@
+"""Runs several calls of a host in turn: each up to where it needs a step of the model, then one step for all.
+
+A call is the host's own code, which knows nothing of the others, so each has a thread; but one thread at a time works,
+and large operations are those of the calling thread (`outside`, `need`). For torch gives each thread that computes
+some threads of its own, and idle ones cost everybody: with those of 8 callers a step takes a fifth longer. (Greenlets
+need no threads, but torch's errors look at the stack, and crash where a greenlet's stack ends.)
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fastgen.optimizer.suspending import Stopped, Suspendable
+from fastgen.optimizer.verification import RandomState
+
+_call: contextvars.ContextVar[Suspendable | None] = contextvars.ContextVar("fastgen_call_together", default=None)
+
+
+def is_inside() -> bool:
+    """Whether this code is part of a call that `run` runs with others."""
+    return _call.get() is not None
+
+
+def need(what: Any) -> Any:
+    """The answer to `what`, once every other call needs something, too. Only for code that `is_inside`."""
+    return _asked(what)
+
+
+def outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`; for code that `is_inside` the thread that called `run` runs it, at once."""
+    if not is_inside():
+        return function(*args, **kwargs)
+    return _asked(_Task(lambda: function(*args, **kwargs)))
+
+
+def run(
+    calls: Iterable[Callable[[], Any]],
+    size: int,
+    answer: Callable[[dict[int, Any]], Mapping[int, Any]],
+    done: Callable[[int, Any, Exception | None], None],
+    device: torch.device,
+) -> None:
+    """Run all `calls`, at most `size` at a time.
+
+    Each has the caller's context variables, and random numbers of its own on the CPU and on `device`: what it would
+    draw if it were the first to be called. Afterwards torch's generators are as they were. Where a mode of torch is
+    active that belongs to this thread alone, calls follow one another.
+
+    Args:
+        calls: taken one by one, when there is room.
+        answer: is given what the calls that wait need, by the call's number, and returns answers, at least one. A call
+            without an answer goes on waiting. What it raises is raised in each of these calls.
+        done: called with a call's number and the result, or the error that it ended with.
+    """
+    before = RandomState(device)
+    running = _Running(before, done)
+    upcoming = enumerate(calls)
+    try:
+        with torch.no_grad():  # as the hosts decode, in threads of their own
+            if _is_apart(device):
+                for number, call in upcoming:
+                    running.alone(number, call)
+                return
+            while True:
+                while running.size < size and (following := next(upcoming, None)) is not None:
+                    running.begin(*following)
+                if not running.needs:
+                    return
+                for number, found in _answers(running.needs, answer).items():
+                    running.resume(number, found)
+    finally:
+        running.close()
+        before.restore()
+
+
+def _answers(needs: dict[int, Any], answer: Callable[[dict[int, Any]], Mapping[int, Any]]) -> dict[int, _Answer]:
+    try:
+        return {number: _Answer(found) for number, found in answer(dict(needs)).items()}
+    except Exception as error:  # raised again in each call
+        return {number: _Answer(error=error) for number in needs}
+
+
+def _is_apart(device: torch.device) -> bool:
+    """Whether this thread has a state of torch's that other threads have not."""
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    return modes > 0 or any(torch.is_autocast_enabled(kind) for kind in {"cpu", device.type})
+
+
+def _asked(what: Any) -> Any:
+    call = _call.get()
+    assert call is not None
+    answer: _Answer = call.ask(what)
+    if answer.error is not None:
+        raise answer.error
+    return answer.found
+
+
+class _Answer(NamedTuple):
+    found: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Something to be run outside."""
+
+    run: Callable[[], Any]
+
+    def answer(self) -> _Answer:
+        try:
+            return _Answer(self.run())
+        except Exception as error:  # raised again in the call
+            return _Answer(error=error)
+
+
+class _Running:
+    """The calls that have begun and not ended. Outside of `begin` and `resume` each of them needs something."""
+
+    def __init__(self, before: RandomState, done: Callable[[int, Any, Exception | None], None]) -> None:
+        self._before, self._done = before, done
+        self._calls: dict[int, tuple[Suspendable, RandomState]] = {}
+        self.needs: dict[int, Any] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self._calls)
+
+    def begin(self, number: int, call: Callable[[], Any]) -> None:
+        threads = torch.get_num_threads()
+
+        def body() -> Any:
+            _call.set(suspended)
+            torch.get_num_threads()  # or the first operation would set the number anew
+            torch.set_num_threads(1)
+            outside(torch.set_num_threads, threads)  # threads to come have as many as before
+            return call()
+
+        suspended = Suspendable(body)
+        self._calls[number] = suspended, self._before
+        self.resume(number, _Answer())
+
+    def alone(self, number: int, call: Callable[[], Any]) -> None:
+        """Run a call in this thread."""
+        self._before.restore()
+        try:
+            result = call()
+        except Exception as error:  # a call that fails ends alone
+            self._done(number, None, error)
+        else:
+            self._done(number, result, None)
+
+    def resume(self, number: int, answer: _Answer) -> None:
+        """Go on with a call, up to what it needs next or to the end."""
+        call, random = self._calls[number]
+        self.needs.pop(number, None)
+        random.restore()
+        error: Exception | None = None
+        try:
+            while isinstance(what := call.resume(answer), _Task):
+                answer = what.answer()
+        except Stopped as stopped:
+            error = stopped.error
+        except Exception as raised:  # a call that fails ends alone
+            error = raised
+        if call.ended:
+            del self._calls[number]
+            self._done(number, call.result, error)
+        else:
+            self._calls[number] = call, random.now()
+            self.needs[number] = what
+
+    def close(self) -> None:
+        """End calls that are still here, so that they free what they hold."""
+        for call, _ in self._calls.values():
+            call.close()

@@ -1,0 +1,66 @@
+"""Finds where somebody speaks, by Silero's voice activity detection (https://github.com/snakers4/silero-vad)."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from fastgen.pipeline.errors import needing
+from fastgen.pipeline.transcription.audio import RATE
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WINDOW = 30.0  # seconds that Whisper reads at a time
+_PAUSE = 2.0  # seconds of silence that part two stretches; shorter ones Whisper hears
+_PADDING = 0.4  # seconds before and after what is taken for speech
+_BREATH = 0.16  # seconds of silence at which a sound may be cut
+
+
+def speech(samples: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
+    """Start and end in seconds of each stretch of speech that silence of two seconds or more parts from the next.
+
+    `samples`: float32 `[samples]`, 16 kHz.
+    """
+    return _found(samples, min_silence_duration_ms=int(_PAUSE * 1000), speech_pad_ms=int(_PADDING * 1000))
+
+
+def windows(samples: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
+    """Start and end in seconds of parts of 30 seconds at most, cut where it is silent, that have all speech in them.
+
+    `samples`: float32 `[samples]`, 16 kHz. Speech of more than 30 seconds without a pause is cut where it goes on.
+    """
+    parts = _found(
+        samples,
+        min_silence_duration_ms=int(_BREATH * 1000),
+        max_speech_duration_s=WINDOW,
+        speech_pad_ms=int(_BREATH * 500),
+    )
+    joined: list[tuple[float, float]] = []
+    for start, end in parts:
+        if joined and end - joined[-1][0] <= WINDOW:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _found(samples: np.ndarray[Any, Any], **options: Any) -> list[tuple[float, float]]:
+    model, timestamps = _detector()
+    found = timestamps(model.audio_forward(samples), audio_length_samples=len(samples), **options)
+    return [(one["start"] / RATE, one["end"] / RATE) for one in found]
+
+
+@functools.lru_cache(maxsize=1)
+def _detector() -> tuple[Any, Any]:
+    import torch
+
+    threads = torch.get_num_threads()
+    with needing("silero-vad", "transcribe"):
+        try:
+            import silero_vad
+            from silero_vad.utils_vad import get_speech_timestamps_from_probs
+
+            return silero_vad.load_silero_vad(sequence=True), get_speech_timestamps_from_probs
+        finally:
+            torch.set_num_threads(threads)  # its import sets one thread, for everybody

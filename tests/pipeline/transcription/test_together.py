@@ -1,0 +1,215 @@
+"""Several recordings at a time: each as if it were alone, by whisper without fastgen; parts between silences."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import whisper
+
+import fastgen
+from fastgen.optimizer.whisper import inference
+from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.transcription import audio, load, silences
+
+pytestmark = pytest.mark.usefixtures("own_threads")
+FAST: dict[str, Any] = {"language": "en", "fp16": False, "temperature": 0.0}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "five beams": dict(beam_size=5),
+    "greedy, and the language is found out": dict(language=None),
+    "patience": dict(beam_size=3, patience=2.0, length_penalty=0.5),
+    # No result is good enough: beams first, then samples, whose prompts are left out.
+    "temperatures": dict(beam_size=2, best_of=3, temperature=(0.0, 0.4, 0.8), logprob_threshold=0.0, sample_len=9),
+    "words": dict(beam_size=3, word_timestamps=True, hallucination_silence_threshold=0.5),
+    "a prompt": dict(beam_size=3, initial_prompt="Ada and Grace", carry_initial_prompt=True, task="translate"),
+    "clips": dict(beam_size=3, clip_timestamps=[0.5, 1.5, 2.0, 3.0], condition_on_previous_text=False),
+}
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Any:
+    return load.load(str(checkpoint), "cpu")
+
+
+@pytest.fixture
+def sounds(sound: Any) -> list[Any]:
+    """Of several lengths, so that windows, prompts and ends differ."""
+    seconds = (3.0, 41.0, 12.0, 33.0)
+    return [audio.read(sound(f"{n}.wav", length, seed=n)).samples for n, length in enumerate(seconds)]
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many decodings each step was for."""
+    seen: list[int] = []
+    real = inference.step_together
+    monkeypatch.setattr(inference, "step_together", lambda *args: (seen.append(len(args[0])), real(*args))[1])
+    return seen
+
+
+def plain(result: Any) -> Any:
+    """A result whose numbers may be rounded otherwise."""
+    if isinstance(result, dict):
+        return {name: plain(value) for name, value in result.items()}
+    if isinstance(result, list):
+        return [plain(value) for value in result]
+    return pytest.approx(result, rel=1e-4, abs=1e-4, nan_ok=True) if isinstance(result, float) else result
+
+
+def alone(model: Any, sounds: list[Any], **options: Any) -> list[Any]:
+    found = []
+    with fastgen.disabled():
+        for sound in sounds:
+            torch.manual_seed(11)
+            found.append(whisper.transcribe(model, sound, **options))
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_as_if_it_were_alone(options: dict[str, Any], model: Any, sounds: list[Any], steps: list[int]) -> None:
+    options = {**FAST, **options}
+    expected = alone(model, sounds, **options)
+    torch.manual_seed(11)
+    with fastgen.configured(strict=True):
+        found = fastgen.transcribe(model, sounds, batch_size=3, **options)
+    assert plain(expected) == found
+    assert any(result["text"] for result in found)
+    assert max(steps) == 3 and len(steps) > 5
+
+
+def test_a_wrong_step_is_seen(model: Any, sounds: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that go to another recording change what is found."""
+    real = inference.step_together
+    monkeypatch.setattr(inference, "step_together", lambda *args: real(*args)[::-1])
+    options = {**FAST, "beam_size": 3}
+    assert plain(alone(model, sounds, **options)) != fastgen.transcribe(model, sounds, batch_size=2, **options)
+
+
+def test_files_and_tensors(model: Any, sound: Any, sounds: list[Any], tmp_path: Path) -> None:
+    path = sound("0.wav", 3.0, seed=0)
+    assert fastgen.transcribe(model, [], **FAST) == []
+    first, second, third = fastgen.transcribe(model, [path, str(path), torch.from_numpy(sounds[0])], **FAST)
+    assert first["text"] == second["text"] == third["text"]
+    for wrong, said in (
+        (sounds[0].astype(np.float64), "Recording 1 is float64"),
+        (sounds[0][None], "give float32"),
+        (tmp_path / "none.wav", "Cannot read"),
+    ):
+        with pytest.raises(InputError, match=said):
+            fastgen.transcribe(model, [path, wrong], **FAST)
+    with pytest.raises(ValueError, match="batch_size=0 is not 1 or more"):
+        fastgen.transcribe(model, [path], batch_size=0)
+    with pytest.raises(ValueError, match="patience requires beam_size to be given"):  # whisper's own words
+        fastgen.transcribe(model, [path], patience=2.0, **FAST)
+
+
+def test_off(model: Any, sounds: list[Any]) -> None:
+    with fastgen.disabled():
+        found = fastgen.transcribe(model, sounds[:2], **FAST)
+    assert found == alone(model, sounds[:2], **FAST)
+
+
+def test_verified(model: Any, sounds: list[Any]) -> None:
+    """Whisper decodes again inside a call: nothing is shared there."""
+    from fastgen.optimizer import verification
+
+    verification._counts.clear()
+    with fastgen.configured(verify=1):
+        found = fastgen.transcribe(model, sounds[:3], **FAST, beam_size=2)
+    assert plain(alone(model, sounds[:3], **FAST, beam_size=2)) == found
+    assert set(verification._counts) <= {"same", "near-ties"} and sum(verification._counts.values()) >= 3
+
+
+def test_progress(model: Any, sounds: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    fastgen.transcribe(model, sounds[:2], progress=True, **FAST)
+    assert "0:44, " in capsys.readouterr().err
+
+
+@pytest.fixture
+def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Where speech is, in seconds, by the length of the sound; and what was asked for."""
+    said: dict[str, Any] = {}
+
+    def found(samples: Any, **options: Any) -> list[tuple[float, float]]:
+        said["options"] = options
+        return said[len(samples) / audio.RATE]
+
+    monkeypatch.setattr(silences, "_found", found)
+    return said
+
+
+def test_silences_are_left_out(model: Any, sounds: list[Any], detector: dict[str, Any]) -> None:
+    detector |= {3.0: [(0.5, 1.5)], 41.0: [], 12.0: [(0.0, 2.0), (4.5, 8.0)]}
+    found = fastgen.transcribe(model, sounds[:3], vad_filter=True, **FAST)
+    assert detector["options"]["min_silence_duration_ms"] == 2000
+    expected = alone(model, sounds[:1], clip_timestamps=[0.5, 1.5], **FAST)
+    expected += alone(model, sounds[2:3], clip_timestamps=[0.0, 2.0, 4.5, 8.0], **FAST)
+    assert plain(expected) == [found[0], found[2]]
+    assert found[1] == {"text": "", "segments": [], "language": "en"}
+    with pytest.raises(InputError, match="clip_timestamps can't be given with batched or vad_filter"):
+        fastgen.transcribe(model, sounds[:1], vad_filter=True, clip_timestamps=[0.0, 1.0], **FAST)
+
+
+def test_cut_at_silences(model: Any, sounds: list[Any], detector: dict[str, Any], steps: list[int]) -> None:
+    """Each part is what whisper finds in it alone, at a later time."""
+    detector |= {3.0: [], 41.0: [(1.0, 9.0), (9.5, 20.0), (22.0, 40.0)], 12.0: [(0.0, 12.0)]}
+    options = {**FAST, "beam_size": 2, "word_timestamps": True}
+    long, empty, short = fastgen.transcribe(
+        model, [sounds[1], sounds[0], sounds[2]], batched=True, batch_size=3, **options
+    )
+    assert max(steps) == 3
+    options["condition_on_previous_text"] = False
+    parts = [sounds[1][round(start * 16000) : round(end * 16000)] for start, end in ((1.0, 20.0), (22.0, 40.0))]
+    first, second, only = alone(model, [*parts, sounds[2]], **options)
+    assert plain(only) == short and empty["text"] == ""
+    assert long["text"] == first["text"] + second["text"] and long["language"] == "en"
+    assert [one["id"] for one in long["segments"]] == list(range(len(first["segments"]) + len(second["segments"])))
+    for ours, theirs, start in (
+        *zip(long["segments"], first["segments"], itertools.repeat(1.0)),
+        *zip(long["segments"][len(first["segments"]) :], second["segments"], itertools.repeat(22.0)),
+    ):
+        assert ours["tokens"] == theirs["tokens"]
+        assert (ours["start"], ours["end"]) == pytest.approx((theirs["start"] + start, theirs["end"] + start))
+        assert ours["seek"] == theirs["seek"] + 100 * start
+        times = [(word["start"] + start, word["end"] + start) for word in theirs["words"]]
+        assert [(word["start"], word["end"]) for word in ours["words"]] == [pytest.approx(each) for each in times]
+
+
+def test_the_language_of_parts(model: Any, sounds: list[Any], detector: dict[str, Any]) -> None:
+    """It is found out once, from the first part."""
+    detector |= {41.0: [(2.0, 12.0), (13.0, 39.0)]}
+    found = fastgen.transcribe(model, [sounds[1]], batched=True, **{**FAST, "language": None})[0]
+    (part,) = alone(model, [sounds[1][2 * 16000 : 12 * 16000]], **{**FAST, "language": None})
+    assert found["language"] == part["language"]
+
+
+def test_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are joined up to 30 seconds."""
+    parts = [(0.0, 5.0), (6.0, 29.0), (29.5, 31.0), (40.0, 59.5), (59.9, 69.9), (70.5, 71.0)]
+    monkeypatch.setattr(silences, "_found", lambda samples, **_: parts)
+    assert silences.windows(np.zeros(1, np.float32)) == [(0.0, 29.0), (29.5, 59.5), (59.9, 71.0)]
+    monkeypatch.setattr(silences, "_found", lambda samples, **_: [])
+    assert silences.windows(np.zeros(1, np.float32)) == []
+
+
+def test_where_somebody_speaks() -> None:
+    """By Silero's model, in a real recording with silence around it; torch's threads stay as many as they were."""
+    pytest.importorskip("silero_vad", reason="needs the extra transcribe")
+    path = Path(__file__).resolve().parents[4] / "shared/data/audio/jfk.npy"
+    if not path.exists():
+        pytest.skip(f"needs {path}")
+    speech = np.load(path).astype(np.float32)
+    threads = torch.get_num_threads()
+    silences._detector.cache_clear()
+    quiet = np.zeros(5 * audio.RATE, np.float32)
+    found = silences.speech(np.concatenate([quiet, speech, quiet, speech]))
+    assert torch.get_num_threads() == threads
+    assert len(found) == 2
+    assert found[0][0] == pytest.approx(5.0, abs=1.0) and found[1][0] == pytest.approx(21.0, abs=1.0)
+    assert all(end - start <= 30 for start, end in silences.windows(np.tile(speech, 9)))
+    assert silences.speech(quiet) == silences.windows(quiet) == []
