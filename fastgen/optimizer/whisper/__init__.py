@@ -40,6 +40,8 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     patches.replace(inference, "__init__", _wrapped(inference, inference.__init__, methods))
     require_signature(module.DecodingTask.run, ("self", "mel"))
     patches.replace(module.DecodingTask, "run", _prepared(module.DecodingTask))
+    require_signature(module.DecodingTask._get_audio_features, ("self", "mel"))
+    patches.replace(module.DecodingTask, "_get_audio_features", _encoding(module.DecodingTask))
     if importlib.import_module("whisper.version").__version__ == TESTED:  # other versions may have other rules
         for kind, name in _RULES:
             patches.replace(getattr(module, kind), name, _on_tree(getattr(module, kind), name))
@@ -68,6 +70,21 @@ def _prepared(kind: type[Any]) -> Callable[[Any, Any], Any]:
             _running.reset(before)
 
     return run
+
+
+def _encoding(kind: type[Any]) -> Callable[[Any, Any], Any]:
+    """Wrap the host's `_get_audio_features`: fastgen encodes, where the user has chosen weights in fewer bits."""
+    stock = kind._get_audio_features
+
+    @functools.wraps(stock)
+    def _get_audio_features(self: Any, mel: Any) -> Any:
+        if config.current().weights != "float32" and type(self) is kind and not self.options.fp16:
+            from fastgen.optimizer.whisper.inference import encoded
+
+            mel = encoded(self.model, mel)  # the host leaves what is encoded alone
+        return stock(self, mel)
+
+    return _get_audio_features
 
 
 def _on_tree(kind: type[Any], name: str) -> Callable[..., Any]:

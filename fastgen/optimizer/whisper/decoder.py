@@ -20,22 +20,22 @@ from torch import Tensor, nn
 from fastgen.cache.tree import BeamTree
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import beam_attention
-from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory.buffers import Buffers
+from fastgen.optimizer.whisper.blocks import Blocks
 
 _lock = threading.Lock()
 _heads: weakref.WeakKeyDictionary[nn.Module, nn.Linear] = weakref.WeakKeyDictionary()  # by the embedding they share
 
 
-class TreeDecoder:
+class TreeDecoder(Blocks):
     """The state of one decoding, to be closed by `close` when it ends."""
 
     def __init__(self, model: Any, audio: Tensor, segments: int, rows: int, prompt_length: int) -> None:
         """`audio`: the encoder output, `[B, N, C]`."""
+        super().__init__()
         self.model, self._decoder, self._audio, self._rows = model, model.decoder, audio, rows
         steps = max(model.dims.n_text_ctx - prompt_length, 1)
         self.tree = BeamTree(segments, rows, steps, Buffers(model))
-        self._products = LinearDispatcher.configured()
         self._source: list[tuple[Tensor, Tensor]] = []  # keys and values by block, [B, H, N, D]
         self._head = _head_of(model.decoder.token_embedding)
 
@@ -85,25 +85,6 @@ class TreeDecoder:
         positions = decoder.positional_embedding[position : position + tokens.shape[1]]
         return (decoder.token_embedding(tokens) + positions).to(self._audio.dtype)
 
-    def _multiplied(self, layer: Any, rows: Tensor) -> Tensor:
-        return self._products(layer, rows, type(layer).forward)
-
-    def _by_head(self, x: Tensor, heads: int) -> Tensor:
-        """`[rows, length, H*D]` -> `[rows, H, length, D]`."""
-        return x.unflatten(2, (heads, -1)).transpose(1, 2)
-
-    def _query(self, attention: Any, x: Tensor) -> Tensor:
-        return self._by_head(self._multiplied(attention.query, x), attention.n_head)
-
-    def _keys_and_values(self, attention: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        layers = attention.key, attention.value
-        keys, values = (self._by_head(self._multiplied(layer, x), attention.n_head) for layer in layers)
-        return keys.contiguous(), values.contiguous()
-
-    def _projected(self, attention: Any, x: Tensor, norm: Any) -> tuple[Tensor, Tensor, Tensor]:
-        x = norm(x)
-        return self._query(attention, x), *self._keys_and_values(attention, x)
-
     def _attended_own(self, query: Tensor, *new: Tensor, index: int) -> Tensor:
         """Self-attention in block `index`, for the query, key and value of a step's rows, each `[B*M, H, 1, D]`."""
         keys, values = self.tree.layers[index].append(*new)
@@ -112,14 +93,6 @@ class TreeDecoder:
     def _attended_audio(self, query: Tensor, *, index: int) -> Tensor:
         """Cross-attention in block `index`."""
         return _attended(query, *self._source[index], None)
-
-    def _out(self, attention: Any, attended: Tensor) -> Tensor:
-        """Project the heads' output of attention, `[B, H, P, D]`, to `[B, P, C]`."""
-        return self._multiplied(attention.out, attended.transpose(1, 2).flatten(2))
-
-    def _feed_forward(self, block: Any, x: Tensor) -> Tensor:
-        wide, activation, narrow = block.mlp
-        return self._multiplied(narrow, activation(self._multiplied(wide, block.mlp_ln(x))))
 
     def _logits(self, x: Tensor) -> Tensor:
         return self._products(self._head, self._decoder.ln(x), _cast).float()

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from whisper.model import Whisper
 
+from fastgen import config
 from fastgen.memory import arena, limits
 from fastgen.optimizer import gate, together, verification
 from fastgen.optimizer.whisper.decoder import TreeDecoder, step_together
+from fastgen.optimizer.whisper.encoder import encode
 from fastgen.patching import foreign_code
 from fastgen.patching.foreign_code import HostCode
 from fastgen.patching.replaced_code import are_of
@@ -122,10 +124,26 @@ def unsupported_reason(model: Any, tokens: Tensor, audio_features: Tensor) -> st
         return f"audio features of shape {tuple(audio_features.shape)} are not one row for each segment"
     if 1 < len(audio_features) < len(tokens):
         return "whisper itself cannot decode several segments with several beams or samples each"
-    if type(model) is not Whisper or not are_of({"whisper"}, model.decoder.modules()):
+    return _unsupported_part(model, "decoder")
+
+
+def encoded(model: Any, mel: Tensor) -> Tensor:
+    """Spectrograms, `[B, bands, 2*N]`, encoded with weights in fewer bits; unchanged where that can't be done here."""
+    dims = model.dims
+    is_plain = mel.dtype == torch.float32 and mel.ndim == 3 and mel.shape[1:] == (dims.n_mels, 2 * dims.n_audio_ctx)
+    is_busy = torch.is_grad_enabled() or torch.is_autocast_enabled(mel.device.type)
+    if not is_plain or is_busy or config.current().tier == gate.STOCK or _unsupported_part(model, "encoder"):
+        return mel
+    return encode(model, mel)
+
+
+def _unsupported_part(model: Any, name: str) -> str | None:
+    """Why the host has to run this part of the model, or None."""
+    part = getattr(model, name)
+    if type(model) is not Whisper or not are_of({"whisper"}, part.modules()):
         return f"{type(model).__name__} is not whisper's own model"
     if (mode := foreign_code.active_mode()) is not None:
         return f"a mode of yours ({mode}) sees each operation"
-    if (found := next(_CODE.find(model.decoder.named_modules(prefix="decoder")), None)) is not None:
+    if (found := next(_CODE.find(part.named_modules(prefix=name)), None)) is not None:
         return f"{found}: it is left to the host"
     return None

@@ -339,3 +339,33 @@ def test_rounded_weights(beams: int | None, weights: str) -> None:
     fastgen.release()
     compare(MODEL, SOUND[:1], **options)
     assert fastgen.status().quantized == ""
+
+
+@pytest.mark.usefixtures("rounded_weights")
+def test_the_encoder_with_rounded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the user's choice alone, where the encoder is whisper's own, and sounds are not encoded yet."""
+    from fastgen.optimizer.whisper import encoder, inference
+
+    model, seen = tiny(), []
+    monkeypatch.setattr(inference, "encode", lambda *args: (seen.append(1), encoder.encode(*args))[1])
+
+    def encoded(**settings: Any) -> tuple[torch.Tensor, int]:
+        seen.clear()
+        with fastgen.configured(packing="always", **settings):
+            (result,) = decode(model, SOUND[:1], sample_len=1)
+        return result.audio_features, len(seen)
+
+    with torch.no_grad():
+        theirs = model.encoder(SOUND[:1])[0]
+        torch.testing.assert_close(encoder.encode(model, SOUND[:1])[0], theirs, rtol=1e-4, atol=1e-4)
+    assert torch.equal(encoded()[0], theirs) and not seen
+    ours, count = encoded(weights="int8")
+    assert count == 1 and 1e-4 < float((ours - theirs).norm() / theirs.norm()) < 0.5
+    assert encoded(weights="int8", tier="stock")[1] == 0
+    with torch.no_grad(), fastgen.configured(weights="int8"):
+        (again,) = decode(model, ours[None], sample_len=1)  # which is encoded already
+        assert torch.equal(again.audio_features, ours)
+    hook = model.encoder.blocks[0].register_forward_hook(lambda *_: None)
+    assert encoded(weights="int8")[1] == 0
+    hook.remove()
+    assert encoded(weights="int8")[1] == 1
