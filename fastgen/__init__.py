@@ -125,22 +125,24 @@ def transcribe(
 
     Each recording is transcribed as if it were alone: windows follow one another by whisper's rule, with what was said
     before as a prompt. Steps of the decoder are shared by all. What is drawn, at a temperature above 0, is what would
-    be drawn if that recording were the first. Needs the extra `transcribe`.
+    be drawn if that recording were the first. With `weights` in fewer bits, results depend on what shares a step.
+    Needs the extra `transcribe`.
 
     Args:
         model: of the package `whisper`.
         recordings: files of sound or video, or float32 `[samples]`, one channel, 16 kHz.
         batch_size: the most recordings, or parts of some, that are decoded at a time.
         batched: cut each recording at silences into parts of 30 seconds at most, which do not know what was said
-            before. Then the text may be another one.
-        vad_filter: leave out where nobody speaks for two seconds or more. Then the text may be another one.
+            before. The text may then differ.
+        vad_filter: leave out where nobody speaks for two seconds or more. The text may then differ.
         progress: show a progress line on standard error.
         options: options of `whisper.transcribe`: `language`, `beam_size`, `word_timestamps`, ...
 
     Returns: for each recording, in order, a dictionary with `text`, `segments` and `language`, as whisper has it.
 
     Raises:
-        InputError: a file is not there, or has no sound in it; options do not go together.
+        ValueError: a file is not there, or has no sound in it; options do not go together. Other errors are those of
+            whisper, for the first recording that fails. The command `fastgen-transcribe` goes on with all others.
     """
     from fastgen.pipeline.transcription import recordings as several
 

@@ -359,7 +359,8 @@ def _result(name: str) -> dict[str, Any]:
 
 
 _SHORT = "bart-base gpt2 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
-_SUITES = """peers greedy longer captions captions-trocr int8 int8-more int8-zen4 llama-1b llama-1b-bf16
+_SUITES = """peers greedy longer captions captions-trocr int8 int8-more int8-zen4 int8-zen4-more int8-zen4-trained
+    llama-1b llama-1b-bf16
     fastseq-table1 fastseq-table2 fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5
     lightseq-fig6 scale""".split()
 
@@ -404,11 +405,43 @@ def results_phases() -> str:
     return suites.phases(_result("peers"))
 
 
-def results_whisper() -> str:
-    result = _result("whisper-trained")
-    row = (f"Whisper-base, {result['what']}, {result['beams']} beams", *_timed(result), str(len(result["rounds"])))
-    title = f"The package `openai-whisper` {result['versions']['whisper']}, all of `transcribe`:"
-    return f"{title}\n\n{table(('task', 'stock', 'fastgen', 'faster', 'rounds'), [row])}"
+def results_speech() -> str:
+    result = _result("speech")
+    parts = []
+    for task in result["tasks"]:
+        rounds = task["rounds"]
+        what = {"clip": "One clip", "long": "One recording", "files": "30 files"}[task["task"]]
+        rows = []
+        for side, about in task["sides"].items():
+            times = [one[side]["seconds"] for one in rounds if side in one]
+            against = [one["faster-whisper"]["seconds"] / one[side]["seconds"] for one in rounds if side in one]
+            seconds = statistics.median(times)
+            spread = f" ({min(against):.2f} to {max(against):.2f})" if len(against) > 1 else ""
+            same = f"{about['same']} of {about['of']}" if "same" in about else ""
+            rows.append(
+                (
+                    side,
+                    f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s",
+                    f"{task['sound'] / seconds:.1f}",
+                    f"{statistics.median(against):.2f}x{spread}",
+                    f"{about['word_error_rate']:.1f}%",
+                    f"{about['peak_bytes'] / 1e9:.2f} GB",
+                    same,
+                )
+            )
+        names = "side, time, s of sound a second, times faster-whisper, words wrong, peak memory, as whisper"
+        parts.append(f"**{what}, {task['sound']:.0f} s of speech**\n\n{table(names.split(', '), rows)}")
+    versions = result["versions"]
+    count = min(len(task["rounds"]) for task in result["tasks"])
+    cores = [each["other_processes"] for task in result["tasks"] for one in task["rounds"] for each in one.values()]
+    busy = sum(each is not None and each > 0.1 for each in cores)
+    parts.append(
+        f"{result['date'][:10]}, {result['machine']['cpu']}, {result['machine']['threads']} threads, {count} rounds, "
+        f"whisper itself 1; 5 beams; openai-whisper {versions['whisper']}, "
+        f"faster-whisper {versions['faster-whisper']}, CTranslate2 {versions['ctranslate2']}, "
+        f"torch {versions['torch']}. In {busy} of {len(cores)} timings other processes kept more than 0.1 cores busy."
+    )
+    return "\n\n".join(parts)
 
 
 def results_operators() -> str:
@@ -615,7 +648,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-phases": results_phases,
     "results-short": results_short,
     "results-slots": results_slots,
-    "results-whisper": results_whisper,
+    "results-speech": results_speech,
     "serve-fields": serve_fields,
     "slim-bytes": slim_bytes,
     "slim-speed": slim_speed,

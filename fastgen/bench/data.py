@@ -38,7 +38,8 @@ class Texts:
 
 def of(task: dict[str, Any], folders: Folders) -> Texts:
     """The texts of a task (as `Task.as_dict` gives it); KeyError if its model has none."""
-    return TEXTS[task["model"]](folders, task["limit"])
+    clips = task["batch"] if task["model"] == "whisper" else 0  # a batch of the same clip, and no more
+    return TEXTS[task["model"]](folders, task["limit"] or clips)
 
 
 def tokenizer_of(folders: Folders, name: str) -> Any:

@@ -50,6 +50,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise InputError("--patience needs --beam_size.")
     if (args.batched or args.vad_filter) and args.clip_timestamps != "0":
         raise InputError("--clip_timestamps can't be given with --batched or --vad_filter, which choose clips.")
+    if args.batched and args.vad_filter:
+        raise InputError("--batched leaves out silences already: --vad_filter can't be given with it.")
     if args.model.endswith(".en"):
         options["language"] = "en"
     return Settings(
@@ -207,14 +209,14 @@ def _add_ways(result: argparse.ArgumentParser) -> None:
         type=positive_number,
         default=8,
         metavar="N",
-        help="files, or parts of files, that are transcribed at a time (default: %(default)s)",
+        help="files, or parts of files, that are transcribed at a time, at most (default: %(default)s)",
     )
     result.add_argument(
         "--batched",
         type=_yes_or_no,
         default=False,
         metavar="{True,False}",
-        help="cut each file at silences into parts that do not know of one another: faster, but the text may differ",
+        help="cut each file at silences into parts, each without what was said before: faster, but the text may differ",
     )
     result.add_argument(
         *_flags("vad_filter"),

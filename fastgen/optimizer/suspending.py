@@ -30,7 +30,7 @@ class Suspendable:
     def __init__(self, function: Callable[[], Any]) -> None:
         self.ended = False
         self.result: Any = None
-        self._function = function
+        self._function: Callable[[], Any] | None = function
         self._questions: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._device = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -53,7 +53,10 @@ class Suspendable:
         self.ended = True
         self._thread.join()
         if kind == "failed":
-            raise Stopped(value) if isinstance(value, StopIteration) else value
+            try:
+                raise Stopped(value) if isinstance(value, StopIteration) else value
+            finally:
+                del value  # whose traceback has this frame
         self.result = value
         return None
 
@@ -73,9 +76,11 @@ class Suspendable:
         self.ended = True
 
     def _run(self) -> None:
+        function, self._function = self._function, None  # which may know this object: what it holds is freed at the end
+        assert function is not None
         try:
             with self._as_the_caller():
-                result = self._function()
+                result = function()
         except BaseException as error:  # raised again in the thread that resumed it
             self._questions.put(("failed", error))
         else:

@@ -8,8 +8,9 @@ need no threads, but torch's errors look at the stack, and crash where a greenle
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,21 +49,20 @@ def run(
     """Run all `calls`, at most `size` at a time.
 
     Each has the caller's context variables, and random numbers of its own on the CPU and on `device`: what it would
-    draw if it were the first to be called. Afterwards torch's generators are as they were. Where a mode of torch is
-    active that belongs to this thread alone, calls follow one another.
+    draw if it were the first to be called. With a size of 0 calls follow one another in this thread; so they do where
+    torch has a mode, or autocast, of this thread alone.
 
     Args:
         calls: taken one by one, when there is room.
-        answer: is given what the calls that wait need, by the call's number, and returns answers, at least one. A call
-            without an answer goes on waiting. What it raises is raised in each of these calls.
+        answer: from what the calls need, by the call's number, to an answer for each. What it raises is raised in each
+            of these calls.
         done: called with a call's number and the result, or the error that it ended with.
     """
-    before = RandomState(device)
-    running = _Running(before, done)
-    upcoming = enumerate(calls)
+    running, upcoming = _Running(device, done), enumerate(calls)
+    threads = torch.get_num_threads()
     try:
         with torch.no_grad():  # as the hosts decode, in threads of their own
-            if _is_apart(device):
+            if size < 1 or is_inside() or _is_apart(device):
                 for number, call in upcoming:
                     running.alone(number, call)
                 return
@@ -74,8 +74,10 @@ def run(
                 for number, found in _answers(running.needs, answer).items():
                     running.resume(number, found)
     finally:
-        running.close()
-        before.restore()
+        try:
+            running.close()
+        finally:
+            torch.set_num_threads(threads)  # if a call was ended before it could say so
 
 
 def _answers(needs: dict[int, Any], answer: Callable[[dict[int, Any]], Mapping[int, Any]]) -> dict[int, _Answer]:
@@ -121,9 +123,10 @@ class _Task:
 class _Running:
     """The calls that have begun and not ended. Outside of `begin` and `resume` each of them needs something."""
 
-    def __init__(self, before: RandomState, done: Callable[[int, Any, Exception | None], None]) -> None:
-        self._before, self._done = before, done
-        self._calls: dict[int, tuple[Suspendable, RandomState]] = {}
+    def __init__(self, device: torch.device, done: Callable[[int, Any, Exception | None], None]) -> None:
+        self._device, self._done = device, done
+        self._calls: dict[int, Suspendable] = {}
+        self._random: dict[int, RandomState] = {}  # of those that have drawn random numbers
         self.needs: dict[int, Any] = {}
 
     @property
@@ -140,41 +143,59 @@ class _Running:
             outside(torch.set_num_threads, threads)  # threads to come have as many as before
             return call()
 
-        suspended = Suspendable(body)
-        self._calls[number] = suspended, self._before
+        suspended = self._calls[number] = Suspendable(body)
         self.resume(number, _Answer())
 
     def alone(self, number: int, call: Callable[[], Any]) -> None:
         """Run a call in this thread."""
-        self._before.restore()
         try:
-            result = call()
+            with self._drawing(number):
+                result = contextvars.copy_context().run(call)
         except Exception as error:  # a call that fails ends alone
-            self._done(number, None, error)
+            self._end(number, None, error)
         else:
-            self._done(number, result, None)
+            self._end(number, result, None)
 
     def resume(self, number: int, answer: _Answer) -> None:
         """Go on with a call, up to what it needs next or to the end."""
-        call, random = self._calls[number]
+        call = self._calls[number]
         self.needs.pop(number, None)
-        random.restore()
-        error: Exception | None = None
         try:
-            while isinstance(what := call.resume(answer), _Task):
-                answer = what.answer()
+            with self._drawing(number):
+                while isinstance(what := call.resume(answer), _Task):
+                    answer = what.answer()
         except Stopped as stopped:
-            error = stopped.error
-        except Exception as raised:  # a call that fails ends alone
-            error = raised
-        if call.ended:
-            del self._calls[number]
-            self._done(number, call.result, error)
+            self._end(number, None, stopped.error)
+        except Exception as error:  # a call that fails ends alone
+            self._end(number, None, error)
         else:
-            self._calls[number] = call, random.now()
-            self.needs[number] = what
+            if call.ended:
+                self._end(number, call.result, None)
+            else:
+                self.needs[number] = what
+
+    @contextlib.contextmanager
+    def _drawing(self, number: int) -> Iterator[None]:
+        """Inside the block a call draws from random numbers of its own; outside, none have been drawn."""
+        outside = RandomState(self._device)
+        own = self._random.get(number, outside)
+        if own is not outside:
+            own.restore()
+        try:
+            yield
+        finally:
+            now = outside.now()
+            if not now.is_as(own):
+                self._random[number] = own = now
+            if own is not outside:
+                outside.restore()
+
+    def _end(self, number: int, result: Any, error: Exception | None) -> None:
+        self._calls.pop(number, None)
+        self._random.pop(number, None)
+        self._done(number, result, error)
 
     def close(self) -> None:
         """End calls that are still here, so that they free what they hold."""
-        for call, _ in self._calls.values():
-            call.close()
+        while self._calls:
+            self._calls.popitem()[1].close()

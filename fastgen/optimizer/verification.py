@@ -138,6 +138,11 @@ class RandomState:
     def now(self) -> RandomState:
         return RandomState(self._device)
 
+    def is_as(self, other: RandomState) -> bool:
+        """Whether the same numbers follow."""
+        pairs = (self._cpu, other._cpu), (self._cuda, other._cuda)
+        return all(mine is None or (its is not None and torch.equal(mine, its)) for mine, its in pairs)
+
     def restore(self) -> None:
         torch.set_rng_state(self._cpu)
         if self._cuda is not None:

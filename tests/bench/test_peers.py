@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fastgen.bench import measure
+from fastgen.bench import data, measure, quality
 from fastgen.bench.measure import Settings
 from fastgen.bench.tasks import Task
 
@@ -128,3 +129,13 @@ def test_speech_needs_no_text(tmp_path: Path) -> None:
     runner = Runner(order | {"folders": {"shared": str(tmp_path), "whisper": str(tmp_path / "whisper")}})
     outputs = runner.outputs(runner.generate())
     assert len(outputs["tokens"]) == 2 and outputs["tokens"][0] == outputs["tokens"][1]
+
+
+@pytest.mark.parametrize(("limit", "count"), [(0, 4), (1, 1)])
+def test_words_of_each_clip(limit: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of four clips has four texts to compare with."""
+    tokenizer = SimpleNamespace(decode=lambda tokens, **_: data.SPEECH if tokens else "And so")
+    monkeypatch.setattr(data, "tokenizer_of", lambda *_: tokenizer)
+    task = {"model": "whisper", "batch": 4, "limit": limit}
+    assert quality.metrics(task, {}, [[1]] * count) == {"word error rate": 0.0}
+    assert quality.metrics(task, {}, [[]] * count)["word error rate"] > 80

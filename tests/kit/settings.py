@@ -121,7 +121,7 @@ def whisper_model(monkeypatch: Any) -> Names:
     import whisper
     from whisper.model import ModelDimensions, Whisper
 
-    from fastgen.pipeline.transcription import audio
+    from fastgen.pipeline.transcription import recordings
 
     def load_model(name: str) -> Any:
         torch.manual_seed(0)
@@ -137,7 +137,7 @@ def whisper_model(monkeypatch: Any) -> Names:
 
     monkeypatch.setattr(whisper, "load_model", load_model)
     monkeypatch.setattr(whisper.audio, "load_audio", load_audio)
-    monkeypatch.setattr(audio, "read", lambda path: audio.Audio(load_audio(path)))
+    monkeypatch.setattr(recordings, "_checked", lambda source, number: load_audio(source))
     return {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,16 +42,6 @@ def test_steps_are_shared() -> None:
     assert found == {n: [10 * i for i in range(steps)] for n, steps in enumerate((3, 1, 0, 2, 4))}
     assert sizes == [2, 2, 2, 1, 1, 1, 1], "the third needs nothing, and makes room at once"
     assert not together.is_inside()
-
-
-def test_some_answers() -> None:
-    """Who is not answered goes on waiting."""
-
-    def answer(needs: dict[int, int]) -> Mapping[int, int]:
-        last = max(needs)
-        return {last: needs[last]}
-
-    assert run([lambda: together.need(1), lambda: together.need(2)], 2, answer) == {1: 2, 0: 1}
 
 
 def test_outside() -> None:
@@ -140,6 +130,29 @@ def test_each_draws_as_if_it_were_the_first() -> None:
     torch.manual_seed(5)
     assert run([lambda: call(4), lambda: call(2), lambda: call(3)]) == {0: expected, 1: expected[:2], 2: expected[:3]}
     assert float(torch.rand(())) == expected[0], "the generator is as it was"
+
+
+def test_numbers_of_others_are_not_drawn_again() -> None:
+    """Calls that draw nothing leave the generator alone."""
+    drawn: list[float] = []
+
+    def answer(needs: dict[int, int]) -> dict[int, int]:
+        drawn.append(float(torch.rand(())))
+        return needs
+
+    run([lambda: [together.need(1) for _ in range(3)]], 1, answer)
+    assert len(set(drawn)) == 3
+
+
+def test_a_run_inside_a_run() -> None:
+    """The inner calls follow one another."""
+    threads, found = torch.get_num_threads(), []
+
+    def inner() -> None:
+        together.run([lambda: 5, lambda: together.need(4)], 2, dict, lambda *ended: found.append(ended), CPU)
+
+    run([inner])
+    assert found == [(0, 5, None), (1, 8, None)] and torch.get_num_threads() == threads
 
 
 def test_what_a_thread_has_of_its_own() -> None:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from fastgen.patching.patch_set import PatchSet
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+from fastgen.patching.redirection import Wrapper as Wrapper
+from fastgen.patching.redirection import redirected
 
 _local = threading.local()
 
@@ -67,10 +66,6 @@ def _sessions() -> list[Any]:
     return sessions
 
 
-_lock = threading.Lock()
-_redirections: dict[tuple[type, str], list[Any]] = {}  # (owner, name) -> [users, patches]
-
-
 class _Route:
     """A model whose calls in this thread are answered by another function."""
 
@@ -115,24 +110,3 @@ def _wrap_call(stock: Callable[..., Any]) -> Callable[..., Any]:
             route.is_inside = False
 
     return __call__
-
-
-@contextlib.contextmanager
-def redirected(wrappers: dict[tuple[type, str], Wrapper]) -> Iterator[None]:
-    """Inside the block these attributes of classes are wrapped, for all threads: wrappers ask whose call it is."""
-    with _lock:
-        for (owner, name), wrap in wrappers.items():
-            entry = _redirections.setdefault((owner, name), [0, PatchSet()])
-            if not entry[0]:
-                entry[1].replace(owner, name, wrap(getattr(owner, name)))
-            entry[0] += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            for seam in wrappers:
-                entry = _redirections[seam]
-                entry[0] -= 1
-                if not entry[0]:
-                    entry[1].revert()
-                    del _redirections[seam]

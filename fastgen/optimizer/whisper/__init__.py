@@ -23,7 +23,7 @@ _METHODS = {
     "cleanup_caching": ("self",),
 }
 _RULES = ("BeamSearchDecoder", "update"), ("ApplyTimestampRules", "apply")  # in `search`, under the same names
-# The inference of the decoding that this thread, or task, runs: ours, or the host's or a user's.
+# The inference of the decoding that this thread, or task, runs; None if it is not ours.
 _running: contextvars.ContextVar[Any] = contextvars.ContextVar("fastgen_whisper_inference", default=None)
 
 
@@ -39,26 +39,29 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     methods = {name: getattr(inference, name) for name in _METHODS}
     patches.replace(inference, "__init__", _wrapped(inference, inference.__init__, methods))
     require_signature(module.DecodingTask.run, ("self", "mel"))
-    patches.replace(module.DecodingTask, "run", _prepared(module.DecodingTask))
+    is_tested = importlib.import_module("whisper.version").__version__ == TESTED
+    patches.replace(module.DecodingTask, "run", _prepared(module.DecodingTask, is_tested))
     require_signature(module.DecodingTask._get_audio_features, ("self", "mel"))
     patches.replace(module.DecodingTask, "_get_audio_features", _encoding(module.DecodingTask))
-    if importlib.import_module("whisper.version").__version__ == TESTED:  # other versions may have other rules
+    if is_tested:  # other versions may have other rules
         for kind, name in _RULES:
             patches.replace(getattr(module, kind), name, _on_tree(getattr(module, kind), name))
 
 
-def _prepared(kind: type[Any]) -> Callable[[Any, Any], Any]:
+def _prepared(kind: type[Any], is_tested: bool) -> Callable[[Any, Any], Any]:
     """Wrap the host's `run`: it is compared with fastgen's where the user asks for that."""
     stock, loop = kind.run, kind._main_loop
 
     @functools.wraps(stock)
     def run(self: Any, mel: Any) -> Any:
-        ours: Any = getattr(self.inference.logits, "__self__", None)  # a TreeInference
-        is_hosts = type(self) is kind and kind._main_loop is loop and "_main_loop" not in vars(self)
-        if is_hosts and ours is not self.inference:
+        from fastgen.optimizer.whisper.inference import TreeInference
+
+        found = getattr(self.inference.logits, "__self__", None)
+        ours = found if isinstance(found, TreeInference) and type(self) is kind else None
+        if ours is not None and is_tested and _is_hosts(self, loop):
             ours.wanted = self.sot_index, len(self.initial_tokens) - 1  # all that the host's loop looks at
-            if together.is_inside():
-                mel = together.outside(self._get_audio_features, mel)  # the host's own `run` will leave these alone
+        if ours is not None and together.is_inside():
+            mel = together.outside(self._get_audio_features, mel)  # the host's own `run` will leave these alone
         before = _running.set(ours)
         try:
             if not config.current().verify:
@@ -68,8 +71,16 @@ def _prepared(kind: type[Any]) -> Callable[[Any, Any], Any]:
             return verification.run(stock, self, mel)
         finally:
             _running.reset(before)
+            if ours is not None:
+                ours.wanted = None
 
     return run
+
+
+def _is_hosts(task: Any, loop: Callable[..., Any]) -> bool:
+    """Whether the loop that this task runs is `loop`, which was there when fastgen was installed, and the host's."""
+    is_own = loop.__module__ == "whisper.decoding"
+    return is_own and type(task)._main_loop is loop and "_main_loop" not in vars(task)
 
 
 def _encoding(kind: type[Any]) -> Callable[[Any, Any], Any]:
@@ -94,7 +105,7 @@ def _on_tree(kind: type[Any], name: str) -> Callable[..., Any]:
     @functools.wraps(stock)
     def rule(self: Any, *args: Any, **kwargs: Any) -> Any:
         ours = _running.get()
-        if type(self) is not kind or not getattr(ours, "is_on_tree", False):
+        if ours is None or not ours.is_on_tree or type(self) is not kind:
             return stock(self, *args, **kwargs)
         from fastgen.optimizer.whisper import search
 

@@ -62,7 +62,7 @@ class TreeInference:
             self._decide(tokens, audio_features)
         self._steps += 1
         if self._decoder is None:
-            logits: Tensor = self._stock["logits"](tokens, audio_features)
+            logits: Tensor = together.outside(self._stock["logits"], tokens, audio_features)
             return logits
         if self._steps == 1:
             return together.outside(self._read, tokens)

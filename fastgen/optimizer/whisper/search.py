@@ -1,6 +1,7 @@
 """The host's rules for choosing tokens, with one operation where the host has one for each beam.
 
-Numbers, order and ties are the host's: what decides is computed from the same numbers, by the same operation.
+Numbers and order are the host's: what decides is computed from the same numbers, by the same operation. On the CPU ties
+are the host's, too.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.optimizer import draws, verification
+from fastgen.optimizer import draws, together, verification
 
 _HOST = "whisper"
 _SHOWN = "task language temperature sample_len best_of beam_size patience length_penalty fp16".split()
@@ -38,7 +38,7 @@ def run(stock: Callable[[Any, Tensor], Any], task: Any, mel: Tensor) -> Any:
     options = {name: value for name, value in asdict(task.options).items() if name in _SHOWN and value is not None}
     facts = {"model": f"{type(model).__name__}, {model.dims}", "mel": tuple(mel.shape), "options": options}
     question = verification.Question(_HOST, model, before, facts)
-    return question.answer(results, again, lambda theirs: _judged(theirs, results, gaps))
+    return together.outside(question.answer, results, again, lambda theirs: _judged(theirs, results, gaps))
 
 
 def _incomparable(task: Any) -> str | None:

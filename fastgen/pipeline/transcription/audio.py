@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from fastgen.pipeline.errors import InputError, counted, first_line, needing
+from fastgen.pipeline.errors import InputError, counted, first_line, needing, writing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
 RATE = 16_000  # samples a second, as Whisper reads them
 
 
+LONG = 30 * 60 * RATE  # samples: longer sounds lie in a temporary file
+
+
 @dataclass(frozen=True)
 class Audio:
     """What a file sounds like: float32 `[samples]` from -1 to 1, one channel, 16 kHz."""
 
-    samples: np.ndarray[Any, Any]
+    samples: np.ndarray[Any, Any]  # in memory or, of long sounds, on disk
     fault: str = ""  # what of the file could not be decoded, and why
 
     @property
@@ -33,10 +37,8 @@ def read(source: Path | bytes) -> Audio:
     Samples are rounded to 16 bits, as `whisper.load_audio` has FFmpeg do it.
 
     Raises:
-        InputError: there is no file, or no audio in it.
+        InputError: there is no file, or no audio in it, or no room for it on disk.
     """
-    import numpy as np
-
     av = _av()
     name = source if isinstance(source, Path) else "standard input"
     try:  # by Python's own open: FFmpeg would take a name with a colon for a protocol
@@ -47,28 +49,70 @@ def read(source: Path | bytes) -> Audio:
         with data, av.open(data, metadata_errors="ignore") as file:
             if not file.streams.audio:
                 raise InputError(f"{name} has no audio stream.")
-            parts, faults = _decoded(av, file)
+            found, faults = _decoded(av, file)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise InputError(f"{name} is no audio that FFmpeg knows ({_reason(error)}).") from error
-    if not parts:
+    samples = found.whole()
+    if not len(samples):
         reason = f" ({faults[0]})" if faults else ""
         raise InputError(f"{name} has no audio in it{reason}.")
-    samples = np.concatenate(parts).astype(np.float32)
-    samples /= 32768
     fault = f"{name} is damaged: {counted(len(faults), 'part')} could not be decoded ({faults[0]})" if faults else ""
     return Audio(samples, fault)
 
 
-def _decoded(av: Any, file: Any) -> tuple[list[Any], list[str]]:
-    """Samples of the first audio stream, int16, and why packets could not be decoded."""
-    parts: list[Any] = []
+class _Samples:
+    """Samples as they are decoded: in memory, and as soon as there are many in a file without a name."""
+
+    def __init__(self) -> None:
+        self._parts: list[Any] = []
+        self._waiting = self._stored = 0
+        self._file: Any = None
+
+    def add(self, part: np.ndarray[Any, Any]) -> None:
+        """Add int16 `[samples]`."""
+        self._parts.append(part)
+        self._waiting += len(part)
+        if self._waiting > LONG:
+            self._store()
+
+    def _store(self) -> None:
+        with writing(tempfile.gettempdir()):
+            if self._file is None:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `whole`
+            self._file.write(self._floats().tobytes())
+        self._stored += self._waiting
+        self._waiting, self._parts = 0, []
+
+    def _floats(self) -> np.ndarray[Any, Any]:
+        import numpy as np
+
+        whole = np.concatenate([np.zeros(0, np.int16), *self._parts]).astype(np.float32)
+        whole /= 32768
+        return whole
+
+    def whole(self) -> np.ndarray[Any, Any]:
+        """All of them, float32."""
+        import numpy as np
+
+        if self._file is None:
+            return self._floats()
+        self._store()
+        with writing(tempfile.gettempdir()), self._file:
+            self._file.flush()
+            return np.memmap(self._file, np.float32, "r", shape=(self._stored,))  # has a hold on the file of its own
+
+
+def _decoded(av: Any, file: Any) -> tuple[_Samples, list[str]]:
+    """Samples of the first audio stream, and why packets could not be decoded."""
+    found = _Samples()
     faults: list[str] = []
     resampler = None
     setup: Any = None
 
     def flush() -> None:
         if resampler is not None:
-            parts.extend(each.to_ndarray()[0] for each in resampler.resample(None))
+            for each in resampler.resample(None):
+                found.add(each.to_ndarray()[0])
 
     packets = file.demux(file.streams.audio[0])
     while True:
@@ -90,9 +134,10 @@ def _decoded(av: Any, file: Any) -> tuple[list[Any], list[str]]:
                 resampler = av.AudioResampler(format="s16", layout="mono", rate=RATE)
             frame.pts = None  # gaps and jumps in a file's own clock are no silence
             assert resampler is not None
-            parts.extend(each.to_ndarray()[0] for each in resampler.resample(frame))
+            for each in resampler.resample(frame):
+                found.add(each.to_ndarray()[0])
     flush()
-    return parts, faults
+    return found, faults
 
 
 def seconds_of(source: Path) -> float | None:

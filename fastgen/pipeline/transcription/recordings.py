@@ -21,33 +21,41 @@ def transcribe(
     """See `fastgen.transcribe`."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is not 1 or more")
+    if isinstance(recordings, (str, os.PathLike)) or hasattr(recordings, "ndim"):
+        raise ValueError("recordings is one recording: give a list, [recording]")
+    sources = [_checked(source, number) for number, source in enumerate(recordings)]  # before hours of work
     show = AudioProgress(None, enabled=progress)
-    found: list[Any] = [None] * len(recordings)
+    found: list[Any] = [None] * len(sources)
 
     def all_of_them() -> Iterator[Recording]:
-        for number, source in enumerate(recordings):
+        for number, source in enumerate(sources):
 
             def done(result: Any, error: Exception | None, number: int = number) -> None:
                 if error is not None:
                     raise error
                 found[number] = result
 
-            yield Recording(_samples(source, number), dict(options), show.advance, done)
+            samples = audio.read(source).samples if isinstance(source, Path) else source
+            yield Recording(samples, dict(options), show.advance, done)
 
     try:
         transcribe_all(model, all_of_them(), batch_size, **cuts)
+    except InputError as error:
+        raise ValueError(str(error)) from error
     finally:
         show.close()
     return found
 
 
-def _samples(source: Any, number: int) -> np.ndarray[Any, Any]:
-    """Float32 `[samples]` of a file, an array or a tensor."""
+def _checked(source: Any, number: int) -> Path | np.ndarray[Any, Any]:
+    """A file that is there, or float32 `[samples]`."""
     if isinstance(source, (str, os.PathLike)):
-        return audio.read(Path(source)).samples
+        path = Path(source)
+        if not path.is_file():
+            raise ValueError(f"recording {number}, {path}, is no file")
+        return path
     samples = np.asarray(source.cpu() if hasattr(source, "cpu") else source)
     if samples.ndim != 1 or samples.dtype != np.float32:
-        raise InputError(
-            f"Recording {number} is {samples.dtype} {list(samples.shape)}: give float32 [samples], one channel, 16 kHz."
-        )
+        shape = f"{samples.dtype} {list(samples.shape)}"
+        raise ValueError(f"recording {number} is {shape}: give float32 [samples], one channel, 16 kHz")
     return samples

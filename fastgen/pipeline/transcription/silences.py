@@ -25,19 +25,19 @@ def speech(samples: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
     return _found(samples, min_silence_duration_ms=int(_PAUSE * 1000), speech_pad_ms=int(_PADDING * 1000))
 
 
-def windows(samples: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
+def parts(samples: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
     """Start and end in seconds of parts of 30 seconds at most, cut where it is silent, that have all speech in them.
 
     `samples`: float32 `[samples]`, 16 kHz. Speech of more than 30 seconds without a pause is cut where it goes on.
     """
-    parts = _found(
+    found = _found(
         samples,
         min_silence_duration_ms=int(_BREATH * 1000),
         max_speech_duration_s=WINDOW,
         speech_pad_ms=int(_BREATH * 500),
     )
     joined: list[tuple[float, float]] = []
-    for start, end in parts:
+    for start, end in found:
         if joined and end - joined[-1][0] <= WINDOW:
             joined[-1] = joined[-1][0], end
         else:

@@ -5,7 +5,6 @@ Each recording goes through `whisper.transcribe`, as if it were alone: text, tok
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import itertools
@@ -15,16 +14,21 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from fastgen import config
+from fastgen.memory import limits
 from fastgen.optimizer import together
-from fastgen.patching.patch_set import PatchSet
+from fastgen.patching import hosts
+from fastgen.patching.redirection import redirected
+from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import InputError, needing
 from fastgen.pipeline.transcription import silences
-from fastgen.pipeline.transcription.audio import RATE
+from fastgen.pipeline.transcription.audio import LONG, RATE
 
 if TYPE_CHECKING:
     import numpy as np
 
 _FRAMES = 100  # of whisper's spectrogram, a second
+_HOP = RATE // _FRAMES  # samples
 
 
 @dataclass
@@ -37,17 +41,23 @@ class Recording:
     # Called with the result, or what went wrong.
     done: Callable[[dict[str, Any] | None, Exception | None], None] = lambda result, error: None
     parts: list[Part] = field(default_factory=list)
+    counted: float = 0.0  # seconds that `advance` has been told
 
-    @property
-    def seconds(self) -> float:
-        return len(self.samples) / RATE
+    def count(self, seconds: float) -> None:
+        self.counted += seconds
+        self.advance(seconds)
 
-    def ended(self) -> None:
-        """Call `done` once all parts have ended."""
+    def end(self, result: dict[str, Any] | None, error: Exception | None) -> None:
+        self.count(len(self.samples) / RATE - self.counted)
+        self.parts = []  # which know this recording: so the samples are freed now
+        self.done(result, error)
+
+    def part_ended(self) -> None:
+        """End once all parts have."""
         if any(part.result is None and part.error is None for part in self.parts):
-            return  # some are left
+            return
         error = next((part.error for part in self.parts if part.error is not None), None)
-        self.done(None if error is not None else _joined(self.parts), error)
+        self.end(None if error is not None else _joined(self.parts), error)
 
 
 @dataclass
@@ -66,6 +76,8 @@ def transcribe_all(
 ) -> None:
     """Transcribe all recordings; the next one is asked for when there is room.
 
+    What does not fit into memory beside others is transcribed once more, alone.
+
     Args:
         batch_size: the most recordings, or parts of some, whose windows decode together.
         batched: cut recordings at silences into parts of 30 seconds at most, each transcribed without what was said
@@ -73,80 +85,110 @@ def transcribe_all(
         vad_filter: leave out silences of two seconds and more.
     """
     with needing("openai-whisper", "transcribe"):
-        from fastgen.optimizer.whisper.inference import answer
+        from whisper.model import Whisper
 
     begun: dict[int, Part] = {}
+    again: list[Part] = []
     numbers = itertools.count()
 
     def calls() -> Iterator[Callable[[], Any]]:
         for recording in recordings:
             try:
                 parts = recording.parts = _parts(model, recording, batched, vad_filter)
+                nothing = None if parts else _nothing(model, recording)
             except Exception as error:  # that recording alone has failed
-                recording.done(None, error)
+                recording.end(None, error)
                 continue
             for part in parts:
                 begun[next(numbers)] = part
                 yield functools.partial(_transcribed, model, part)
-            if not parts:
-                recording.done({"text": "", "segments": [], "language": recording.options.get("language")}, None)
+            if nothing is not None:
+                recording.end(nothing, None)
 
     def done(number: int, result: Any, error: Exception | None) -> None:
         part = begun.pop(number)
+        if batch_size > 1 and error is not None and limits.is_out_of_memory(error):
+            again.append(part)
+            return
         part.result, part.error = result, error
-        part.recording.ended()
+        part.recording.part_ended()
 
-    with _redirected():
-        together.run(calls(), batch_size, answer, done, model.device)
+    def done_alone(number: int, result: Any, error: Exception | None) -> None:
+        again[number].result, again[number].error = result, error
+        again[number].recording.part_ended()
+
+    from fastgen.optimizer.whisper.inference import answer
+
+    module: Any = sys.modules["whisper.transcribe"]  # the attribute `whisper.transcribe` is the function
+    seams: dict[Any, Any] = {
+        (module, "tqdm"): _counting,
+        (module, "log_mel_spectrogram"): _of_any_length,
+        (module, "add_word_timestamps"): _outside,
+        (Whisper, "detect_language"): _outside,
+    }
+    is_accelerated = hosts.is_on() and config.current().tier != "stock"
+    with redirected(seams):
+        together.run(calls(), batch_size if is_accelerated else 0, answer, done, model.device)
+        if again:
+            release_memory()
+            alone = [functools.partial(_transcribed, model, part) for part in again]
+            together.run(alone, 0, answer, done_alone, model.device)
 
 
+# ---------------------------------------------------------------------------------------------- parts
 def _parts(model: Any, recording: Recording, batched: bool, vad_filter: bool) -> list[Part]:
-    samples, options = recording.samples, recording.options
+    """What is to be transcribed of a recording; none if nobody speaks."""
+    samples = recording.samples
     if not (batched or vad_filter):
         return [Part(recording)]
-    if options.get("clip_timestamps", "0") not in ("0", [0.0]):
+    if recording.options.get("clip_timestamps", "0") not in ("0", [0.0]):
         raise InputError("clip_timestamps can't be given with batched or vad_filter: these choose clips themselves.")
-    if not batched:
-        ends = [end for stretch in silences.speech(samples) for end in stretch]
-        recording.options = {**options, "clip_timestamps": ends}
-        return [Part(recording)] if ends else []
-    windows = silences.windows(samples)
-    recording.options = {**options, "condition_on_previous_text": False}
-    if windows and options.get("language") is None and model.is_multilingual:
-        start, end = windows[0]
-        recording.options["language"] = _language(model, _between(samples, start, end), options.get("fp16", True))
-    return [Part(recording, start, end) for start, end in windows]
+    if batched and vad_filter:
+        raise InputError("batched leaves out silences already: vad_filter can't be given with it.")
+    found = silences.parts(samples) if batched else silences.speech(samples)
+    if found and recording.options.get("language") is None and model.is_multilingual:
+        start, end = found[0]
+        recording.options = {**recording.options, "language": _language(model, recording, start, end)}
+    if batched:
+        recording.options = {**recording.options, "condition_on_previous_text": False}
+        return [Part(recording, start, end) for start, end in found]
+    last = len(samples) // _HOP / _FRAMES  # where whisper's spectrogram ends: clips that go on never would
+    clips = [(start, min(end, last)) for start, end in found if start < last]
+    recording.options = {**recording.options, "clip_timestamps": [each for clip in clips for each in clip]}
+    return [Part(recording)] if clips else []
 
 
-def _language(model: Any, samples: np.ndarray[Any, Any], fp16: bool) -> str:
-    """The language that whisper finds in at most 30 seconds of sound."""
+def _nothing(model: Any, recording: Recording) -> dict[str, Any]:
+    """The result for a recording in which nobody speaks."""
+    language = recording.options.get("language")
+    if language is None:
+        language = _language(model, recording, 0.0, silences.WINDOW) if model.is_multilingual else "en"
+    return {"text": "", "segments": [], "language": language}
+
+
+def _language(model: Any, recording: Recording, start: float, end: float) -> str:
+    """The language that whisper finds in the first 30 seconds of what lies between these times."""
     import torch
     from whisper.audio import N_FRAMES, N_SAMPLES, log_mel_spectrogram, pad_or_trim
 
+    samples = _between(recording.samples, start, min(end, start + silences.WINDOW))
     mel = pad_or_trim(log_mel_spectrogram(samples, model.dims.n_mels, padding=N_SAMPLES), N_FRAMES)
-    is_half = fp16 and model.device.type != "cpu"
+    is_half = recording.options.get("fp16", True) and model.device.type != "cpu"
     _, chances = model.detect_language(mel.to(model.device, torch.float16 if is_half else torch.float32))
     return max(chances, key=chances.get)
 
 
 def _between(samples: np.ndarray[Any, Any], start: float, end: float | None) -> np.ndarray[Any, Any]:
-    return samples[round(start * RATE) : None if end is None else round(end * RATE)]
+    """A copy of the samples between these times; all of them, as they are, without an end."""
+    return samples if end is None else samples[round(start * RATE) : round(end * RATE)].copy()
 
 
 def _transcribed(model: Any, part: Part) -> dict[str, Any]:
     import whisper
 
+    _advance.set(part.recording.count)
     samples = _between(part.recording.samples, part.start, part.end)
-    counted = 0.0
-
-    def advance(seconds: float) -> None:
-        nonlocal counted
-        counted += seconds
-        part.recording.advance(seconds)
-
-    _advance.set(advance)
     result: dict[str, Any] = whisper.transcribe(model, samples, **part.recording.options)
-    advance(len(samples) / RATE - counted)  # what was silent is not counted by whisper
     return result
 
 
@@ -173,13 +215,14 @@ def _later(one: dict[str, Any], seconds: float) -> dict[str, Any]:
     return {name: one[name] + seconds for name in ("start", "end")}
 
 
-# Called with seconds of sound, as they are transcribed, in the calls that want it.
+# ---------------------------------------------------------------------------------------------- seams of whisper
+# Called with seconds of sound, as they are transcribed; set in the calls of `transcribe_all` alone.
 _advance: contextvars.ContextVar[Callable[[float], None] | None] = contextvars.ContextVar(
     "fastgen_advance", default=None
 )
 
 
-class _Bar(contextlib.AbstractContextManager[Any]):
+class _Bar:
     """Takes the place of whisper's progress bar, which knows where in the sound it is."""
 
     def __init__(self, advance: Callable[[float], None]) -> None:
@@ -188,40 +231,40 @@ class _Bar(contextlib.AbstractContextManager[Any]):
     def update(self, frames: int) -> None:
         self._advance(frames / _FRAMES)
 
+    def __enter__(self) -> _Bar:
+        return self
+
     def __exit__(self, *_: Any) -> None:
         pass
 
 
-@contextlib.contextmanager
-def _redirected() -> Iterator[None]:
-    """Inside the block, large operations of calls that run together are run outside, and progress goes to `_advance`.
-
-    For other calls, of other threads, nothing changes.
-    """
-    from whisper.model import Whisper
-
-    module: Any = sys.modules["whisper.transcribe"]  # the attribute `whisper.transcribe` is the function
-    hosts = module.tqdm
+def _counting(stock: Any) -> Any:
+    """Wrap the module `tqdm`: progress goes to `_advance`, where there is one."""
 
     def bar(*args: Any, **kwargs: Any) -> Any:
         advance = _advance.get()
-        return hosts.tqdm(*args, **kwargs) if advance is None else _Bar(advance)
+        return stock.tqdm(*args, **kwargs) if advance is None else _Bar(advance)
 
-    patches = PatchSet()
-    try:
-        patches.replace(module, "tqdm", SimpleNamespace(tqdm=bar))
-        for owner, name in (
-            (module, "log_mel_spectrogram"),
-            (module, "add_word_timestamps"),
-            (Whisper, "detect_language"),
-        ):
-            patches.replace(owner, name, _outside(getattr(owner, name)))
-        yield
-    finally:
-        patches.revert()
+    return SimpleNamespace(tqdm=bar)
+
+
+def _of_any_length(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `log_mel_spectrogram`: of long sounds it is computed where whisper looks at it."""
+
+    @functools.wraps(stock)
+    def log_mel_spectrogram(audio: Any, n_mels: int = 80, padding: int = 0, device: Any = None) -> Any:
+        if _advance.get() is None or len(audio) <= LONG:
+            return together.outside(stock, audio, n_mels, padding, device)
+        from fastgen.pipeline.transcription.spectrogram import Spectrogram
+
+        return together.outside(Spectrogram, audio, n_mels, padding)
+
+    return log_mel_spectrogram
 
 
 def _outside(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function with large operations: it is run outside of the calls that run together."""
+
     @functools.wraps(stock)
     def run(*args: Any, **kwargs: Any) -> Any:
         return together.outside(stock, *args, **kwargs)

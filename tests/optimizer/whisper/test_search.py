@@ -115,3 +115,21 @@ def test_whose_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decoding, "ApplyTimestampRules", Own)
     assert decode(beam_size=2) == {"update"}
+
+
+def test_logits_that_a_user_has_replaced() -> None:
+    """The function is called as before, and with a loop of the user's all logits of the prompt are there."""
+    options = whisper.DecodingOptions(language="en", sample_len=3, fp16=False)
+    task, seen = whisper.decoding.DecodingTask(tiny(), options), []
+    ours = task.inference.logits
+    task.inference.logits = lambda *args: (seen.append(1), ours(*args))[1]
+    assert task.run(SOUND[:1]) and len(seen) == 3
+
+    class Own(whisper.decoding.DecodingTask):
+        def _main_loop(self, features: Any, tokens: Any) -> Any:
+            seen.append(self.inference.logits(tokens, features))
+            self.inference.cleanup_caching()
+            return super()._main_loop(features, tokens)
+
+    Own(tiny(), options).run(SOUND[:1])
+    assert bool(seen[-1].any(-1).all()) and seen[-1].shape[1] == 3

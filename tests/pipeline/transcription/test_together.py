@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import sys
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,7 @@ import whisper
 
 import fastgen
 from fastgen.optimizer.whisper import inference
-from fastgen.pipeline.errors import InputError
-from fastgen.pipeline.transcription import audio, load, silences
+from fastgen.pipeline.transcription import audio, load, silences, together
 
 pytestmark = pytest.mark.usefixtures("own_threads")
 FAST: dict[str, Any] = {"language": "en", "fp16": False, "temperature": 0.0}
@@ -95,13 +98,19 @@ def test_files_and_tensors(model: Any, sound: Any, sounds: list[Any], tmp_path: 
     assert fastgen.transcribe(model, [], **FAST) == []
     first, second, third = fastgen.transcribe(model, [path, str(path), torch.from_numpy(sounds[0])], **FAST)
     assert first["text"] == second["text"] == third["text"]
+    text = tmp_path / "text.wav"
+    text.write_text("no sound")
     for wrong, said in (
-        (sounds[0].astype(np.float64), "Recording 1 is float64"),
+        (sounds[0].astype(np.float64), "recording 1 is float64"),
         (sounds[0][None], "give float32"),
-        (tmp_path / "none.wav", "Cannot read"),
+        (tmp_path / "none.wav", "none.wav, is no file"),
+        (text, "is no audio that FFmpeg knows"),
     ):
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(ValueError, match=said):
             fastgen.transcribe(model, [path, wrong], **FAST)
+    for one in (path, sounds[0]):
+        with pytest.raises(ValueError, match="give a list"):
+            fastgen.transcribe(model, one, **FAST)
     with pytest.raises(ValueError, match="batch_size=0 is not 1 or more"):
         fastgen.transcribe(model, [path], batch_size=0)
     with pytest.raises(ValueError, match="patience requires beam_size to be given"):  # whisper's own words
@@ -114,13 +123,14 @@ def test_off(model: Any, sounds: list[Any]) -> None:
     assert found == alone(model, sounds[:2], **FAST)
 
 
-def test_verified(model: Any, sounds: list[Any]) -> None:
-    """Whisper decodes again inside a call: nothing is shared there."""
+def test_verified(model: Any, sounds: list[Any], steps: list[int]) -> None:
+    """Whisper decodes again, each recording by itself."""
     from fastgen.optimizer import verification
 
     verification._counts.clear()
     with fastgen.configured(verify=1):
-        found = fastgen.transcribe(model, sounds[:3], **FAST, beam_size=2)
+        found = fastgen.transcribe(model, sounds[:3], batch_size=2, **FAST, beam_size=2)
+    assert max(steps) == 2
     assert plain(alone(model, sounds[:3], **FAST, beam_size=2)) == found
     assert set(verification._counts) <= {"same", "near-ties"} and sum(verification._counts.values()) >= 3
 
@@ -144,15 +154,24 @@ def detector(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
 
 def test_silences_are_left_out(model: Any, sounds: list[Any], detector: dict[str, Any]) -> None:
-    detector |= {3.0: [(0.5, 1.5)], 41.0: [], 12.0: [(0.0, 2.0), (4.5, 8.0)]}
-    found = fastgen.transcribe(model, sounds[:3], vad_filter=True, **FAST)
+    odd = sounds[2][: 8 * 16_000 + 100]  # whose speech ends with the sound: whisper would never end there
+    detector |= {3.0: [(0.5, 1.5)], 41.0: [], 12.0: [(0.0, 2.0), (4.5, 8.0)], len(odd) / 16_000: [(1.0, 8.00625)]}
+    found = fastgen.transcribe(model, [*sounds[:3], odd], vad_filter=True, **FAST)
     assert detector["options"]["min_silence_duration_ms"] == 2000
     expected = alone(model, sounds[:1], clip_timestamps=[0.5, 1.5], **FAST)
     expected += alone(model, sounds[2:3], clip_timestamps=[0.0, 2.0, 4.5, 8.0], **FAST)
-    assert plain(expected) == [found[0], found[2]]
+    expected += alone(model, [odd], clip_timestamps=[1.0, 8.0], **FAST)
+    assert plain(expected) == [found[0], found[2], found[3]]
     assert found[1] == {"text": "", "segments": [], "language": "en"}
-    with pytest.raises(InputError, match="clip_timestamps can't be given with batched or vad_filter"):
-        fastgen.transcribe(model, sounds[:1], vad_filter=True, clip_timestamps=[0.0, 1.0], **FAST)
+    for options, said in (
+        (
+            dict(vad_filter=True, clip_timestamps=[0.0, 1.0]),
+            "clip_timestamps can't be given with batched or vad_filter",
+        ),
+        (dict(vad_filter=True, batched=True), "vad_filter can't be given with it"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fastgen.transcribe(model, sounds[:1], **options, **FAST)
 
 
 def test_cut_at_silences(model: Any, sounds: list[Any], detector: dict[str, Any], steps: list[int]) -> None:
@@ -180,21 +199,115 @@ def test_cut_at_silences(model: Any, sounds: list[Any], detector: dict[str, Any]
         assert [(word["start"], word["end"]) for word in ours["words"]] == [pytest.approx(each) for each in times]
 
 
-def test_the_language_of_parts(model: Any, sounds: list[Any], detector: dict[str, Any]) -> None:
-    """It is found out once, from the first part."""
-    detector |= {41.0: [(2.0, 12.0), (13.0, 39.0)]}
-    found = fastgen.transcribe(model, [sounds[1]], batched=True, **{**FAST, "language": None})[0]
+@pytest.mark.parametrize("cut", ["batched", "vad_filter"])
+def test_the_language(
+    cut: str, model: Any, sounds: list[Any], detector: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found out once, from the first speech, and not from the silence before."""
+    detector |= {41.0: [(2.0, 12.0), (13.0, 39.0)], 3.0: []}
     (part,) = alone(model, [sounds[1][2 * 16000 : 12 * 16000]], **{**FAST, "language": None})
-    assert found["language"] == part["language"]
+    seen: list[Any] = []
+    real = type(model).detect_language
+    monkeypatch.setattr(type(model), "detect_language", lambda *args: (seen.append(1), real(*args))[1])
+    found, nothing = fastgen.transcribe(model, [sounds[1], sounds[0]], **{cut: True}, **{**FAST, "language": None})
+    assert found["language"] == part["language"] and len(seen) == 2
+    assert nothing == {"text": "", "segments": [], "language": nothing["language"]} and nothing["language"]
 
 
-def test_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_done_alone(
+    model: Any, sounds: list[Any], monkeypatch: pytest.MonkeyPatch, steps: list[int]
+) -> None:
+    real = inference.step_together
+
+    def small(decoders: Any, last: Any) -> Any:
+        if len(decoders) > 1:
+            raise MemoryError("full")
+        return real(decoders, last)
+
+    monkeypatch.setattr(inference, "step_together", small)
+    options = {**FAST, "beam_size": 2}
+    assert plain(alone(model, sounds, **options)) == fastgen.transcribe(model, sounds, batch_size=3, **options)
+
+
+@pytest.mark.usefixtures("rounded_weights")
+def test_weights_in_8_bits(model: Any, sounds: list[Any], steps: list[int]) -> None:
+    with fastgen.configured(weights="int8", packing="always"):
+        found = fastgen.transcribe(model, sounds[:3], batch_size=3, beam_size=2, **FAST)
+    assert max(steps) == 3 and all(result["segments"] for result in found)
+    assert not fastgen.status().quantized.startswith("0 ")
+
+
+def _seams() -> list[Any]:
+    module: Any = sys.modules["whisper.transcribe"]
+    return [module.tqdm, module.log_mel_spectrogram, module.add_word_timestamps, whisper.Whisper.detect_language]
+
+
+def test_two_threads(model: Any, sounds: list[Any]) -> None:
+    """One ends while the other is at work; then whisper is as it was."""
+    before, found = _seams(), {}
+
+    def work(name: str, some: list[Any]) -> None:
+        found[name] = fastgen.transcribe(model, some, beam_size=2, **FAST)
+
+    threads = [threading.Thread(target=work, args=each) for each in (("a", sounds[:1]), ("b", sounds[1:]))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert plain(alone(model, sounds, beam_size=2, **FAST)) == [*found["a"], *found["b"]]
+    assert all(one is other for one, other in zip(before, _seams(), strict=True))
+
+
+def test_an_error_leaves_nothing_behind(model: Any, sounds: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, count = _seams(), threading.active_count()
+    real, calls = whisper.transcribe, itertools.count()
+
+    def failing(*args: Any, **options: Any) -> Any:
+        result = real(*args, **options)
+        if next(calls) == 0:
+            raise LookupError("of yours")
+        return result
+
+    monkeypatch.setattr(whisper, "transcribe", failing)
+    with pytest.raises(LookupError, match="of yours"):
+        fastgen.transcribe(model, sounds, batch_size=3, **FAST)
+    assert all(one is other for one, other in zip(before, _seams(), strict=True))
+    assert threading.active_count() == count and torch.get_num_threads() >= 1
+    assert fastgen.transcribe(model, sounds[:1], **FAST)
+
+
+def test_what_is_done_is_freed(model: Any, sounds: list[Any]) -> None:
+    """Without the garbage collector: samples of a hundred files would wait for it."""
+    alive: list[Any] = []
+    most = 0
+
+    def recordings() -> Iterator[Any]:
+        nonlocal most
+        for number in range(6):
+            samples = sounds[0].copy()
+            alive.append(weakref.ref(samples))
+            yield together.Recording(samples, {**FAST, "language": "en"})
+            del samples
+            if number >= 2:
+                most = max(most, sum(each() is not None for each in alive))
+
+    gc.collect()
+    gc.disable()
+    try:
+        together.transcribe_all(model, recordings(), 2)
+        assert most <= 3
+        assert not any(each() is not None for each in alive)
+    finally:
+        gc.enable()
+
+
+def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are joined up to 30 seconds."""
-    parts = [(0.0, 5.0), (6.0, 29.0), (29.5, 31.0), (40.0, 59.5), (59.9, 69.9), (70.5, 71.0)]
-    monkeypatch.setattr(silences, "_found", lambda samples, **_: parts)
-    assert silences.windows(np.zeros(1, np.float32)) == [(0.0, 29.0), (29.5, 59.5), (59.9, 71.0)]
+    found = [(0.0, 5.0), (6.0, 29.0), (29.5, 31.0), (40.0, 59.5), (59.9, 69.9), (70.5, 71.0)]
+    monkeypatch.setattr(silences, "_found", lambda samples, **_: found)
+    assert silences.parts(np.zeros(1, np.float32)) == [(0.0, 29.0), (29.5, 59.5), (59.9, 71.0)]
     monkeypatch.setattr(silences, "_found", lambda samples, **_: [])
-    assert silences.windows(np.zeros(1, np.float32)) == []
+    assert silences.parts(np.zeros(1, np.float32)) == []
 
 
 def test_where_somebody_speaks() -> None:
@@ -211,5 +324,5 @@ def test_where_somebody_speaks() -> None:
     assert torch.get_num_threads() == threads
     assert len(found) == 2
     assert found[0][0] == pytest.approx(5.0, abs=1.0) and found[1][0] == pytest.approx(21.0, abs=1.0)
-    assert all(end - start <= 30 for start, end in silences.windows(np.tile(speech, 9)))
-    assert silences.speech(quiet) == silences.windows(quiet) == []
+    assert all(end - start <= 30 for start, end in silences.parts(np.tile(speech, 9)))
+    assert silences.speech(quiet) == silences.parts(quiet) == []

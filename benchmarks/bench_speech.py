@@ -1,0 +1,264 @@
+"""Speech to text: OpenAI's whisper, faster-whisper and fastgen, on a clip, a long recording and many files.
+
+    python benchmarks/bench_speech.py make spoken --texts ../shared/data/docs.txt     # needs espeak-ng
+    python benchmarks/bench_speech.py run spoken --whisper DIR --clip ../shared/data/audio/jfk.npy
+
+`make` has sentences spoken: one recording of about ten minutes, and 30 files. `run` needs Whisper-base as transformers
+saves it, `pip install -c constraints.txt -e '.[transcribe]'` and, for its sides, `pip install faster-whisper`. Each
+timing is in a process of its own, which has transcribed 30 seconds before; sides take turns. All search with 5 beams,
+and are told that the language is English; other options are each program's own. What fastgen finds in float32 without
+cutting must be what whisper finds, token for token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from measuring import OtherProcesses, aligned, environment, options, write
+from tqdm import tqdm
+
+import fastgen
+from fastgen.bench import data
+from fastgen.bench.quality import error_rate
+from fastgen.pipeline.transcription import audio
+from fastgen.pipeline.transcription.load import of_transformers
+
+BEAMS, BATCH, RATE = 5, 8, audio.RATE
+# What fastgen.transcribe and faster-whisper are asked for, and the weights: by side.
+OURS: dict[str, tuple[dict[str, Any], str]] = {
+    "fastgen": ({"batch_size": 1}, "float32"),
+    "fastgen, 8 at a time": ({"batch_size": BATCH}, "float32"),
+    "fastgen, cut at silences": ({"batch_size": BATCH, "batched": True}, "float32"),
+    "fastgen, int8": ({"batch_size": BATCH}, "int8"),
+    "fastgen, int8, cut at silences": ({"batch_size": BATCH, "batched": True}, "int8"),
+}
+THEIRS: dict[str, tuple[bool, str]] = {
+    "faster-whisper": (False, "float32"),
+    "faster-whisper, batched": (True, "float32"),
+    "faster-whisper, int8": (False, "int8"),
+    "faster-whisper, int8, batched": (True, "int8"),
+}
+SIDES = ("whisper", *OURS, *THEIRS)
+SAME = ("fastgen", "fastgen, 8 at a time")  # the same tokens as whisper's
+ONE_CLIP = {"fastgen, 8 at a time", "fastgen, cut at silences", "fastgen, int8, cut at silences"}  # no use for one clip
+TASKS = {"clip": "11 s of speech", "long": "one recording", "files": "30 files"}
+
+
+# ---------------------------------------------------------------------------------------------- the sounds
+def make(folder: Path, texts: Path, seed: int) -> None:
+    """Have espeak-ng speak sentences of a text into WAV files; what they say is beside them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = texts.read_text("utf-8")
+    sentences = [one.strip() for one in re.split(r"(?<=[.!?])\s+", text)]
+    plain = [one for one in sentences if 40 < len(one) < 200 and re.fullmatch(r"[A-Za-z ,.'-]+", one)]
+    chance = random.Random(seed)
+    chance.shuffle(plain)
+    left = iter(plain)
+    for number in range(31):
+        name, count = ("long", 80) if number == 30 else (f"file-{number:02}", chance.choice([1, 2, 2, 3, 4]))
+        said = " ".join(next(left) for _ in range(count))
+        voice = ("en-us", "en-gb", "en-us+f3", "en-us+m3")[number % 4]
+        command = ["espeak-ng", "-v", voice, "-s", "150", "-w", str(folder / f"{name}.wav"), "--stdin"]
+        subprocess.run(command, input=said.encode(), check=True)
+        (folder / f"{name}.txt").write_text(said)
+
+
+def sounds(task: str, folder: Path, clip: Path) -> list[Any]:
+    """Float32 `[samples]` of each recording."""
+    if task == "clip":
+        return [np.load(clip).astype(np.float32)]
+    return [audio.read(path).samples for path in paths(task, folder)]
+
+
+def paths(task: str, folder: Path) -> list[Path]:
+    return sorted(folder.glob("long.wav" if task == "long" else "file-*.wav"))
+
+
+def references(task: str, folder: Path) -> list[str]:
+    if task == "clip":
+        return [data.SPEECH]
+    return [path.with_suffix(".txt").read_text() for path in paths(task, folder)]
+
+
+# ---------------------------------------------------------------------------------------------- one timing
+def transcriber(side: str, args: argparse.Namespace) -> Callable[[list[Any]], list[tuple[str, Any]]]:
+    """A function that returns text and tokens of each recording."""
+    if side in THEIRS:
+        return faster_whisper(*THEIRS[side], args)
+    import whisper
+
+    model, chosen = of_transformers(str(args.whisper)), {"beam_size": BEAMS, "language": "en", "fp16": False}
+
+    def outcome(found: dict[str, Any]) -> tuple[str, Any]:
+        return found["text"], [(segment["tokens"], segment["temperature"]) for segment in found["segments"]]
+
+    if side == "whisper":
+        fastgen.disable()
+        return lambda samples: [outcome(whisper.transcribe(model, each, **chosen)) for each in samples]
+    how, weights = OURS[side]
+    fastgen.configure(strict=True, weights=weights)
+    return lambda samples: [outcome(each) for each in fastgen.transcribe(model, samples, **how, **chosen)]
+
+
+def faster_whisper(is_batched: bool, weights: str, args: argparse.Namespace) -> Callable[[list[Any]], Any]:
+    from ctranslate2.converters import TransformersConverter
+    from faster_whisper import BatchedInferencePipeline, WhisperModel
+
+    if not args.converted.exists():
+        files = ["tokenizer.json", "preprocessor_config.json"]
+        TransformersConverter(str(args.whisper), copy_files=files).convert(str(args.converted))
+    model = WhisperModel(str(args.converted), device="cpu", compute_type=weights, cpu_threads=args.threads)
+    more: dict[str, Any] = {"batch_size": BATCH} if is_batched else {}
+    runner = BatchedInferencePipeline(model) if is_batched else model
+
+    def transcribe(samples: list[Any]) -> list[tuple[str, Any]]:
+        found = [runner.transcribe(each, beam_size=BEAMS, language="en", **more)[0] for each in samples]
+        return [("".join(segment.text for segment in each), None) for each in found]
+
+    return transcribe
+
+
+def child(args: argparse.Namespace) -> None:
+    """One timing, in this process: prints JSON."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(args.threads)
+    samples = sounds(args.task, args.folder, args.clip)
+    run = transcriber(args.side, args)
+    with contextlib.redirect_stdout(sys.stderr):
+        torch.manual_seed(0)
+        run([each[: 30 * RATE // len(samples[:4])] for each in samples[:4]])
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        watch, started = OtherProcesses(), time.perf_counter()
+        found = run(samples)
+        seconds = time.perf_counter() - started
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    texts, tokens = zip(*found, strict=True)
+    json.dump(
+        {
+            "seconds": seconds,
+            "sound": sum(map(len, samples)) / RATE,
+            "peak_bytes": memory * 1024,
+            "peak_bytes_before": before * 1024,
+            "other_processes": watch.cores(),
+            "texts": texts,
+            "tokens": tokens,
+        },
+        sys.stdout,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- all of them
+def timed(task: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
+    words = [sys.executable, __file__, "child", str(args.folder), "--whisper", str(args.whisper), "--task", task]
+    words += ["--clip", str(args.clip), "--side", side, "--threads", str(args.threads)]
+    done = subprocess.run([*words, "--converted", str(args.converted)], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{side} failed on {task}.")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def words_of(text: str) -> list[str]:
+    return re.sub(r"[^\w' ]", " ", text.lower()).split()
+
+
+def measure(task: str, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
+    sides = [side for side in args.sides if task != "clip" or side not in ONE_CLIP]
+    rounds: list[dict[str, Any]] = []
+    first: dict[str, dict[str, Any]] = {}
+    for number in range(args.rounds):
+        one: dict[str, Any] = {}
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            if side == "whisper" and number >= args.whisper_rounds:
+                continue
+            found = timed(task, side, args)
+            first.setdefault(side, found)
+            one[side] = {name: found[name] for name in ("seconds", "other_processes", "peak_bytes")}
+            bar.update()
+        rounds.append(one)
+    said = [words_of(text) for text in references(task, args.folder)]
+    result: dict[str, Any] = {"task": task, "sound": first[sides[0]]["sound"], "rounds": rounds, "sides": {}}
+    for side in sides:
+        found = first[side]
+        about = {
+            "word_error_rate": error_rate([words_of(text) for text in found["texts"]], said),
+            "peak_bytes": found["peak_bytes"],
+        }
+        if side in SAME and "whisper" in first:
+            about["same"] = sum(a == b for a, b in zip(found["tokens"], first["whisper"]["tokens"], strict=True))
+            about["of"] = len(said)
+        result["sides"][side] = about
+    return result
+
+
+def median(task: dict[str, Any], side: str) -> float:
+    return float(np.median([one[side]["seconds"] for one in task["rounds"] if side in one]))
+
+
+def table(task: dict[str, Any]) -> str:
+    rows = [(f"{TASKS[task['task']]}, {task['sound']:.0f} s", "seconds", "of sound a second", "words wrong", "peak MB")]
+    for side, about in task["sides"].items():
+        seconds = median(task, side)
+        rate, wrong = f"{task['sound'] / seconds:.1f}", f"{about['word_error_rate']:.1f}%"
+        rows.append((side, f"{seconds:.2f}", rate, wrong, f"{about['peak_bytes'] / 1e6:.0f}"))
+    return aligned(rows)
+
+
+def run(args: argparse.Namespace) -> int:
+    import whisper
+
+    count = sum(args.rounds * len(args.sides) for _ in args.tasks)
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=count, leave=False) as bar:
+        args.converted = Path(folder, "converted")
+        found = [measure(task, args, bar) for task in args.tasks]
+    print("\n\n".join(map(table, found)))
+    document = {**environment(whisper, fastgen), "beams": BEAMS, "batch": BATCH, "tasks": found}
+    with contextlib.suppress(ImportError):
+        import ctranslate2
+        import faster_whisper as host
+
+        document["versions"] |= {"faster-whisper": host.__version__, "ctranslate2": ctranslate2.__version__}
+    write(args.output, "speech", document)
+    return int(any(about.get("same") != about.get("of") for task in found for about in task["sides"].values()))
+
+
+def main() -> int:
+    parser = options(__doc__ or "", rounds=3)
+    parser.add_argument("action", choices=("make", "run", "child"), help="make the sounds; run and measure")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where the spoken files are")
+    parser.add_argument("--texts", type=Path, metavar="FILE", help="what is spoken, for make")
+    parser.add_argument("--whisper", type=Path, metavar="DIR", help="Whisper-base as transformers saves it")
+    parser.add_argument("--clip", type=Path, metavar="FILE", help="11 s of speech at 16 kHz, as numpy saves it")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
+    parser.add_argument("--whisper-rounds", type=int, default=1, help="of whisper itself, the slowest; default: 1")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--converted", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.action == "make":
+        make(args.folder, args.texts, seed=0)
+    elif args.action == "child":
+        child(args)
+    else:
+        return run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
