@@ -147,3 +147,21 @@ def test_workers_that_die_as_they_start_fail_the_task(monkeypatch: pytest.Monkey
     thread.start()
     thread.join(timeout=60)
     assert [str(error) for error in seen] == ["a worker process died 3 times at the same task"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="needs signal masks")
+def test_an_interrupt_does_not_reach_the_first_worker_of_a_process() -> None:
+    """With the first one Python starts a process of its own, and some versions then unblock the signal."""
+    script = f"""
+import os, signal, time
+from fastgen.pipeline import WorkerPool
+if __name__ == "__main__":
+    with WorkerPool(1, eval, {DOUBLE!r}) as pool:
+        for _ in range(20):
+            os.kill(pool.pids[0], signal.SIGINT)
+            time.sleep(0.005)
+        assert pool.submit(2).result(timeout=60) == 4
+        assert pool.restarts == 0
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
