@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 import fastgen
 from fastgen.bench import data
-from fastgen.bench.quality import error_rate
+from fastgen.bench.quality import MEASURES
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.load import of_transformers
 
@@ -55,7 +55,7 @@ THEIRS: dict[str, tuple[bool, str]] = {
 }
 SIDES = ("whisper", *OURS, *THEIRS)
 SAME = ("fastgen", "fastgen, 8 at a time")  # the same tokens as whisper's
-ONE_CLIP = {"fastgen, 8 at a time", "fastgen, cut at silences", "fastgen, int8, cut at silences"}  # no use for one clip
+NOT_FOR_A_CLIP = {"fastgen, 8 at a time", "fastgen, cut at silences", "fastgen, int8, cut at silences"}
 TASKS = {"clip": "11 s of speech", "long": "one recording", "files": "30 files"}
 
 
@@ -173,12 +173,8 @@ def timed(task: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def words_of(text: str) -> list[str]:
-    return re.sub(r"[^\w' ]", " ", text.lower()).split()
-
-
 def measure(task: str, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
-    sides = [side for side in args.sides if task != "clip" or side not in ONE_CLIP]
+    sides = [side for side in args.sides if task != "clip" or side not in NOT_FOR_A_CLIP]
     rounds: list[dict[str, Any]] = []
     first: dict[str, dict[str, Any]] = {}
     for number in range(args.rounds):
@@ -191,12 +187,12 @@ def measure(task: str, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
             one[side] = {name: found[name] for name in ("seconds", "other_processes", "peak_bytes")}
             bar.update()
         rounds.append(one)
-    said = [words_of(text) for text in references(task, args.folder)]
+    said = references(task, args.folder)
     result: dict[str, Any] = {"task": task, "sound": first[sides[0]]["sound"], "rounds": rounds, "sides": {}}
     for side in sides:
         found = first[side]
         about = {
-            "word_error_rate": error_rate([words_of(text) for text in found["texts"]], said),
+            "word_error_rate": MEASURES["whisper"](found["texts"], said)["word error rate"],
             "peak_bytes": found["peak_bytes"],
         }
         if side in SAME and "whisper" in first:

@@ -146,8 +146,15 @@ def transcribe(
     """
     from fastgen.pipeline.transcription import recordings as several
 
-    cuts = {"batched": batched, "vad_filter": vad_filter}
-    return several.transcribe(model, recordings, options, batch_size=batch_size, progress=progress, **cuts)
+    return several.transcribe(
+        model,
+        recordings,
+        options,
+        batch_size=batch_size,
+        batched=batched,
+        vad_filter=vad_filter,
+        progress=progress,
+    )
 
 
 if (_another := installing.another()) is not None:

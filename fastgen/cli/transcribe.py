@@ -37,6 +37,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """What these arguments ask for."""
+    from fastgen.pipeline.transcription import silences
     from fastgen.pipeline.transcription.run import Settings
 
     layout = {name: getattr(args, name) for name in _LAYOUT}
@@ -48,10 +49,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     options["fp16"] = args.fp16 and device != "cpu"
     if args.patience is not None and args.beam_size is None:
         raise InputError("--patience needs --beam_size.")
-    if (args.batched or args.vad_filter) and args.clip_timestamps != "0":
-        raise InputError("--clip_timestamps can't be given with --batched or --vad_filter, which choose clips.")
-    if args.batched and args.vad_filter:
-        raise InputError("--batched leaves out silences already: --vad_filter can't be given with it.")
+    silences.check(args.clip_timestamps, args.batched, args.vad_filter, prefix="--")
     if args.model.endswith(".en"):
         options["language"] = "en"
     return Settings(
@@ -186,13 +184,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="STEP",
         help="how much higher the next temperature is; None: there is no next (default: %(default)s)",
     )
-    group.add_argument(
-        *_flags("highlight_words"),
-        type=_yes_or_no,
-        default=False,
-        metavar="{True,False}",
-        help="underline each word as it is said, in srt and vtt",
-    )
+    _add_choice(group, "highlight_words", "underline each word as it is said, in srt and vtt")
     for name, what in (
         ("max_line_width", "characters of a line, at most"),
         ("max_line_count", "lines of a subtitle, at most"),
@@ -211,20 +203,17 @@ def _add_ways(result: argparse.ArgumentParser) -> None:
         metavar="N",
         help="files, or parts of files, that are transcribed at a time, at most (default: %(default)s)",
     )
-    result.add_argument(
-        "--batched",
-        type=_yes_or_no,
-        default=False,
-        metavar="{True,False}",
-        help="cut each file at silences into parts, each without what was said before: faster, but the text may differ",
+    _add_choice(
+        result,
+        "batched",
+        "cut each file at silences into parts, each without what was said before: faster, but the text may differ",
     )
-    result.add_argument(
-        *_flags("vad_filter"),
-        type=_yes_or_no,
-        default=False,
-        metavar="{True,False}",
-        help="leave out where nobody speaks for two seconds or more; the text may differ",
-    )
+    _add_choice(result, "vad_filter", "leave out where nobody speaks for two seconds or more; the text may differ")
+
+
+def _add_choice(to: argparse._ActionsContainer, name: str, what: str) -> None:
+    """Add an option that is True or False, and False if left out."""
+    to.add_argument(*_flags(name), type=_yes_or_no, default=False, metavar="{True,False}", help=what)
 
 
 def _flags(name: str) -> list[str]:

@@ -58,26 +58,22 @@ def run(
             of these calls.
         done: called with a call's number and the result, or the error that it ended with.
     """
-    running, upcoming = _Running(device, done), enumerate(calls)
-    threads = torch.get_num_threads()
-    try:
-        with torch.no_grad():  # as the hosts decode, in threads of their own
-            if size < 1 or is_inside() or _is_apart(device):
-                for number, call in upcoming:
-                    running.alone(number, call)
+    upcoming = enumerate(calls)
+    with (
+        torch.no_grad(),
+        contextlib.closing(_Running(device, done)) as running,
+    ):  # as the hosts decode, in other threads
+        if size < 1 or is_inside() or _is_apart(device):
+            for number, call in upcoming:
+                running.alone(number, call)
+            return
+        while True:
+            while running.size < size and (following := next(upcoming, None)) is not None:
+                running.begin(*following)
+            if not running.needs:
                 return
-            while True:
-                while running.size < size and (following := next(upcoming, None)) is not None:
-                    running.begin(*following)
-                if not running.needs:
-                    return
-                for number, found in _answers(running.needs, answer).items():
-                    running.resume(number, found)
-    finally:
-        try:
-            running.close()
-        finally:
-            torch.set_num_threads(threads)  # if a call was ended before it could say so
+            for number, found in _answers(running.needs, answer).items():
+                running.resume(number, found)
 
 
 def _answers(needs: dict[int, Any], answer: Callable[[dict[int, Any]], Mapping[int, Any]]) -> dict[int, _Answer]:
@@ -125,6 +121,7 @@ class _Running:
 
     def __init__(self, device: torch.device, done: Callable[[int, Any, Exception | None], None]) -> None:
         self._device, self._done = device, done
+        self._threads = 0  # of torch in the calling thread, once a call has begun
         self._calls: dict[int, Suspendable] = {}
         self._random: dict[int, RandomState] = {}  # of those that have drawn random numbers
         self.needs: dict[int, Any] = {}
@@ -134,7 +131,7 @@ class _Running:
         return len(self._calls)
 
     def begin(self, number: int, call: Callable[[], Any]) -> None:
-        threads = torch.get_num_threads()
+        threads = self._threads = torch.get_num_threads()
 
         def body() -> Any:
             _call.set(suspended)
@@ -197,5 +194,9 @@ class _Running:
 
     def close(self) -> None:
         """End calls that are still here, so that they free what they hold."""
-        while self._calls:
-            self._calls.popitem()[1].close()
+        try:
+            while self._calls:
+                self._calls.popitem()[1].close()
+        finally:
+            if self._threads:
+                torch.set_num_threads(self._threads)  # if a call was ended before it could say so

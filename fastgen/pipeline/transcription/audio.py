@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 RATE = 16_000  # samples a second, as Whisper reads them
-
-
+FRAMES = 100  # of Whisper's spectrogram, a second
 LONG = 30 * 60 * RATE  # samples: longer sounds lie in a temporary file
 
 
@@ -29,6 +28,11 @@ class Audio:
     @property
     def seconds(self) -> float:
         return len(self.samples) / RATE
+
+
+def last_frame(samples: np.ndarray[Any, Any]) -> float:
+    """Where Whisper's spectrogram of these samples ends, in seconds: with a clip that goes on whisper never would."""
+    return len(samples) // (RATE // FRAMES) / FRAMES
 
 
 def read(source: Path | bytes) -> Audio:

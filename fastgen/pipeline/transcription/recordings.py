@@ -10,13 +10,20 @@ from typing import Any
 import numpy as np
 
 from fastgen.pipeline.errors import InputError
-from fastgen.pipeline.transcription import audio
+from fastgen.pipeline.transcription import audio, silences
 from fastgen.pipeline.transcription.progress import AudioProgress
 from fastgen.pipeline.transcription.together import Recording, transcribe_all
 
 
 def transcribe(
-    model: Any, recordings: Sequence[Any], options: dict[str, Any], *, batch_size: int, progress: bool, **cuts: bool
+    model: Any,
+    recordings: Sequence[Any],
+    options: dict[str, Any],
+    *,
+    batch_size: int,
+    batched: bool,
+    vad_filter: bool,
+    progress: bool,
 ) -> list[dict[str, Any]]:
     """See `fastgen.transcribe`."""
     if batch_size < 1:
@@ -39,7 +46,8 @@ def transcribe(
             yield Recording(samples, dict(options), show.advance, done)
 
     try:
-        transcribe_all(model, all_of_them(), batch_size, **cuts)
+        silences.check(options.get("clip_timestamps", "0"), batched, vad_filter)
+        transcribe_all(model, all_of_them(), batch_size, batched=batched, vad_filter=vad_filter)
     except InputError as error:
         raise ValueError(str(error)) from error
     finally:

@@ -63,7 +63,7 @@ def run(settings: Settings) -> int:
         settings.output.mkdir(parents=True, exist_ok=True)
     _check_names(settings)
     _check_language(settings.options.get("language"))
-    within(settings.options.get("clip_timestamps", "0"), 0.0)
+    within(settings.options.get("clip_timestamps", "0"), 0.0)  # or it would be refused once for each file
     with Journal(settings.output, _decisive(settings), settings.resume) as journal:
         left = [file for file in settings.files if not journal.has(file, settings.outputs(file))]
         if not settings.overwrite:
@@ -125,7 +125,7 @@ class _Files:
         if sound.fault:
             self._progress.say(f"{sound.fault}; the rest is transcribed.")
         options = dict(self._settings.options)
-        options["clip_timestamps"] = within(options.get("clip_timestamps", "0"), sound.seconds)
+        options["clip_timestamps"] = within(options.get("clip_timestamps", "0"), audio.last_frame(sound.samples))
         return Recording(sound.samples, options, advance=self._progress.advance)
 
     def _done(self, file: Path, looks: Any, result: dict[str, Any] | None, error: Exception | None) -> None:
@@ -144,8 +144,8 @@ class _Files:
         self._progress.say(str(error))
 
 
-def within(clips: str, seconds: float) -> list[float]:
-    """The ends of clips, `start,end,start,end,...`, no later than the end of the sound, where whisper would never end.
+def within(clips: str, last: float) -> list[float]:
+    """The ends of clips, `start,end,start,end,...`, in seconds, none later than `last`.
 
     Raises:
         InputError: it is no list of numbers.
@@ -154,8 +154,7 @@ def within(clips: str, seconds: float) -> list[float]:
         found = [float(each) for each in clips.split(",")] if clips else []
     except ValueError as error:
         raise InputError(f"--clip_timestamps {clips} is no list of seconds such as 0,30,60,90.") from error
-    whole = int(seconds * 100) / 100  # whisper counts in hundredths
-    return [min(each, whole) for each in found]
+    return [min(each, last) for each in found]
 
 
 def _write(settings: Settings, file: Path, result: dict[str, Any]) -> None:

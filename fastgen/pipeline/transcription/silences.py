@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from fastgen.pipeline.errors import needing
+from fastgen.pipeline.errors import InputError, needing
 from fastgen.pipeline.transcription.audio import RATE
 
 if TYPE_CHECKING:
@@ -15,6 +15,19 @@ WINDOW = 30.0  # seconds that Whisper reads at a time
 _PAUSE = 2.0  # seconds of silence that part two stretches; shorter ones Whisper hears
 _PADDING = 0.4  # seconds before and after what is taken for speech
 _BREATH = 0.16  # seconds of silence at which a sound may be cut
+
+
+def check(clips: Any, batched: bool, vad_filter: bool, prefix: str = "") -> None:
+    """Raise InputError if these options of a transcription, written with `prefix`, do not go together.
+
+    `clips`: `clip_timestamps`; "0" or [0.0] is all of a sound.
+    """
+    if (batched or vad_filter) and clips not in ("0", [0.0]):
+        raise InputError(
+            f"{prefix}clip_timestamps can't be given with {prefix}batched or {prefix}vad_filter, which choose clips."
+        )
+    if batched and vad_filter:
+        raise InputError(f"{prefix}batched leaves out silences already: {prefix}vad_filter can't be given with it.")
 
 
 def speech(samples: np.ndarray[Any, Any]) -> list[tuple[float, float]]:

@@ -20,15 +20,12 @@ from fastgen.optimizer import together
 from fastgen.patching import hosts
 from fastgen.patching.redirection import redirected
 from fastgen.pipeline.batching import release_memory
-from fastgen.pipeline.errors import InputError, needing
+from fastgen.pipeline.errors import needing
 from fastgen.pipeline.transcription import silences
-from fastgen.pipeline.transcription.audio import LONG, RATE
+from fastgen.pipeline.transcription.audio import FRAMES, LONG, RATE, last_frame
 
 if TYPE_CHECKING:
     import numpy as np
-
-_FRAMES = 100  # of whisper's spectrogram, a second
-_HOP = RATE // _FRAMES  # samples
 
 
 @dataclass
@@ -70,6 +67,10 @@ class Part:
     result: dict[str, Any] | None = None
     error: Exception | None = None
 
+    def ended(self, result: dict[str, Any] | None, error: Exception | None) -> None:
+        self.result, self.error = result, error
+        self.recording.part_ended()
+
 
 def transcribe_all(
     model: Any, recordings: Iterable[Recording], batch_size: int, *, batched: bool = False, vad_filter: bool = False
@@ -86,6 +87,7 @@ def transcribe_all(
     """
     with needing("openai-whisper", "transcribe"):
         from whisper.model import Whisper
+    from fastgen.optimizer.whisper.inference import answer
 
     begun: dict[int, Part] = {}
     again: list[Part] = []
@@ -109,15 +111,8 @@ def transcribe_all(
         part = begun.pop(number)
         if batch_size > 1 and error is not None and limits.is_out_of_memory(error):
             again.append(part)
-            return
-        part.result, part.error = result, error
-        part.recording.part_ended()
-
-    def done_alone(number: int, result: Any, error: Exception | None) -> None:
-        again[number].result, again[number].error = result, error
-        again[number].recording.part_ended()
-
-    from fastgen.optimizer.whisper.inference import answer
+        else:
+            part.ended(result, error)
 
     module: Any = sys.modules["whisper.transcribe"]  # the attribute `whisper.transcribe` is the function
     seams: dict[Any, Any] = {
@@ -132,7 +127,7 @@ def transcribe_all(
         if again:
             release_memory()
             alone = [functools.partial(_transcribed, model, part) for part in again]
-            together.run(alone, 0, answer, done_alone, model.device)
+            together.run(alone, 0, answer, lambda number, *ended: again[number].ended(*ended), model.device)
 
 
 # ---------------------------------------------------------------------------------------------- parts
@@ -141,18 +136,13 @@ def _parts(model: Any, recording: Recording, batched: bool, vad_filter: bool) ->
     samples = recording.samples
     if not (batched or vad_filter):
         return [Part(recording)]
-    if recording.options.get("clip_timestamps", "0") not in ("0", [0.0]):
-        raise InputError("clip_timestamps can't be given with batched or vad_filter: these choose clips themselves.")
-    if batched and vad_filter:
-        raise InputError("batched leaves out silences already: vad_filter can't be given with it.")
     found = silences.parts(samples) if batched else silences.speech(samples)
-    if found and recording.options.get("language") is None and model.is_multilingual:
-        start, end = found[0]
-        recording.options = {**recording.options, "language": _language(model, recording, start, end)}
+    if found:
+        recording.options = {**recording.options, "language": _language(model, recording, *found[0])}
     if batched:
         recording.options = {**recording.options, "condition_on_previous_text": False}
         return [Part(recording, start, end) for start, end in found]
-    last = len(samples) // _HOP / _FRAMES  # where whisper's spectrogram ends: clips that go on never would
+    last = last_frame(samples)
     clips = [(start, min(end, last)) for start, end in found if start < last]
     recording.options = {**recording.options, "clip_timestamps": [each for clip in clips for each in clip]}
     return [Part(recording)] if clips else []
@@ -160,17 +150,17 @@ def _parts(model: Any, recording: Recording, batched: bool, vad_filter: bool) ->
 
 def _nothing(model: Any, recording: Recording) -> dict[str, Any]:
     """The result for a recording in which nobody speaks."""
-    language = recording.options.get("language")
-    if language is None:
-        language = _language(model, recording, 0.0, silences.WINDOW) if model.is_multilingual else "en"
-    return {"text": "", "segments": [], "language": language}
+    return {"text": "", "segments": [], "language": _language(model, recording, 0.0, silences.WINDOW)}
 
 
 def _language(model: Any, recording: Recording, start: float, end: float) -> str:
-    """The language that whisper finds in the first 30 seconds of what lies between these times."""
+    """The language that was given or that whisper finds, in the first 30 seconds of what lies between these times."""
     import torch
     from whisper.audio import N_FRAMES, N_SAMPLES, log_mel_spectrogram, pad_or_trim
 
+    given: str | None = recording.options.get("language")
+    if given is not None or not model.is_multilingual:
+        return given or "en"
     samples = _between(recording.samples, start, min(end, start + silences.WINDOW))
     mel = pad_or_trim(log_mel_spectrogram(samples, model.dims.n_mels, padding=N_SAMPLES), N_FRAMES)
     is_half = recording.options.get("fp16", True) and model.device.type != "cpu"
@@ -205,7 +195,7 @@ def _joined(parts: list[Part]) -> dict[str, Any]:
             times = _later(segment, part.start)
             if words := segment.get("words"):
                 times["words"] = [{**word, **_later(word, part.start)} for word in words]
-            frames = segment["seek"] + round(part.start * _FRAMES)
+            frames = segment["seek"] + round(part.start * FRAMES)
             segments.append({**segment, **times, "id": len(segments), "seek": frames})
     text = "".join(part.result["text"] for part in parts if part.result is not None)
     return {"text": text, "segments": segments, "language": first["language"]}
@@ -229,7 +219,7 @@ class _Bar:
         self._advance = advance
 
     def update(self, frames: int) -> None:
-        self._advance(frames / _FRAMES)
+        self._advance(frames / FRAMES)
 
     def __enter__(self) -> _Bar:
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import wave
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +19,11 @@ Make = Callable[..., Path]
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model as whisper saves it, whose texts end soon, and which reads 30 seconds at a time."""
-    from whisper.model import ModelDimensions, Whisper
+    from whisper_kit import tiny
 
-    torch.manual_seed(1)
-    sizes: dict[str, Any] = dict(n_mels=80, n_audio_ctx=1500, n_vocab=51865, n_text_ctx=64)
-    for part in ("audio", "text"):
-        sizes |= {f"n_{part}_state": 32, f"n_{part}_head": 4, f"n_{part}_layer": 2}
-    model = Whisper(ModelDimensions(**sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.5) if parameter.ndim == 2 else parameter.add_(torch.randn_like(parameter) * 0.1)
-        model.decoder.token_embedding.weight[50257] *= 1.5
+    model = tiny(1500, seed=1)
     path = tmp_path_factory.mktemp("model") / "tiny.pt"
-    torch.save({"dims": sizes, "model_state_dict": model.state_dict()}, path)
+    torch.save({"dims": vars(model.dims), "model_state_dict": model.state_dict()}, path)
     return path
 
 
