@@ -1,3 +1,3 @@
 """The version of fastgen, where setup and the rest of the package read it."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -64,6 +64,7 @@ CATCHES_ALL = {
     "optimizer.transformers.judge": "whatever stock raises, fastgen must raise",
     "optimizer.verification": "the host is asked again, which is no reason for the user's call to fail",
     "pipeline.fairseq.load": "a checkpoint is anybody's",
+    "pipeline.remote": "each package that fsspec calls has errors of its own",
     "pipeline.resume": "writes what is known, and raises it again",
     "pipeline.transcription.load": "a checkpoint is anybody's",
     "pipeline.transcription.together": "a recording that fails ends alone: the others go on",

@@ -5,6 +5,7 @@
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`. transformers is needed for two of them, the
 flags of its `GenerationConfig` and the fields of a request, and they are of the version named in the page.
+CHANGELOG.md is docs/changes.md with links that lead from the root.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ ROOT = DOCS.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = DOCS / "data" / "models.json"
 VERSIONS = DOCS / "data" / "versions.json"
+CHANGES, CHANGELOG = DOCS / "changes.md", ROOT / "CHANGELOG.md"
+_LINK = re.compile(r"\]\((?!#|\w+:)")  # to another page
 _PART = re.compile(r"( *)(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of \3 -->)", re.DOTALL)
 
 
@@ -49,6 +52,11 @@ def written(text: str, only: str | None = None) -> str:
         return f"{indent}{begin}\n{textwrap.indent(PARTS[name]().strip(), indent)}\n\n{indent}{end}"
 
     return _PART.sub(part, text)
+
+
+def changelog() -> str:
+    """CHANGELOG.md: the page of changes, whose links lead to docs/."""
+    return _LINK.sub("](docs/", CHANGES.read_text("utf-8"))
 
 
 # ---------------------------------------------------------------------------------------------- models
@@ -664,9 +672,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a page is out of date")
     check = parser.parse_args(argv).check
     stale = 0
-    for page in pages():
-        text = page.read_text("utf-8")
-        if (new := written(text)) != text:
+    for page in [*pages(), CHANGELOG]:
+        text = page.read_text("utf-8") if page.exists() else ""
+        if (new := changelog() if page == CHANGELOG else written(text)) != text:
             stale += 1
             print(f"{page.relative_to(ROOT)} {'is out of date' if check else 'written'}")
             if not check:

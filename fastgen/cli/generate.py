@@ -74,6 +74,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Settings]:
         setattr(args, name, None)
         setattr(args, f"{name}_valid", None)
         args.required_batch_size_multiple = 1  # there are no batches of fairseq that would be rounded
+    if args.results_path and "://" in args.results_path:
+        raise InputError(f"--results-path {args.results_path} is no folder of this machine: results are written there.")
     for flag, given in (("--resume", own.resume), ("--overwrite", own.overwrite)):
         if given and not args.results_path:
             raise InputError(f"{flag} needs --results-path, the folder of the run that it is about.")

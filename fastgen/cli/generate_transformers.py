@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fastgen import installing
 from fastgen.cli.exits import Parser, exit_code, share, whole_number
+from fastgen.pipeline import remote
 from fastgen.pipeline.errors import EXIT_CODES, INPUT_ERROR, InputError, first_line
 from fastgen.pipeline.offline import REFILL
 
@@ -46,7 +47,7 @@ def _main(argv: Sequence[str] | None) -> int:
     _refuse_rays(settings)
     from fastgen.pipeline.transformers.run import run
 
-    _check_files(Path(settings.input), Path(settings.output))
+    _check_files(settings.input, settings.output)
     return run(settings)
 
 
@@ -76,19 +77,16 @@ def _refuse_rays(settings: RunSettings) -> None:
     )
     if records.PARQUET in forms:
         raise InputError(f"Parquet is read and written with --ray alone: {installing.command('ray')}.")
-    for path in (settings.input, settings.output):
-        if "://" in path:
-            raise InputError(f"{path} is no file of this machine: --ray reads and writes there.")
 
 
-def _check_files(source: Path, output: Path) -> None:
+def _check_files(source: str, output: str) -> None:
     """Both are opened more than once: the input is counted first, the output is read at the end."""
-    for path in (source, output):
+    for path in (Path(name) for name in (source, output) if not remote.is_remote(name)):
         if str(path) == "-":
             raise InputError(f"{path} stands for a pipe: this command needs the names of files.")
         if path.exists() and not path.is_file():
             raise InputError(f"{path} is no regular file: this command needs files, not folders, pipes or devices.")
-    if output.absolute().parent in _DEVICES:  # a journal would be put beside it
+    if Path(output).absolute().parent in _DEVICES:  # a journal would be put beside it
         raise InputError(f"{output} stands for an open file: name the file itself.")
 
 
@@ -106,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     result.add_argument("model", metavar="MODEL", help="name or folder of the model")
-    result.add_argument("input", metavar="INPUT", help="text, one input a line, or .jsonl")
+    result.add_argument("input", metavar="INPUT", help="text, one input a line, or .jsonl; a file, or a URI")
     result.add_argument("output", metavar="OUTPUT", help="text, or .jsonl for all hypotheses and scores")
     forms = (records.TEXT, records.JSONL, records.PARQUET)
     result.add_argument("--input-format", choices=forms, help="default: by the name of the file")
@@ -128,7 +126,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--truncate", action="store_true", help="cut inputs that are too long instead of refusing them")
     result.add_argument("--no-scores", action="store_true", help="no scores in JSONL: fastgen is faster without")
     result.add_argument("--seed", type=whole_number, default=1, metavar="N", help="of sampling (default: %(default)s)")
-    result.add_argument("--references", type=Path, metavar="FILE", help="one a line: metrics are shown at the end")
+    result.add_argument("--references", type=_local, metavar="FILE", help="one a line: metrics are shown at the end")
     result.add_argument(
         "--metrics", default=",".join(metrics.METRICS), metavar="LIST", help="with --references (default: %(default)s)"
     )
@@ -171,6 +169,12 @@ def _add_ray(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shards", action="store_true", help="leave OUTPUT a folder of parts of 4096 records (jsonl, or parquet)"
     )
+
+
+def _local(text: str) -> Path:
+    if remote.is_remote(text):
+        raise argparse.ArgumentTypeError(f"{remote.shown(text)} is no file of this machine")
+    return Path(text)
 
 
 def _size(text: str) -> int | str:

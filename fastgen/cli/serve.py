@@ -36,7 +36,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def settings_of(args: argparse.Namespace, token: str | None) -> ServiceSettings:
     """What these arguments ask for."""
-    from fastgen.cli import flags
+    from fastgen.cli import flags, serve_flags
     from fastgen.pipeline.transformers.settings import ModelSettings
     from fastgen.serving.limits import Limits
     from fastgen.serving.settings import ServiceSettings
@@ -57,7 +57,7 @@ def settings_of(args: argparse.Namespace, token: str | None) -> ServiceSettings:
         model=flags.settings_of(args, ModelSettings),
         limits=limits,
         most_queued=args.max_queued,
-        token=token,
+        **serve_flags.operation_of(args, token),
         host=args.host,
         port=args.port,
         ray=args.ray,
@@ -69,7 +69,7 @@ def settings_of(args: argparse.Namespace, token: str | None) -> ServiceSettings:
 
 def parser() -> argparse.ArgumentParser:
     """The command's flags."""
-    from fastgen.cli import flags
+    from fastgen.cli import flags, serve_flags
     from fastgen.serving.limits import Limits
 
     limits = Limits()
@@ -87,6 +87,7 @@ def parser() -> argparse.ArgumentParser:
         "--port", type=positive_number, default=8000, metavar="N", help="port to listen at (default: %(default)s)"
     )
     flags.add_model_flags(result)
+    serve_flags.add_operation_flags(result)
     ray = result.add_argument_group("replicas")
     ray.add_argument(
         "--ray", default="", metavar="ADDRESS", help="cluster to run on (default: RAY_ADDRESS, or this machine alone)"

@@ -17,12 +17,14 @@ import numpy as np
 import pyarrow.parquet
 from pyarrow import fs
 
+from fastgen.pipeline import remote
 from fastgen.pipeline.errors import InputError, first_line
 from fastgen.pipeline.transformers.records import PARQUET, Record, fill_text, format_of, parsed
 
 _CHUNK = 1 << 22  # bytes read at once
 _ROWS = 4096  # of Parquet, read at once
 _NEWLINE = ord("\n")
+_OF_PYARROW = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs", "mock")  # others are fsspec's
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,25 @@ class Source:
 
 
 def opened(path: str) -> tuple[fs.FileSystem, str]:
-    """The file system of a path or URI, and the path within it."""
+    """The file system of a path or URI, by pyarrow or else by fsspec, and the path within it."""
     if "://" not in path:
         return fs.LocalFileSystem(), os.path.abspath(path)
+    if path.partition("://")[0] not in _OF_PYARROW:
+        system, inside = remote.opened(path)
+        return fs.PyFileSystem(fs.FSSpecHandler(system)), inside
     try:
         return fs.FileSystem.from_uri(path)
     except (ValueError, OSError, ImportError) as error:
         raise InputError(f"Cannot use {path}: {first_line(error)}.") from error
+
+
+def _uri(path: str, inside: str) -> str:
+    """The URI of a file within the file system of `path`, a URI too, whose options it has; or the file's path."""
+    if "://" not in path or "://" in inside:
+        return inside
+    scheme, _, rest = path.partition("://")
+    _, mark, options = rest.partition("?")
+    return f"{scheme}://{inside}{mark}{options}"
 
 
 def sources(path: str, form: str | None) -> list[Source]:
@@ -85,10 +99,9 @@ def sources(path: str, form: str | None) -> list[Source]:
         infos = [info] if is_file else system.get_file_info(fs.FileSelector(inside))
     except OSError as error:
         raise InputError(f"Cannot read {path}: {first_line(error)}.") from error
-    prefix = path.split("://", 1)[0] + "://" if "://" in path else ""
     found = [
         Source(
-            prefix + info.path,
+            _uri(path, info.path),
             path if is_file else f"{path.rstrip('/')}/{info.base_name}",
             form or format_of(info.path),
             (info.size, info.mtime_ns or 0),

@@ -82,7 +82,7 @@ def run(settings: RunSettings) -> int:
                 _merge(parts, corpus, marks, journal)
             if parts.exist():
                 parts.remove()
-            return summary(settings, form, total, journal.facts.get("failed", 0), references, wanted)
+            return summary(output, form, total, journal.facts.get("failed", 0), references, wanted)
 
 
 def _check_complete(output: Path, facts: dict[str, Any], corpus: list[Block]) -> None:

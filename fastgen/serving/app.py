@@ -1,6 +1,7 @@
 """The HTTP application of the service, in FastAPI, with limits that apply before anything is parsed."""
 
 # No postponed annotations here: FastAPI could not look up the class of a body, which is made within a function.
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -12,9 +13,12 @@ from starlette.exceptions import HTTPException
 
 import fastgen
 from fastgen.serving import errors, metrics
-from fastgen.serving.limited import Guarded, Limited, refusal
+from fastgen.serving.authorization import Guarded
+from fastgen.serving.disconnects import EndedWithClient
+from fastgen.serving.limited import Limited, refusal
 from fastgen.serving.observed import Observed, work_of
 from fastgen.serving.options import Answer, Problem, question
+from fastgen.serving.request_ids import RequestIds
 from fastgen.serving.service import Refusal, Service
 
 _PROBLEMS = {
@@ -30,8 +34,12 @@ _PROBLEMS = {
 }
 
 
-def build(service: Service, token: str | None) -> FastAPI:
-    """Make the application; with `token`, all pages but /health need it as a bearer token."""
+def build(service: Service, token: str | Sequence[str] | None, *, behind_ray: bool = False) -> FastAPI:
+    """Make the application; with `token`, all pages but /health need it, or one of several, as a bearer token.
+
+    Args:
+        behind_ray: Ray Serve's proxy ends requests whose clients have gone, and answers with the requests' ids.
+    """
     app = FastAPIOffline(  # a page of documentation that loads nothing from elsewhere
         title="fastgen",
         version=fastgen.__version__,
@@ -68,14 +76,19 @@ def build(service: Service, token: str | None) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse, dependencies=bearer)
     async def counters() -> str:
-        """Counters and gauges for Prometheus."""
-        return metrics.written(service.name, service.engine.counts, service.statuses)
+        """Counters, gauges and histograms for Prometheus."""
+        return metrics.written(
+            service.name, service.engine.counts, service.statuses, service.engine.latencies.histograms
+        )
 
     _handle_errors(app)
     # The last middleware is the outermost.
+    if not behind_ray:
+        app.add_middleware(EndedWithClient)
     app.add_middleware(Limited, limits=service.limits)
-    app.add_middleware(Guarded, token=token)
+    app.add_middleware(Guarded, keys=token)
     app.add_middleware(Observed, statuses=service.statuses)
+    app.add_middleware(RequestIds, answers=not behind_ray)
     return app
 
 

@@ -26,7 +26,7 @@ from fastgen.distributed.connection import connected, is_node_alive
 from fastgen.distributed.placement import Placement, nodes_of, placement
 from fastgen.pipeline.errors import DONE, InputError, WorkerError, first_line
 from fastgen.pipeline.transformers import prepare
-from fastgen.serving import proxy
+from fastgen.serving import cores, proxy
 from fastgen.serving.app import build
 from fastgen.serving.limited import RETRY_AFTER
 from fastgen.serving.observed import LOG
@@ -39,12 +39,12 @@ _LOOK_SECONDS = 0.2  # between looks at how many requests still run
 _GRACE_SECONDS = 1.0  # for answers to reach the clients
 
 
-_service: tuple[Service, str | None] | None = None  # of this process, which has one replica
+_service: tuple[Service, str | tuple[str, ...] | None] | None = None  # of this process, which has one replica
 
 
 def _app() -> FastAPI:
     assert _service is not None
-    return build(*_service)
+    return build(*_service, behind_ray=True)
 
 
 @serve.ingress(_app)
@@ -53,7 +53,8 @@ class Replica:
 
     def __init__(self, settings: ServiceSettings) -> None:
         global _service
-        torch.set_num_threads(max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1))))
+        assigned = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
+        torch.set_num_threads(settings.threads or max(1, int(assigned)))
         _listen_on_loopback()
         self._service = Service(settings.model, settings.limits, settings.most_queued)
         _service = self._service, settings.token
@@ -91,8 +92,9 @@ def run(settings: ServiceSettings) -> int:
     limits, host, port = settings.limits, settings.host, settings.port
     prepare.prepared(settings.model, _say)  # refuses bad settings in a sentence, before anything is started
     if host not in ("127.0.0.1", "localhost", "::1") and settings.token is None:
-        _say(f"Whoever reaches {host} may use this service: set FASTGEN_SERVE_TOKEN to ask for a bearer token.")
-    if not settings.ray and "RAY_ADDRESS" not in os.environ:  # otherwise another machine may listen
+        _say(f"Whoever reaches {host} may use this service: ask for a key with FASTGEN_SERVE_TOKEN or --api-key-file.")
+    is_alone = not settings.ray and "RAY_ADDRESS" not in os.environ  # otherwise other machines may listen and work
+    if is_alone:
         _check_port(host, port)
     stopped = threading.Event()
 
@@ -105,19 +107,22 @@ def run(settings: ServiceSettings) -> int:
         how = placement(
             str(settings.replicas), settings.cpus_per_replica, settings.gpus_per_replica, nodes_of(ray.nodes())
         )
+        if is_alone and (words := cores.oversubscribed(how.least, settings.threads or max(1, int(how.cpus)))):
+            _say(words)
         if _is_serving():
             raise InputError("Ray Serve runs on this cluster already: end its applications, or name another cluster.")
         before = {}
         try:
             try:
-                serve.start(http_options=HTTPOptions(host=host, port=port))
+                serve.start(http_options=_http_options(settings))
                 handle = serve.run(_application(settings, how), name=_APP)
             except (RuntimeError, ValueError, OSError) as error:
                 # Ray's message of an actor's error is a traceback; the cause has the sentence.
                 what = first_line(getattr(error, "cause", error))
                 raise InputError(f"Cannot start the service: {what}.") from error
             before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-            _say(f"http://{_url(host)}:{port}/v1/generate answers: /docs describes it, Ctrl-C stops it.")
+            scheme = "http" if settings.ssl_certfile is None else "https"
+            _say(f"{scheme}://{_url(host)}:{port}/v1/generate answers: /docs describes it, Ctrl-C stops it.")
             while not stopped.wait(_HEALTH_SECONDS):
                 if not is_node_alive():
                     raise WorkerError("Ray's node on this machine has died: start the command again")
@@ -166,6 +171,13 @@ def _check_port(host: str, port: int) -> None:
         raise InputError(f"{what}. Choose others with --host and --port.") from error
 
 
+def _http_options(settings: ServiceSettings) -> HTTPOptions:
+    files = {"ssl_certfile": settings.ssl_certfile, "ssl_keyfile": settings.ssl_keyfile}
+    # Ray's processes may have another working directory.
+    paths = {name: os.path.abspath(path) for name, path in files.items() if path is not None}
+    return HTTPOptions(host=settings.host, port=settings.port, **paths)
+
+
 def _application(settings: ServiceSettings, how: Placement) -> Any:
     limits = settings.limits
     deployment = serve.deployment(
@@ -178,7 +190,8 @@ def _application(settings: ServiceSettings, how: Placement) -> Any:
         graceful_shutdown_timeout_s=limits.seconds + 5.0,
         graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         health_check_period_s=_HEALTH_SECONDS,
-        logging_config=LoggingConfig(enable_access_log=False),  # the application logs requests itself
+        # The application logs requests itself.
+        logging_config=LoggingConfig(enable_access_log=False, encoding=settings.log_format.upper()),
         ray_actor_options={"num_cpus": how.cpus, "num_gpus": how.gpus},
     )
     return deployment(Replica).bind(settings)

@@ -26,6 +26,7 @@ from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import first_line
 from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
 from fastgen.serving.generation_request import Failed, Finished, Full, GenerationRequest, Grown, Stopped
+from fastgen.serving.latencies import Latencies
 
 STOPPED = "The engine has stopped: send the request again later."
 EXPIRED = "The request took longer than it may: ask for fewer tokens, or give it a longer `timeout`."
@@ -80,7 +81,7 @@ class Engine:
             most_rows: the most rows, inputs times beams, that decode together.
             most_queued: the most inputs that may wait.
         """
-        self.counts = Counts()
+        self.counts, self.latencies = Counts(), Latencies(1 if model.config.is_encoder_decoder else 0)
         self._model, self._tokenizer = model, tokenizer
         self._most_rows, self._most_queued = most_rows, most_queued
         self._requests: list[GenerationRequest] = []  # requests that have inputs waiting, the oldest first
@@ -228,6 +229,7 @@ class Engine:
                     while one.waiting and len(units) < room:
                         units.append((one, one.waiting.popleft()))
                 self._requests = [one for one in self._requests if one.waiting]
+                self.latencies.left_queue(units)
                 return units
         return None
 
@@ -265,6 +267,7 @@ class Engine:
                 self._fail(units, error)
                 return
         else:
+            self.latencies.first_tokens(units)
             if call.ended:
                 self._deliver(call)
             return
@@ -334,6 +337,7 @@ class Engine:
         if request.is_over:
             return
         request.left.discard(index)
+        self.latencies.finished(request, index, found)
         if not request.left:
             self.counts.finished += 1  # before the listener is called, which may look at the counts
         request.listener(Finished(index, found))

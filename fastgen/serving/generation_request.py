@@ -57,6 +57,7 @@ class GenerationRequest:
     since: float = field(default_factory=time.monotonic)
     waiting: deque[int] = field(default_factory=deque)  # inputs that are not in a batch yet
     left: set[int] = field(default_factory=set)  # inputs that are not finished
+    first_tokens: dict[int, float] = field(default_factory=dict)  # when each input's was chosen, as time.monotonic()
     is_over: bool = False
 
     def __post_init__(self) -> None:

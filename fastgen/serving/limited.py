@@ -1,9 +1,8 @@
-"""Middlewares that refuse requests: by bearer token, size of the body, and time that the body takes."""
+"""Refuses requests by the size of the body and the time that the body takes, in the words of all refusals."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
@@ -26,28 +25,6 @@ def refusal(status: int, detail: str) -> JSONResponse:
     if status == 408:
         headers["Connection"] = "close"
     return JSONResponse({"detail": detail}, status, headers)
-
-
-class Guarded:
-    """Answers 401 to requests without the bearer token, before a body is read; `/health` needs no token."""
-
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        self._app, self._token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in HEALTH or self._is_right(scope):
-            await self._app(scope, receive, send)
-        else:
-            await refusal(401, "The request needs the service's bearer token: send `Authorization: Bearer TOKEN`.")(
-                scope, receive, send
-            )
-
-    def _is_right(self, scope: Scope) -> bool:
-        if self._token is None:
-            return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, token = given.partition(b" ")
-        return secrets.compare_digest(token.strip(), self._token.encode()) and scheme.lower() == b"bearer"
 
 
 class Limited:

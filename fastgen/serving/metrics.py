@@ -1,13 +1,14 @@
-"""Writes counters and gauges in the text format of Prometheus."""
+"""Writes counters, gauges and histograms in the text format of Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 import fastgen
 from fastgen.serving.engine import Counts
+from fastgen.serving.histograms import Histogram
 
 _GAUGES = ("running", "queued")
 _NAMES = {"requests": "accepted"}  # `requests` is the count by status
@@ -28,8 +29,8 @@ _HELP = {
 }
 
 
-def written(model: str, counts: Counts, statuses: Mapping[int, int]) -> str:
-    """All counters and gauges, labelled with the model's name and fastgen's version; requests also by HTTP status."""
+def written(model: str, counts: Counts, statuses: Mapping[int, int], histograms: Iterable[Histogram] = ()) -> str:
+    """All metrics, labelled with the model's name and fastgen's version; requests also by HTTP status."""
     labels = f'model="{escaped(shown(model))}",version="{escaped(fastgen.__version__)}"'
     lines = [
         "# HELP fastgen_requests_total Requests to /v1, by the status of the answer",
@@ -41,6 +42,8 @@ def written(model: str, counts: Counts, statuses: Mapping[int, int]) -> str:
         kind = "gauge" if name in _GAUGES else "counter"
         full = f"fastgen_{_NAMES.get(name, name)}" + ("" if kind == "gauge" else "_total")
         lines += [f"# HELP {full} {_HELP[name]}", f"# TYPE {full} {kind}", f"{full}{{{labels}}} {value}"]
+    for histogram in histograms:
+        lines += histogram.lines(labels)
     return "\n".join(lines) + "\n"
 
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fastgen.serving.limited import HEALTH
+from fastgen.serving.request_ids import request_id
 
 LOG = logging.getLogger("fastgen.serving")
 GONE = 499  # the status of a request whose client has gone, as in nginx
 _WORK = "fastgen.work"  # the key in a request's scope
 _QUIET = (*HEALTH, "/metrics")  # requested all the time
 _LONGEST_PATH = 200
+FIELDS = ("request_id", "method", "path", "status", "ms", "inputs", "tokens")  # of a record, beside its message
 
 
 @dataclass
@@ -65,12 +67,11 @@ class Observed:
             if path.startswith("/v1/"):
                 self._statuses[status] += 1
             if path not in _QUIET or status >= 400:
+                shown = json.dumps(path[:_LONGEST_PATH])[1:-1]  # on one line, whatever the client sends
+                ms = round(1000 * (time.monotonic() - began))
+                values = (request_id(scope), scope["method"], shown, status, ms, work.inputs, work.tokens)
                 LOG.info(
-                    "%s %s %d %.0f ms, inputs %d, tokens %d",
-                    scope["method"],
-                    json.dumps(path[:_LONGEST_PATH])[1:-1],  # on one line, whatever the client sends
-                    status,
-                    1000 * (time.monotonic() - began),
-                    work.inputs,
-                    work.tokens,
+                    "%s %s %d %d ms, inputs %d, tokens %d",
+                    *values[1:],
+                    extra=dict(zip(FIELDS, values, strict=True)),
                 )

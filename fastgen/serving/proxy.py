@@ -25,13 +25,17 @@ def environment(seconds: float, connections: int) -> dict[str, str]:
 
 
 def prepare() -> list[Any]:
-    """Limit the connections of this process's uvicorn; returns the middlewares for Ray Serve, none."""
+    """Limit the connections of this process's uvicorn; returns the middlewares for Ray Serve."""
+    from starlette.middleware import Middleware
     from uvicorn.protocols.http import auto
+
+    from fastgen.serving.request_ids import RequestIds
 
     seconds, connections = os.environ[_SETTINGS].split()
     # The protocol that uvicorn's configuration uses by default.
     auto.AutoHTTPProtocol = watched(auto.AutoHTTPProtocol, float(seconds), int(connections))
-    return []
+    # Ray Serve takes any id that a client sends: this gives it those that can be logged, with which it answers.
+    return [Middleware(RequestIds, answers=False)]
 
 
 def watched(protocol: Any, seconds: float, most: int) -> Any:

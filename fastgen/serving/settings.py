@@ -15,10 +15,14 @@ class ServiceSettings:
     model: ModelSettings
     limits: Limits
     most_queued: int  # the most inputs that wait in a replica
-    token: str | None = field(repr=False)  # the bearer token that requests need
+    token: str | tuple[str, ...] | None = field(repr=False)  # the bearer token, or tokens, of which requests need one
     host: str
     port: int
     ray: str  # the cluster's address; "" for RAY_ADDRESS, or this machine alone
     replicas: int
     cpus_per_replica: float | None  # by default 1 with a GPU, else all of the node
     gpus_per_replica: float | None  # by default 1 where there are GPUs
+    threads: int | None = None  # of torch in a replica; by default its CPUs
+    log_format: str = "text"  # or "json"
+    ssl_certfile: str | None = None  # with the key: the service answers over HTTPS
+    ssl_keyfile: str | None = None

@@ -49,6 +49,7 @@ def _sentences(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["{data}", "--path", "{model}", "--sampling", "--beam", "2"], "--sampling needs --nbest"),
         (["{data}", "--path", "{model}", "--replace-unk"], "--dataset-impl raw"),
         (["{data}", "--path", "{model}", "--resume"], "--resume needs --results-path"),
+        (["{data}", "--path", "{model}", "--results-path", "s3://a/b"], "s3://a/b is no folder of this machine"),
         (["{data}", "--path", "{model}", "--max-tokens", "auto", "--batch-size", "auto"], "Only one"),
         (["{data}", "--path", "{model}", "--model-overrides", "x="], "--model-overrides"),
         (["{data}", "--path", "{model}", "--max-source-positions", "4"], "Size of sample"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from fastgen.pipeline.errors import InputError
 from fastgen.pipeline.transformers import failures, records
 
 
-def _read(path: Path, window: int, form: str | None = None, text_field: str = "text") -> list[records.Record]:
+def _read(path: Path | str, window: int, form: str | None = None, text_field: str = "text") -> list[records.Record]:
     files = blocks.sources(str(path), form)
     corpus = blocks.numbered(files, [blocks.cut(file, window) for file in files])
     assert [block.number for block in corpus] == list(range(len(corpus)))
@@ -154,6 +155,55 @@ def test_a_block_has_another_stamp_when_its_lines_change(
     assert stamps("a\nb\nc\nd\ne") == before  # the same lines
     for text, same in (("a\nb\nc\nx\ne\n", [True, False, True]), ("a\nb\nc\nd\ne\nf\n", [True, True, False])):
         assert [one == other for one, other in zip(stamps(text), before, strict=True)] == same
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's file system in the memory of this process, empty."""
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+    system = fsspec.filesystem("memory")
+    yield system
+    for name in system.ls("/", detail=False):
+        system.rm(name, recursive=True)
+
+
+def test_blocks_and_parts_where_fsspec_reads_and_writes(memory: Any, tmp_path: Path) -> None:
+    """As on this machine."""
+    lines = {"b.jsonl": b'{"id": 7, "text": "three"}\n', "a.txt": b"one\ntwo\n", "_ignored": b"x\n"}
+    for name, content in lines.items():
+        memory.pipe(f"/in/{name}", content)
+        (tmp_path / name).write_bytes(content)
+    assert [record.text for record in _read("memory://in", 1)] == ["one", "two", "three"]
+    assert [record.name for record in _read("memory://in/b.jsonl", 1)] == [7]
+    here, there = (
+        blocks.numbered(files, [blocks.cut(file, 2) for file in files])
+        for files in (blocks.sources(path, None) for path in (str(tmp_path), "memory://in"))
+    )
+    assert [(one.offset, one.count, one.stamp) for one in here] == [(one.offset, one.count, one.stamp) for one in there]
+    parts = Parts("memory://out", records.JSONL)
+    begin = functools.partial(parts.begin, {"beams": 4}, [BLOCK])
+    assert begin(resume=False, overwrite=False) == {}
+    record = records.Record(0, "in.txt", text="a")
+    mark = parts.write(BLOCK, [(record, [("b", -1.0)])], 5, failures.policy_of(None, records.JSONL))
+    assert begin(resume=True, overwrite=False) == {3: mark}
+    assert parts.read(3, mark) == memory.cat(f"/out/{parts.name(3)}")
+    with pytest.raises(InputError, match="--resume goes on with them"):
+        begin(resume=False, overwrite=False)
+    assert begin(resume=False, overwrite=True) == {} and not memory.exists(f"/out/{parts.name(3)}")
+
+
+@pytest.mark.parametrize(
+    "path, inside, found",
+    (
+        ("in/a.txt", "/work/in/a.txt", "/work/in/a.txt"),
+        ("s3://bucket/in", "bucket/in/a.txt", "s3://bucket/in/a.txt"),
+        ("s3://bucket/in?region=eu-west-1", "bucket/in/a.txt", "s3://bucket/in/a.txt?region=eu-west-1"),
+        ("https://host/in", "https://host/in/a.txt", "https://host/in/a.txt"),
+    ),
+)
+def test_a_file_has_the_options_of_the_uri_that_it_was_found_by(path: str, inside: str, found: str) -> None:
+    """Workers open it by its own URI."""
+    assert blocks._uri(path, inside) == found
 
 
 def test_actors_are_placed_by_gpus_or_by_nodes() -> None:

@@ -58,6 +58,19 @@ def test_the_file_is_that_of_one_process(cluster: Any, lines: Path, tmp_path: Pa
     assert run(MODEL, lines, tmp_path / "out.jsonl", *FLAGS, *flags, *RAY, "--resume") == 0  # is complete
 
 
+def test_parts_written_by_fsspec_are_those_written_by_pyarrow(cluster: Any, lines: Path, tmp_path: Path) -> None:
+    """`local://` is fsspec's name for files of this machine, and none of pyarrow's: all nodes go through fsspec."""
+    flags = [*FLAGS, *RAY, "--shards"]
+    for source, output in ((lines, tmp_path / "a"), (f"local://{lines}", f"local://{tmp_path}/b")):
+        assert run(MODEL, source, output, *flags) == 0
+    here, there = (sorted((tmp_path / name).glob("part-*")) for name in "ab")
+    assert [path.name for path in here] == [path.name for path in there] and len(here) == 7
+    assert b"".join(path.read_bytes() for path in there) == plain(lines)
+    there[3].unlink()
+    assert run(MODEL, f"local://{lines}", f"local://{tmp_path}/b", *flags, "--resume") == 0
+    assert [path.read_bytes() for path in there] == [path.read_bytes() for path in here]
+
+
 def test_records_that_fail_are_those_of_one_process(cluster: Any, lines: Path, tmp_path: Path) -> None:
     lines.write_text(lines.read_text() + "\n" + "5 " * 400 + "\n")
     assert run(MODEL, lines, tmp_path / "out.jsonl", *FLAGS, *RAY) == 1

@@ -321,7 +321,7 @@ def test_status_is_shown_as_it_is() -> None:
     why = "output_attentions asks for tensors of the host's own layout"
     left = f"1 of 3 calls were left to transformers, the last because {why}"
     status = report.Status(
-        "0.2.0",
+        "0.3.0",
         True,
         (
             report.HostStatus("transformers", "5.24.0", "partly accelerated", left),

@@ -49,6 +49,13 @@ def test_stale_parts_are_noticed() -> None:
     assert generated.written(text.replace("7.30x", "9.99x")) == text
 
 
+def test_the_changelog_is_the_page_of_changes() -> None:
+    text = generated.CHANGELOG.read_text("utf-8")
+    assert text == generated.changelog(), "run python docs/tools/generated.py"
+    links = re.findall(r"\]\(([^)#]+)", text)
+    assert len(links) > 9 and all((ROOT / link).is_file() for link in links)
+
+
 def test_models_are_those_of_the_sweep() -> None:
     data = json.loads(generated.MODELS.read_text("utf-8"))
     verdicts = [verdict for one in data["classes"].values() for verdict in (one["text"], one["own"]) if verdict]

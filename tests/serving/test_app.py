@@ -278,7 +278,10 @@ def test_metrics_count(client: Any, service: Any) -> None:
     assert f'fastgen_requests_total{{{labels},status="200"}} {good + 1}' in lines
     assert f'fastgen_requests_total{{{labels},status="422"}} {bad + 1}' in lines
     names = {line.split()[2] for line in lines if line.startswith("# TYPE")}
-    assert names == {line.partition("{")[0] for line in lines if not line.startswith("#")}
+    histograms = [line.split()[2] for line in lines if line.startswith("# TYPE") and line.endswith(" histogram")]
+    parts = {f"{name}_{part}" for name in histograms for part in ("bucket", "sum", "count")}
+    assert len(histograms) == 3
+    assert names - {*histograms} | parts == {line.partition("{")[0] for line in lines if not line.startswith("#")}
 
 
 def test_labels_are_escaped_and_tell_no_paths(tmp_path: Path) -> None:

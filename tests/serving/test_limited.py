@@ -21,6 +21,7 @@ from fastgen.serving import app as http
 from fastgen.serving import limited, proxy
 from fastgen.serving.limits import Limits
 from fastgen.serving.observed import GONE, Observed
+from fastgen.serving.request_ids import RequestIds
 
 SLOW = 0.3  # seconds that a body may take
 
@@ -193,7 +194,8 @@ def test_ray_serves_proxies_are_given_the_protocol(monkeypatch: pytest.MonkeyPat
     variables = proxy.environment(30.0, 1024)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert call_function_from_import_path(variables[proxy.CALLBACK]) == []
+    (middleware,) = call_function_from_import_path(variables[proxy.CALLBACK])
+    assert (middleware.cls, middleware.kwargs) == (RequestIds, {"answers": False})
     config = uvicorn.Config(FastAPI())
     config.load()
     assert config.http_protocol_class.__name__ == "Watched"

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import certificate
 import listening
 import pytest
 from serving_kit import TEXTS, stock
@@ -208,6 +210,42 @@ def test_requests_are_lines_of_a_replicas_log(server: Server) -> None:
     (log,) = folder.glob(f"session_*_{server.process.pid}/logs/serve/replica_fastgen_generate_*.log")
     _until(lambda: re.search(r"POST /v1/generate 200 \d+ ms, inputs 1, tokens [23]", log.read_text()))
     assert "sesame" not in log.read_text() and "GET /metrics" not in log.read_text()
+
+
+def test_keys_of_a_file_ids_logs_of_json_and_tls(tmp_path: Path) -> None:
+    """On Ray, too: the proxy answers with the id, once, whatever the client sent."""
+    cert, key = certificate.made(tmp_path)
+    keys = tmp_path / "keys"
+    keys.write_text("first\nsecond\n")
+    flags = ("--api-key-file", str(keys), "--log-format", "json", "--ssl-certfile", cert, "--ssl-keyfile", key)
+    server = Server(tmp_path / "log", "--threads", "1", *flags)
+    try:
+        assert f"https://127.0.0.1:{server.port}/v1/generate answers" in server.log.read_text()
+        context = ssl.create_default_context(cafile=cert)
+
+        def ask(identity: str, authorization: str) -> tuple[int, list[str]]:
+            connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=60, context=context)
+            headers = {"Authorization": authorization, "X-Request-Id": identity, "Content-Type": "application/json"}
+            connection.request("POST", "/v1/generate", json.dumps({"text": "1 2", "max_new_tokens": 3}), headers)
+            answer = connection.getresponse()
+            answer.read()
+            connection.close()
+            return answer.status, answer.headers.get_all("x-request-id") or []
+
+        assert ask("job-17", "Bearer second") == (200, ["job-17"])
+        assert ask("job-18", "Bearer third") == (401, ["job-18"])
+        status, (made,) = ask("a b", "Bearer first")
+        assert status == 200 and re.fullmatch("[0-9a-f]{32}", made)
+        folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
+        (log,) = folder.glob(f"session_*_{server.process.pid}/logs/serve/replica_fastgen_generate_*.log")
+        _until(lambda: made in log.read_text())
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        asked = [line for line in lines if line["message"].startswith("POST /v1/generate")]
+        found = {line["request_id"]: line["status"] for line in asked}
+        assert found == {"job-17": 200, "job-18": 401, made: 200}
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
 
 
 def test_a_replica_that_is_killed_costs_no_silence(tmp_path: Path) -> None:

@@ -49,8 +49,9 @@ def format_of(path: str | Path) -> str:
     return JSONL if suffix in (".jsonl", ".ndjson") else PARQUET if suffix in (".parquet", ".pq") else TEXT
 
 
-def count_lines(path: Path) -> int:
-    """The number of records in a file; InputError if there is none."""
+def count_lines(path: Path, name: str = "") -> int:
+    """The number of records in a file, which messages call `name` if that is given; InputError if there is none."""
+    name = name or str(path)
     lines, last = 0, b"\n"
     try:
         with open(path, "rb") as file:
@@ -58,17 +59,21 @@ def count_lines(path: Path) -> int:
                 lines += block.count(b"\n")
                 last = block[-1:]
     except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror or error}.") from None
+        raise InputError(f"Cannot read {name}: {error.strerror or error}.") from None
     lines += last != b"\n"
     if not lines:
-        raise InputError(f"{path} is empty: it should hold one record a line.")
+        raise InputError(f"{name} is empty: it should hold one record a line.")
     return lines
 
 
-def read(path: Path, form: str, *, text_field: str = "text") -> Iterator[Record]:
-    """Yield the records of a file; for a line that can't be used `error` is a sentence with file and line."""
+def read(path: Path, form: str, *, text_field: str = "text", name: str = "") -> Iterator[Record]:
+    """Yield the records of a file; for a line that can't be used `error` is a sentence with file and line.
+
+    Args:
+        name: what such sentences call the file; its path by default.
+    """
     with open(path, "rb") as file:
-        yield from parsed(file, str(path), form, text_field=text_field)
+        yield from parsed(file, name or str(path), form, text_field=text_field)
 
 
 def line_crc(line: bytes) -> int:

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fastgen.pipeline import remote
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents, other_texts, precision
@@ -30,29 +31,53 @@ _FREE = set(
 
 def run(settings: RunSettings) -> int:
     """Generate, and show the metrics; returns the exit code."""
-    source, output = Path(settings.input), Path(settings.output)
-    form = settings.output_format or records.format_of(output)
-    total = records.count_lines(source)
+    if not remote.is_remote(settings.output):
+        with remote.fetched(settings.input) as source:
+            return _run(settings, source, Path(settings.output))
+    if settings.resume:
+        name = remote.shown(settings.output)
+        raise InputError(f"--resume needs an OUTPUT on this machine: {name} is written at the end, as a whole.")
+    if settings.output == settings.input:
+        raise InputError(f"{remote.shown(settings.output)} is the input: choose another file for the output.")
+    sent = remote.Sent(settings.output, overwrite=settings.overwrite)
+    is_over = False
+    try:
+        with remote.fetched(settings.input) as source:
+            code = _run(settings, source, sent.local)
+        sent.send()
+        is_over = True
+        return code
+    finally:
+        if is_over or not sent.has_results():
+            sent.remove()
+        else:
+            say(f"what was finished is in {sent.local}: go on with that file as OUTPUT, and --resume.")
+
+
+def _run(settings: RunSettings, source: Path, output: Path) -> int:
+    """Generate from and to these files of this machine; the settings' names are shown."""
+    form = settings.output_format or records.format_of(remote.shown(settings.output))
+    total = records.count_lines(source, remote.shown(settings.input))
     references, wanted = references_of(settings, total)  # bad settings are refused before anything slow
     if output.exists() and output.samefile(source):
         raise InputError(f"{settings.output} is the input: choose another file for the output.")
     decisive = decisive_settings(settings) | contents(*files_of_model(settings))
     with Journal(output, decisive).locked(resume=settings.resume, overwrite=settings.overwrite) as journal:
         if journal.complete:
-            _check_complete(settings, journal.facts, total)
+            _check_complete(settings, source, journal.facts, total)
             say(f"{settings.output} is complete: nothing to resume.")
         else:
             if words := other_texts():
                 say(words)
             writer = Writer(form, failures.policy_of(settings.on_error, form), journal)
-            _check_input(settings, writer)
-            _generate(settings, form, total, writer, journal)
-        return summary(settings, form, total, journal.facts.get("failed", 0), references, wanted)
+            _check_input(settings, source, writer)
+            _generate(settings, source, form, total, writer, journal)
+        return summary(output, form, total, journal.facts.get("failed", 0), references, wanted)
 
 
-def _check_input(settings: RunSettings, writer: Writer) -> None:
+def _check_input(settings: RunSettings, source: Path, writer: Writer) -> None:
     """Raise InputError if lines that an earlier run has done have changed; other lines may have been corrected."""
-    with open(settings.input, "rb") as lines:
+    with open(source, "rb") as lines:
         if not writer.knows(lines):
             raise InputError(
                 f"Cannot resume {settings.output}: lines of {settings.input} that it has done have changed; "
@@ -60,10 +85,10 @@ def _check_input(settings: RunSettings, writer: Writer) -> None:
             )
 
 
-def _check_complete(settings: RunSettings, facts: dict[str, Any], total: int) -> None:
+def _check_complete(settings: RunSettings, source: Path, facts: dict[str, Any], total: int) -> None:
     if "input" not in facts:
         raise InputError(f"{settings.output} is complete, and was written with --ray: nothing to resume.")
-    with open(settings.input, "rb") as lines:
+    with open(source, "rb") as lines:
         crc = records.lines_crc(lines)
     if (facts.get("records"), facts["input"]) != (total, crc):
         raise InputError(
@@ -87,7 +112,8 @@ def decisive_settings(settings: RunSettings) -> dict[str, Any]:
     """The settings that decide a run's output, by name."""
     decisive = {name: value for name, value in dataclasses.asdict(settings).items() if name not in _FREE}
     decisive |= {f"generation.{name}": value for name, value in decisive.pop("generation").items()}
-    decisive["input"] = str(Path(settings.input))  # "./lines.txt" is "lines.txt"
+    is_remote = remote.is_remote(settings.input)
+    decisive["input"] = remote.shown(settings.input) if is_remote else str(Path(settings.input))  # "./a" is "a"
     # The other values of --on-error write the same, so a resumed run may have another of them.
     decisive |= precision()
     return decisive | {"on_error": failures.SKIP if settings.on_error == failures.SKIP else None}
@@ -103,12 +129,13 @@ def files_of_model(settings: RunSettings) -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-def _generate(settings: RunSettings, form: str, total: int, writer: Writer, journal: Journal) -> None:
+def _generate(settings: RunSettings, source: Path, form: str, total: int, writer: Writer, journal: Journal) -> None:
     from fastgen.pipeline.transformers import prepare  # imports torch, which a driver of Ray does not need
 
     def read() -> Iterator[records.Record]:
-        form = settings.input_format or records.format_of(settings.input)
-        return records.read(Path(settings.input), form, text_field=settings.text_field)
+        name = remote.shown(settings.input)
+        form = settings.input_format or records.format_of(name)
+        return records.read(source, form, text_field=settings.text_field, name=name)
 
     known = prepare.prepared(settings, say)
     lengths = None if known.limit is None or settings.truncate else failures.Lengths(known.limit, known.token_counter())
@@ -157,13 +184,13 @@ def _nothing() -> Future[list[str]]:
     return future
 
 
-def summary(settings: RunSettings, form: str, total: int, failed: int, references: list[str], wanted: list[str]) -> int:
-    """Show failures and metrics; returns the exit code."""
+def summary(output: Path, form: str, total: int, failed: int, references: list[str], wanted: list[str]) -> int:
+    """Show failures and the metrics of a finished output; returns the exit code."""
     if failed:
         say(f"{failed} of {counted(total, 'record')} failed.")
     if references and failed < total:
-        per_record = records.count_lines(Path(settings.output)) // total if form == records.TEXT else 1
-        best = records.best_outputs(Path(settings.output), form, per_record)
+        per_record = records.count_lines(output) // total if form == records.TEXT else 1
+        best = records.best_outputs(output, form, per_record)
         pairs = [(text, reference) for text, reference in zip(best, references, strict=True) if text is not None]
         with writing("standard output"):
             for line in metrics.score([text for text, _ in pairs], [reference for _, reference in pairs], wanted):
