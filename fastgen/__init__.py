@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from fastgen import config, installing, report
@@ -33,6 +33,7 @@ __all__ = [
     "inspect",
     "release",
     "status",
+    "stream",
     "transcribe",
 ]
 
@@ -109,6 +110,32 @@ def encode(model: Any, **inputs: Any) -> Any:
     from fastgen.optimizer.transformers.model import encoder  # brings its host with it
 
     return encoder.run(model, inputs)
+
+
+def stream(model: Any, *args: Any, **inputs: Any) -> Generator[int, None, Any]:
+    """The tokens that `model.generate(*args, **inputs)` generates for one input, one by one as they are decided.
+
+    With beams a token is decided once every live beam, and every finished hypothesis that can still win, begins with
+    it: no token is taken back, and all together are those of the best sequence. Greedy search and sampling in
+    transformers yield each token as it is chosen.
+
+    The call runs in a thread, as far as the next token at a time; closing the generator ends it.
+
+    Args:
+        model: a model of transformers, or a `SequenceGenerator` or hub interface of fairseq.
+        args, inputs: what `generate` takes, for one input, without `streamer`.
+
+    Yields: the tokens, without the prompt of transformers, and in fairseq with the prefix, if there is one.
+
+    Returns: what `generate` returns, as the generator's value: `result = yield from fastgen.stream(...)`.
+
+    Raises:
+        ValueError: beams that fastgen does not search itself: in transformers the host's own error. In fairseq any
+            search other than plain beam search. Other errors are those of `generate`, at the token that would be next.
+    """
+    from fastgen.optimizer import streams
+
+    return streams.stream(model, args, inputs)
 
 
 def transcribe(

@@ -41,7 +41,10 @@ def _main(argv: Sequence[str] | None) -> int:
     from fastgen.cli.flags import settings_of
     from fastgen.pipeline.transformers.settings import RunSettings
 
-    settings = settings_of(parser().parse_args(argv), RunSettings)
+    args = parser().parse_args(argv)
+    settings = settings_of(args, RunSettings)
+    if args.stream:
+        return _stream(settings)
     if settings.ray is not None:
         return _on_ray(settings)
     _refuse_rays(settings)
@@ -49,6 +52,18 @@ def _main(argv: Sequence[str] | None) -> int:
 
     _check_files(settings.input, settings.output)
     return run(settings)
+
+
+def _stream(settings: RunSettings) -> int:
+    from fastgen.pipeline.transformers import streaming
+    from fastgen.pipeline.transformers.run import say
+
+    if (settings.input, settings.output) != ("-", "-"):
+        raise InputError("--stream reads standard input and writes standard output: give - for INPUT and - for OUTPUT.")
+    for name in ("resume", "overwrite", "references", "ray", "input_format", "output_format", "on_error"):
+        if getattr(settings, name) not in (None, False):
+            raise InputError(f"--{name.replace('_', '-')} is for files: leave it out with --stream.")
+    return streaming.run(settings, say, settings.seed)
 
 
 def _on_ray(settings: RunSettings) -> int:
@@ -145,9 +160,18 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--resume", action="store_true", help="go on with the killed run that wrote OUTPUT")
     result.add_argument("--overwrite", action="store_true", help="replace an OUTPUT that is there")
     result.add_argument("--quiet", action="store_true", help="no progress line")
+    _add_stream(result)
     _add_ray(result)
     flags.add_flags(result)
     return result
+
+
+def _add_stream(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="answer each line of standard input on standard output, word by word: with - for INPUT and for OUTPUT",
+    )
 
 
 def _add_ray(parser: argparse.ArgumentParser) -> None:

@@ -291,10 +291,10 @@ class Engine:
                 self._take_result(call, units)
             return
         if any(request.streams for request, _ in units):
-            for sentence, hypotheses in call.running().items():
+            for sentence, tokens in call.decided().items():
                 request, index = units[sentence]
                 if request.streams and index in request.left and not request.is_over:
-                    request.listener(Grown(index, hypotheses[0, self._prompt(call) :].tolist()))
+                    request.listener(Grown(index, tokens[self._prompt(call) :].tolist()))
 
     def _take_result(self, call: Call, units: list[_Unit]) -> None:
         """Take the host's results for inputs without one yet, as they could not share a batch after all."""

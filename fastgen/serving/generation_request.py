@@ -19,7 +19,7 @@ class Finished(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """Event: all tokens of an input so far, for a request that streams."""
+    """Event: all tokens of an input that are decided so far, for a request that streams."""
 
     which: int
     tokens: list[int]

@@ -94,7 +94,7 @@ def question(limits: Limits) -> type[BaseModel]:
         __config__=ConfigDict(extra="forbid", json_schema_extra={"example": example}),
         text=(text | Annotated[list[text], Field(min_length=1, max_length=limits.inputs)], ...),
         seed=(Annotated[StrictInt, Field(ge=0, lt=2**63)] | None, Field(None, description="of sampling")),
-        stream=(StrictBool, Field(False, description="server-sent events, for greedy search and sampling")),
+        stream=(StrictBool, Field(False, description="server-sent events; beams stream what is decided")),
         timeout=(Annotated[float, Field(gt=0, le=limits.seconds)] | None, Field(None, description="in seconds")),
         **fields,
     )

@@ -102,11 +102,11 @@ class Service:
     async def stream(self, body: dict[str, Any], work: Work) -> AsyncIterator[str]:
         """Answer in server-sent events, and note the size in `work`; Refusal is raised before the first event."""
         self.check_open()
-        if int(body.get("num_beams") or 1) > 1 or int(body.get("num_return_sequences") or 1) > 1:
-            raise Refusal(422, "stream is for greedy search and single samples: leave out beams.")
+        if int(body.get("num_return_sequences") or 1) > 1:
+            raise Refusal(422, "stream is for one output of each input: leave out num_return_sequences.")
         self.running += 1
         try:
-            asked, events = await self._asked({**body, "num_beams": 1}, work, streams=True)
+            asked, events = await self._asked(body, work, streams=True)
             pieces = self._streamed(asked, events, work)
             await anext(pieces)  # from here on, closing `pieces` frees the row
         finally:

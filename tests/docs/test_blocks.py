@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import unittest.mock
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,7 +218,8 @@ def _generate_transformers(words: list[str], block: Block) -> None:
     generate_transformers.parser().parse_args(arguments)
     if block.needs is None:
         more = ["--workers", "0", "--quiet", "--device", "cpu"]
-        _run_once(lambda: generate_transformers.main([*arguments, *more]), "transformers", *arguments)
+        with open("in.txt", encoding="utf-8") as lines, unittest.mock.patch("sys.stdin", lines):  # for --stream
+            _run_once(lambda: generate_transformers.main([*arguments, *more]), "transformers", *arguments)
 
 
 def _generate(words: list[str], block: Block) -> None:

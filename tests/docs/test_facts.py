@@ -170,6 +170,7 @@ REASONED = [
     "transformers/model/facts.py",
     "transformers/support.py",
     "transformers/model/streams.py",
+    "transformers/streaming.py",
     "fairseq/model/decoder.py",
     "fairseq/generate/beam_search.py",
     "fairseq/foreign_code.py",

@@ -115,6 +115,12 @@ def fairseq_generator() -> Names:
     return dict(generator=generator, models=models, sample=sample(0), samples=[sample(seed) for seed in range(4)])
 
 
+def fairseq_sentence() -> Names:
+    names = fairseq_generator()
+    inputs = {name: value[:1] for name, value in names["sample"]["net_input"].items()}
+    return names | dict(sample=dict(id=torch.arange(1), nsentences=1, ntokens=7, net_input=inputs))
+
+
 def whisper_model(monkeypatch: Any) -> Names:
     """`load_model` and what reads files as they are, but for a tiny random model and noise."""
     import numpy
@@ -171,6 +177,8 @@ NAMES: dict[tuple[str, str | None], Callable[..., Names]] = {
     ("docs/lists.md", "fairseq"): fairseq_generator,
     ("docs/models-of-our-own.md", None): own_models,
     ("docs/operators.md", None): tensors,
+    ("docs/searches.md", None): model_and_lines,
+    ("docs/searches.md", "fairseq"): fairseq_sentence,
     ("docs/slim-caches.md", None): model_and_lines,
     ("docs/slim-caches.md", "fairseq"): fairseq_generator,
     ("docs/transformers.md", None): with_encoder,

@@ -67,7 +67,7 @@ def _events(text: str) -> Iterator[Any]:
         yield json.loads(event.removeprefix("data: "))
 
 
-@pytest.mark.parametrize("options", (dict(), dict(do_sample=True, seed=5)))
+@pytest.mark.parametrize("options", (dict(), dict(do_sample=True, seed=5), dict(num_beams=4, length_penalty=-0.5)))
 def test_a_stream_is_the_answer_in_pieces(
     client: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +82,8 @@ def test_a_stream_is_the_answer_in_pieces(
         else:
             ends[event["index"]] = event
     for index, text in enumerate(texts):
-        wanted, scores = stock(text, options.get("seed", 0), max_new_tokens=40, do_sample=bool(options))
+        asked = {name: value for name, value in options.items() if name != "seed"}
+        wanted, scores = stock(text, options.get("seed", 0), max_new_tokens=40, **asked)
         assert deltas[index] == ends[index]["text"] == wanted[0]
         assert ends[index]["score"] == pytest.approx(scores[0], abs=1e-4)
     assert len(list(_events(answer.text))) > 6
@@ -118,7 +119,7 @@ def test_a_stream_is_the_answer_in_pieces(
         ({"text": "1", "exponential_decay_length_penalty": [1]}, 422, "exponential_decay_length_penalty[1] is missing"),
         ({"text": "1", "bad_words_ids": [[]]}, 422, "bad_words_ids"),
         ({"text": "1", "timeout": 1e9}, 422, "timeout"),
-        ({"text": "1", "stream": True, "num_beams": 4}, 422, "stream is for greedy search"),
+        ({"text": "1", "stream": True, "num_beams": 4, "num_return_sequences": 2}, 422, "one output of each input"),
     ),
 )
 def test_what_cannot_be_used_is_a_sentence(client: Any, body: Any, status: int, what: str) -> None:

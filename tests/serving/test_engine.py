@@ -91,13 +91,15 @@ def test_a_list_is_answered_input_by_input(engine: Engine) -> None:
         assert texts_of(event) == stock(TEXTS[event.which], **KINDS[0])[0]
 
 
-def test_what_streams_grows_into_what_is_finished(engine: Engine) -> None:
-    ask, events = ask_of([TEXTS[3]], streams=True, max_new_tokens=30)
-    other, _ = ask_of([TEXTS[4]], max_new_tokens=30)
+@pytest.mark.parametrize("options", (dict(), dict(num_beams=4), dict(num_beams=3, early_stopping="never")))
+def test_what_streams_grows_into_what_is_finished(engine: Engine, options: dict[str, Any]) -> None:
+    ask, events = ask_of([TEXTS[3]], streams=True, max_new_tokens=30, **options)
+    other, _ = ask_of([TEXTS[4]], max_new_tokens=30, **options)
     engine.submit(ask)
     engine.submit(other)
     wait(ask, other)
     *grown, last = events
+    assert texts_of(last) == stock(TEXTS[3], max_new_tokens=30, **options)[0]
     assert isinstance(last, Finished) and len(grown) > 2
     for before, after in zip(grown, [*grown[1:], None], strict=True):
         assert isinstance(before, Grown)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastgen.optimizer import gate
+from fastgen.optimizer import beam_streaming, gate
 from fastgen.optimizer.fairseq.generate import beam_search
 from fastgen.optimizer.fairseq.generate.joining import Part, joining
 from fastgen.optimizer.fairseq.generate.shortlist import is_shortened
 from fastgen.optimizer.fairseq.request import Request, unsupported_reason
 
 _JOINED = "the sentences of several searches share a tree"
+_COMPAT = "tier='compat' is configured"
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ def plan_call(request: Request) -> Plan:
     def not_fast() -> str | None:
         return _JOINED if part is not None else beam_search.unsupported_reason(request)
 
-    # On a CPU the host's loop is as fast, which works on the best tokens alone.
-    decision = gate.decide(unsupported, not_fast, wants_fast=_is_on_gpu(request))
+    # On a CPU the host's loop is as fast, which works on the best tokens alone; but it tells nothing on the way.
+    streams = beam_streaming.listener() is not None
+    decision = gate.decide(unsupported, not_fast, wants_fast=streams or _is_on_gpu(request))
+    if streams and decision.tier != gate.FAST:
+        raise ValueError(f"fastgen.stream needs fastgen's own beam search: {decision.reason or _COMPAT}.")
     return Plan(decision, part, decision.tier == gate.COMPAT and is_shortened(request.generator))
 
 

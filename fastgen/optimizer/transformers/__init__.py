@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from fastgen import config, report
-from fastgen.optimizer.transformers import expansion, word_times
+from fastgen.optimizer.transformers import expansion, streaming, word_times
 from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_signature
 
 TESTED = "5.24.0"  # the newest version of the host
@@ -71,6 +71,10 @@ def _install(patches: PatchSet, module: ModuleType) -> None:
     _provide_diverse(patches, module)
     for name in _SEAMS:
         patches.replace(mixin, name, _accelerated(getattr(mixin, name), patches))
+    with contextlib.suppress(AttributeError, SeamMismatch):  # without it streamers are refused with beams, as in stock
+        validate = mixin._validate_generation_mode
+        require_signature(validate, streaming.VALIDATES)
+        patches.replace(mixin, "_validate_generation_mode", streaming.holding(validate, mixin))
     patches.replace(mixin, "generate", _verified(mixin.generate))
     if not hasattr(mixin, "_prefill"):  # 4.57
         patches.replace(mixin, "_prepare_cache_for_generation", _marking(mixin._prepare_cache_for_generation))
@@ -94,6 +98,7 @@ def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
                 from fastgen.optimizer.transformers import verification
         except (ImportError, AttributeError):  # the search that follows reports it
             return stock(self, *args, **kwargs)
+        args, kwargs = streaming.streamer_held(stock, self, args, kwargs)
         if verification is not None:
             return verification.run(noting, self, args, kwargs)
         with one_call():
@@ -133,10 +138,16 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
             report.warn_of_version("transformers", f"alone: {error}", loses_nothing=True)
             return stock(*args, **model_kwargs)
         unexpanded = expansion.unexpanded_inputs(input_ids, model_kwargs)
+        streamer, held = model_kwargs.get("streamer"), None
+        if isinstance(streamer, streaming.HeldStreamer):
+            streamer, held = streamer.streamer, streamer
         if stock.__name__ == "_beam_search":
-            return dispatch.run(Request(*args, model_kwargs, unexpanded=unexpanded), stock)
-        streamer = model_kwargs.pop("streamer", None)
-        request = Request(*args, model_kwargs, streamer, is_beam_search=False, unexpanded=unexpanded)
+            if held is not None:
+                del model_kwargs["streamer"]
+            request = Request(*args, model_kwargs, held and streamer, unexpanded=unexpanded, held=held)
+        else:
+            model_kwargs.pop("streamer", None)
+            request = Request(*args, model_kwargs, streamer, is_beam_search=False, unexpanded=unexpanded)
         return dispatch.run(request, stock)
 
     return generate

@@ -10,7 +10,7 @@ import torch
 
 from fastgen.memory import limits
 from fastgen.optimizer import gate
-from fastgen.optimizer.transformers import interception, verification, word_times
+from fastgen.optimizer.transformers import interception, streaming, verification, word_times
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.generate.speculation import SpeculativeDecoder
 from fastgen.optimizer.transformers.model.base import Decoder
@@ -28,6 +28,8 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     record = _record_of(request)
     asked, request = request, word_times.without_attentions(request)
     plan = plan_call(request, stock)
+    if (reason := streaming.why_not_streamed(request, plan.decision)) is not None:
+        return _refuse(asked, stock, gate.Decision(gate.STOCK, reason), record)
     if plan.decision.tier == gate.STOCK:
         return _run_stock(asked, stock, plan.decision, record)
     with contextlib.closing(_decoder(request, plan)) as decoder:
@@ -53,6 +55,16 @@ def _decoder(request: Request, plan: Plan) -> Decoder:
     if plan.speculation is not None and plan.replayer is not None:
         return SpeculativeDecoder(request, plan.replayer, plan.uses_argmax_head, plan.speculation)
     return TreeDecoder(request, None, plan.replayer, plan.uses_argmax_head, plan.caches.layer_caches)
+
+
+def _refuse(request: Request, stock: Callable[..., Any], decision: gate.Decision, record: gate.Record) -> Any:
+    """Let the host say what it says to a streamer with beams: an error, or nothing if it samples."""
+    try:
+        request = streaming.refused(request)
+    except ValueError:
+        record.done(decision)
+        raise
+    return _run_stock(request, stock, decision, record)
 
 
 def _run_stock(request: Request, stock: Callable[..., Any], decision: gate.Decision, record: gate.Record) -> Any:

@@ -34,6 +34,11 @@ _KEEP_THE_LARGEST = tuple(
     for name in """TemperatureLogitsWarper TopPLogitsWarper TopKLogitsWarper MinPLogitsWarper
     EpsilonLogitsWarper EtaLogitsWarper LogitNormalization""".split()
 )
+# Processors that may make a log-probability larger than 0, or none of ours to know; see `scores_only_fall`.
+_RAISE = tuple(
+    getattr(logits_process, name, None)
+    for name in "SequenceBiasLogitsProcessor ExponentialDecayLengthPenalty InfNanRemoveLogitsProcessor".split()
+)
 # Criteria that depend only on the last token and the length.
 _BY_LAST_TOKEN = (stopping_criteria.EosTokenCriteria, stopping_criteria.MaxLengthCriteria)
 
@@ -49,12 +54,13 @@ class Request:
     generation_config: Any
     synced_gpus: bool
     model_kwargs: dict[str, Any]
-    streamer: Any = None  # of `_sample`
+    streamer: Any = None  # the user's
     is_beam_search: bool = True
     diverse: Callable[..., Any] | None = None  # our loop for diverse beam search, with the host's signature
     seeds: Sequence[int] | None = None  # a seed for each sentence, for samples drawn in a shared batch
     # The multimodal inputs before the host expanded them for the beams, as far as that was seen.
     unexpanded: Mapping[str, Any] = field(default_factory=dict)
+    held: Any = None  # the HeldStreamer of a call with beams, see `streaming`
 
     @property
     def beams(self) -> int:
@@ -151,6 +157,12 @@ class Request:
         )
 
     @property
+    def scores_only_fall(self) -> bool:
+        """Whether the sum of a hypothesis' log-probabilities cannot rise as the hypothesis grows."""
+        known = {*_ROW_LOCAL, logits_process.PrefixConstrainedLogitsProcessor} - {*_RAISE}
+        return all(type(processor) in known for processor in self.logits_processor)
+
+    @property
     def _may_divide_by_nothing(self) -> bool:
         """Whether a row without any token left may be renormalised: the scores become NaN, which rank above all others,
         even above finished hypotheses. The host then returns other tokens than before."""
@@ -202,7 +214,7 @@ class Request:
         if self.streamer is not None:
             watchers.append(self.streamer)
         return any(
-            not type(watcher).__module__.startswith(("transformers.", "fastgen.models."))
+            not type(watcher).__module__.startswith(("transformers.", "fastgen.models.", "fastgen.optimizer.streams"))
             or type(watcher) is logits_process.PrefixConstrainedLogitsProcessor
             for watcher in watchers
         )

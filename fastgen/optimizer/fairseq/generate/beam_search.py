@@ -10,7 +10,9 @@ from fairseq import search
 from torch import Tensor
 
 from fastgen import phases
-from fastgen.decoding.fairseq_beam_search import CollectingPolicy
+from fastgen.decoding import front
+from fastgen.decoding.fairseq_beam_search import CollectingPolicy, FairseqBeamSearch
+from fastgen.optimizer import beam_streaming
 from fastgen.optimizer.fairseq.foreign_code import called_one_by_one
 from fastgen.optimizer.fairseq.model.decoder import TreeEnsemble
 from fastgen.optimizer.fairseq.request import Request, has_own_blocker, is_own, own_rule
@@ -60,6 +62,7 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
     if not ensemble.inner.has_encoder():
         encoder_outs = []
     chosen = ensemble.search(policy)
+    stream = _streaming(request)
     states: list[dict[str, Any]] = [{} for _ in ensemble.inner.models]
     prefix = request.prefix_tokens
     ends = [] if prefix is None else prefix.eq(generator.eos).any(0).tolist()[: policy.max_length]
@@ -76,7 +79,12 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
             log_probs = blocker(chosen.written(), log_probs, chosen.batch, chosen.beams, chosen.step)
         rows = chosen.choose(log_probs, attention)
         if chosen.done:
-            return chosen.result()
+            found = chosen.result()
+            if stream is not None:
+                stream.finish(found[0][0]["tokens"][None])
+            return found
+        if stream is not None:
+            stream.follow(chosen)
         # The number may be a step old: by now all may have finished.
         if ensemble.session.tree.should_evict(chosen.num_finished()) and not bool(chosen.finished_mask().all()):
             rows = rows.unflatten(0, (chosen.batch, chosen.beams))
@@ -84,6 +92,16 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
             rows = rows.index_select(0, stay).flatten()
             prefix = prefix if prefix is None else prefix.index_select(0, stay)
         ensemble.reorder_incremental_state(states, rows)
+
+
+def _streaming(request: Request) -> beam_streaming.BeamStreaming[FairseqBeamSearch] | None:
+    """What passes tokens on to who listens to this call, if anybody does."""
+    listener = beam_streaming.listener()
+    if listener is None:
+        return None
+    listener.begin(request.batch)
+    only_falls = request.generator.unk_penalty >= 0
+    return beam_streaming.BeamStreaming(listener.put, 1, front.of_fairseq_beam_search, only_falls)
 
 
 def _allowed(generator: Any, step: int, log_probs: Tensor, prefix: Tensor | None, max_length: int) -> Tensor:

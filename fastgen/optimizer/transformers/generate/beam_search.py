@@ -22,6 +22,7 @@ from fastgen.optimizer.transformers.generate import chunked_prefill
 from fastgen.optimizer.transformers.generate.processors import Banning, Processing
 from fastgen.optimizer.transformers.model.base import Decoder, selected_inputs
 from fastgen.optimizer.transformers.request import Request
+from fastgen.optimizer.transformers.streaming import BeamStream
 
 __phase__ = phases.LOOP
 
@@ -50,11 +51,14 @@ class Loop:
         self._all_scores: tuple[Tensor, ...] | None = () if keeps_all and config.output_scores else None
         self._all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
         self._process, self._is_stopped = Processing(decoder.buffers), request.stopper()
-        self._may_evict = request.may_evict or not request.is_beam_search
+        self._stream = None if request.held is None else BeamStream(request)
+        self._may_evict = (request.may_evict or not request.is_beam_search) and self._stream is None
 
     def begin(self) -> dict[str, Any] | None:
         """Read the prompt and choose the first tokens; returns the next step's inputs, None if that was all."""
         request, decoder, model = self.request, self.decoder, self.request.model
+        if self._stream is not None:
+            self._stream.begin()
         started = versions.started(model, request.input_ids, request.model_kwargs)
         shared = decoder.shared(started)
         with decoder.reading(shared):
@@ -90,6 +94,8 @@ class Loop:
             decoder.ended(search)
             self.result = self._found()
             return None
+        if self._stream is not None:
+            self._stream.follow(search)
         if self._may_evict and (leaving := decoder.leaving(search)) is not None:
             rows = search.batch * request.beams
             index = torch.arange(rows, device=request.input_ids.device)
@@ -121,6 +127,8 @@ class Loop:
     def _found(self) -> Any:
         search, config, decoder = self._search, self.request.generation_config, self.decoder
         found = search.result()
+        if self._stream is not None:
+            self._stream.finish(found)
         if not search.ranks:
             return found.tokens[:, :, : search.length].flatten(0, 1)
         count = config.num_return_sequences

@@ -54,6 +54,8 @@ def why_not_shared(request: Request, stock: Callable[..., Any], tokens: bool = F
         return "another tier is configured"
     if not request.is_beam_search and not tokens:
         return "it is no beam search"
+    if request.held is not None:
+        return "a streamer gets the tokens of one call"
     if request.diverse:
         return "beams in groups are searched by a loop of their own"
     if not (request.may_evict if request.is_beam_search else request.has_free_rows):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastgen.decoding import front
+from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.search import Search
 from fastgen.optimizer.transformers import dispatch, interception
 from fastgen.optimizer.transformers.cache import planning, slim
@@ -104,6 +106,18 @@ class Call:
             return {}
         hypotheses = search.running().unflatten(0, (-1, self.decoder.beams))
         return dict(zip(search.live.sentence.tolist(), hypotheses, strict=True))
+
+    def decided(self) -> dict[int, Tensor]:
+        """What is decided of each sentence that is still here, int64 `[length]`, by the sentence's number.
+
+        With beams, what the best hypothesis will begin with; else all tokens of the first row.
+        """
+        search = self.decoder.searching
+        if not isinstance(search, BeamSearch):
+            return {sentence: hypotheses[0] for sentence, hypotheses in self.running().items()}
+        counts, tokens, _ = front.of_beam_search(search, 0, self.request.scores_only_fall).shared()
+        each = zip(search.live.sentence.tolist(), counts.tolist(), tokens, strict=True)
+        return {sentence: row[:count] for sentence, count, row in each}
 
     def abandon(self, sentence: int) -> None:
         """Let this sentence go, unfinished, before the step after the next."""

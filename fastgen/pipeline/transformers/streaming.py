@@ -1,0 +1,82 @@
+"""Answers standard input line by line on standard output, word by word as the words are decided: --stream."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from fastgen.optimizer import streams
+from fastgen.pipeline.errors import DONE, InputError, counted, first_line, writing
+from fastgen.pipeline.offline import padded
+from fastgen.pipeline.transformers import prepare, tokenizing
+from fastgen.pipeline.transformers.load import generation_config, load_model
+from fastgen.pipeline.transformers.settings import ModelSettings
+
+
+def run(settings: ModelSettings, warn: Callable[[str], None], seed: int) -> int:
+    """Answer each line of standard input by a line of standard output; returns the exit code.
+
+    Raises InputError for settings, or a line, that can't be used.
+    """
+    known = prepare.prepared(settings, warn)
+    model = load_model(settings.model, known.config, settings.dtype, known.device)
+    config = generation_config(model, known.tokenizer, known.given, known.language)
+    if int(config.num_return_sequences or 1) > 1:
+        raise InputError("--stream writes one line for each input: leave out --num-return-sequences.")
+    torch.manual_seed(seed)
+    options = {"generation_config": config} | ({"tokenizer": known.tokenizer} if config.stop_strings else {})
+    answer = _Answers(model, options, tokenizing.handler(known.tokenizer, known.spec), known.limit)
+    for number, line in enumerate(sys.stdin, 1):
+        for piece in answer.pieces(number, line.rstrip("\r\n")):
+            _write(piece)
+        _write("\n")
+    return DONE
+
+
+def _write(text: str) -> None:
+    with writing("standard output"):
+        print(text, end="", flush=True)
+
+
+class _Answers:
+    """Generates for one line at a time."""
+
+    def __init__(self, model: Any, options: dict[str, Any], handle: Callable[[Any], Any], limit: int | None) -> None:
+        """`options`: of `generate`; `handle`: encodes and decodes; `limit`: most tokens of a line."""
+        self._model, self._options, self._handle, self._limit = model, options, handle, limit
+
+    def pieces(self, number: int, text: str) -> Iterable[str]:
+        """The pieces of the line that answers line `number`; none for a blank one.
+
+        Words come whole, and each with the space before it: a tokenizer may still change the space after the last one.
+        Should it change what is written already, that stays, and the line goes on behind what both begin with.
+        """
+        if not text.strip():
+            return
+        (tokens,) = self._handle(tokenizing.Encode([text]))
+        if self._limit is not None and len(tokens) > self._limit:
+            has = counted(len(tokens), "token")
+            raise InputError(f"Line {number} has {has}, and the model has room for {self._limit}: --truncate cuts it.")
+        inputs = padded(self._model, [list(tokens)], self._options)
+        sent, found = "", list[int]()
+        try:
+            for token in streams.stream(self._model, (), inputs):
+                found.append(token)
+                grown = self._decoded(found)
+                grown = grown[: max(grown.rfind(" "), 0)]
+                if len(grown) > len(sent) and grown.startswith(sent):
+                    yield grown[len(sent) :]
+                    sent = grown
+        except ValueError as error:
+            raise InputError(f"Line {number}: {first_line(error)}.") from error
+        whole = self._decoded(found)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sent, whole, strict=False))
+        yield whole[len(list(same)) :]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        (text,) = self._handle(tokenizing.Decode([tokens]))
+        return str(text).replace("\n", " ")  # one line for each input

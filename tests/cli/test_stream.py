@@ -1,0 +1,109 @@
+"""fastgen-generate-transformers MODEL - - --stream: standard input to standard output, word by word."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers_kit import MODEL, run
+
+import fastgen
+from fastgen.demo import task
+
+FLAGS = ["--stream", "--max-new-tokens", "24", "--device", "cpu"]
+
+
+def stock(texts: Sequence[str], beams: int = 3) -> list[str]:
+    """Texts, one input at a time by stock transformers."""
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
+    with fastgen.disabled():
+        inputs = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+        tokens = [model.generate(each, num_beams=beams, max_new_tokens=24)[0] for each in inputs]
+    return list(tokenizer.batch_decode(tokens, skip_special_tokens=True))
+
+
+class Pieces(io.StringIO):
+    """Standard output that notes what is written at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: list[str] = []
+
+    def write(self, text: str) -> int:
+        self.pieces.append(text)
+        return super().write(text)
+
+
+def streamed(monkeypatch: pytest.MonkeyPatch, lines: str, *flags: object) -> tuple[int, Pieces]:
+    output = Pieces()
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    monkeypatch.setattr(sys, "stdout", output)
+    try:
+        return run(MODEL, "-", "-", *FLAGS, *flags), output
+    finally:
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_each_line_is_answered_as_stock_does(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [next(task.sentences(seed, held_out=True))[0] for seed in range(5)]
+    code, output = streamed(monkeypatch, "".join(f"{text}\n" for text in texts), "--num-beams", beams)
+    assert code == 0
+    assert output.getvalue().splitlines() == stock(texts, beams)
+    assert len(output.pieces) > 4 * len(texts), "words come one by one"
+    if beams > 1:
+        assert [call.tier for call in fastgen.status().calls[-5:]] == ["fast"] * 5
+
+
+def test_a_blank_line_is_answered_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, output = streamed(monkeypatch, "room 12\n\n  \nroom 12", "--num-beams", 3)
+    first, *blank, last = output.getvalue().splitlines()
+    assert (code, blank) == (0, ["", ""]) and first == last == stock(["room 12"])[0]
+
+
+def test_samples_are_those_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        streamed(monkeypatch, "order 4213\n", "--do-sample", "--temperature", 3.0, "--seed", seed)[1].getvalue()
+        for seed in (3, 3, 4)
+    ]
+    assert found[0] == found[1] != found[2]
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["in.txt", "-", "--stream"], "--stream reads standard input and writes standard output: give - for INPUT"),
+        (["-", "out.txt", "--stream"], "--stream reads standard input and writes standard output: give - for INPUT"),
+        (["-", "-", "--stream", "--resume"], "--resume is for files: leave it out with --stream."),
+        (["-", "-", "--stream", "--ray"], "--ray is for files"),
+        (["-", "-", *FLAGS, "--num-beams", 3, "--num-return-sequences", 2], "leave out --num-return-sequences"),
+        (["-", "-"], "- stands for a pipe"),
+    ],
+)
+def test_what_does_not_go_together_is_a_sentence(
+    arguments: list[Any], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("room 12\n"))
+    assert run(MODEL, *arguments) == 1
+    assert why in capsys.readouterr().err
+
+
+def test_a_call_that_is_not_accelerated(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("room 12\n"))
+    with fastgen.configured(tier="stock"):
+        assert run(MODEL, "-", "-", *FLAGS, "--num-beams", 3) == 1
+    assert "Line 1: `streamer` cannot be used with beam search" in capsys.readouterr().err
+
+
+def test_a_line_that_is_too_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("room 12\n" + "1 " * 3000 + "\n"))
+    assert run(MODEL, "-", "-", *FLAGS) == 1
+    said = capsys.readouterr()
+    assert "Line 2 has" in said.err and "--truncate cuts it" in said.err
+    assert said.out.splitlines()[0] == stock(["room 12"], 1)[0]
