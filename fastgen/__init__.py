@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastgen import config, installing, report
 from fastgen.config import Config
@@ -16,12 +16,16 @@ from fastgen.pipeline.offline import generate, generate_samples
 from fastgen.report import Call, FallbackError, HostStatus, Status
 from fastgen.version import __version__
 
+if TYPE_CHECKING:
+    from fastgen.decoding.trie import Trie
+
 __all__ = [
     "Call",
     "Config",
     "FallbackError",
     "HostStatus",
     "Status",
+    "Trie",
     "configure",
     "configured",
     "disable",
@@ -36,6 +40,15 @@ __all__ = [
     "stream",
     "transcribe",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`Trie`, once somebody asks for it: it needs torch, which `import fastgen` does not load."""
+    if name == "Trie":
+        from fastgen.decoding.trie import Trie
+
+        return Trie
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def disable() -> None:

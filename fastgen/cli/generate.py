@@ -65,9 +65,10 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Settings]:
         resume=args.fastgen_resume,
         overwrite=args.fastgen_overwrite,
         refill=args.fastgen_refill,
+        allowed_outputs=args.allowed_outputs,
         auto=[name for name in ("batch_size", "max_tokens") if getattr(args, name) == AUTO],
     )
-    del args.fastgen_workers, args.fastgen_resume, args.fastgen_overwrite, args.fastgen_refill
+    del args.fastgen_workers, args.fastgen_resume, args.fastgen_overwrite, args.fastgen_refill, args.allowed_outputs
     if len(own.auto) == 2:
         raise InputError("Only one of --batch-size and --max-tokens can be auto.")
     for name in own.auto:
@@ -112,6 +113,11 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         default=AUTO,
         help="keep the batch full, waiting sentences in the places of finished ones; "
         "auto: on a GPU without CUDA graphs (default)",
+    )
+    group.add_argument(
+        "--allowed-outputs",
+        metavar="FILE",
+        help="one a line: each output is one of these; words of the dictionary, unless --tokenizer and --bpe make them",
     )
 
 

@@ -63,10 +63,12 @@ def _stream(settings: RunSettings) -> int:
     for name in ("resume", "overwrite", "references", "ray", "input_format", "output_format", "on_error"):
         if getattr(settings, name) not in (None, False):
             raise InputError(f"--{name.replace('_', '-')} is for files: leave it out with --stream.")
-    return streaming.run(settings, say, settings.seed)
+    return streaming.run(settings, say)
 
 
 def _on_ray(settings: RunSettings) -> int:
+    if settings.allowed_outputs is not None:
+        raise InputError("--allowed-outputs reads a file of this machine: it is not for --ray.")
     # Its core writes of its own affairs to the user's terminal, as if they were errors; read when Ray is imported.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
@@ -138,6 +140,7 @@ def parser() -> argparse.ArgumentParser:
         help="keep the batch full, waiting records in the places of finished ones; "
         "auto: on a GPU without CUDA graphs (default)",
     )
+    result.add_argument("--allowed-outputs", metavar="FILE", help="one a line: each output is one of these texts")
     result.add_argument("--truncate", action="store_true", help="cut inputs that are too long instead of refusing them")
     result.add_argument("--no-scores", action="store_true", help="no scores in JSONL: fastgen is faster without")
     result.add_argument("--seed", type=whole_number, default=1, metavar="N", help="of sampling (default: %(default)s)")

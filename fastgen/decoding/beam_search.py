@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
+from fastgen.decoding import sparse_topk
 from fastgen.decoding.search import Hypotheses, IsStopped
 from fastgen.memory.buffers import Buffers
 
@@ -181,6 +182,29 @@ class BeamSearch:
         """
         found = self._candidates_by_row(logits, banned, are_logits=True)
         return None if found is None else self._take(*found, is_stopped)
+
+    def may_choose_among(self, vocabulary: int) -> bool:
+        """Whether `choose_among` can choose exactly what `choose` does, with so many tokens."""
+        return sparse_topk.may_do(self.candidates, self.beams * vocabulary, self.live.scores.device)
+
+    def choose_among(
+        self, values: Tensor, rows: Tensor, tokens: Tensor, vocabulary: int, is_stopped: IsStopped, least: float
+    ) -> Tensor | None:
+        """Do what `choose` does where all log-probabilities are -inf but for some.
+
+        Args:
+            values: their log-probabilities, `[E]`.
+            rows, tokens: where they are, int64 `[E]` each, sorted by row and, within a row, by token.
+            vocabulary: V.
+            least: None is returned, and nothing done, if a candidate has no better sum than this.
+        """
+        places = rows % self.beams * vocabulary + tokens
+        totals = values + self.live.scores.flatten().index_select(0, rows)
+        found = sparse_topk.sparse_topk(totals, rows // self.beams, places, self.batch, self.candidates)
+        scores, chosen, _ = found  # [B, K]
+        if least > -torch.inf and not bool((scores > least).all()):
+            return None
+        return self._take(scores, chosen % vocabulary, chosen // vocabulary, is_stopped)
 
     def _candidates_by_row(
         self, scores: Tensor, banned: Tensor | None = None, are_logits: bool = False

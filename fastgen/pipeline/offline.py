@@ -57,6 +57,9 @@ def generate(
             raise ValueError(f"{name} is not for fastgen.generate; call model.generate instead")
     if (latents := options.get("latents")) is not None and len(latents) != len(sources):
         raise ValueError(f"latents has {len(latents)} rows for {len(sources)} sources")
+    allowed = options.get("prefix_allowed_tokens_fn")
+    if (count := getattr(allowed, "num_sentences", None)) not in (None, len(sources)):
+        raise ValueError(f"prefix_allowed_tokens_fn is a trie for {count} sources, and there are {len(sources)}")
     for index, source in enumerate(sources):
         if len(source) == 0:
             raise ValueError(f"source {index} has no tokens")
@@ -161,9 +164,14 @@ def generated(
 
 
 def _options_of(part: list[int], options: dict[str, Any]) -> dict[str, Any]:
-    """The options of these sources: of the latents, which have a row for each source, only their rows."""
-    latents = options.get("latents")
-    return options if latents is None else {**options, "latents": latents[part]}
+    """The options of these sources: of latents and of a trie, which may have a part for each source, only theirs."""
+    from fastgen.decoding.trie import Trie
+
+    if (latents := options.get("latents")) is not None:
+        options = {**options, "latents": latents[part]}
+    if isinstance(trie := options.get("prefix_allowed_tokens_fn"), Trie):
+        options = {**options, "prefix_allowed_tokens_fn": trie.select(part)}
+    return options
 
 
 def _padding(model: Any, options: dict[str, Any]) -> int:
@@ -188,11 +196,16 @@ def _listed(tokens: Any) -> list[int]:
 
 
 def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `model.generate` for these sources, padded together."""
+    """The arguments of `model.generate` for these sources, padded together; a trie begins after the padded prompt."""
     import torch
+
+    from fastgen.decoding.trie import Trie
 
     pad = _padding(model, options)
     longest = max(map(len, sources))
+    trie = options.get("prefix_allowed_tokens_fn")
+    if isinstance(trie, Trie) and not model.config.is_encoder_decoder:
+        options = {**options, "prefix_allowed_tokens_fn": trie.after(longest)}
     ids = torch.full((len(sources), longest), pad, device="cpu")  # [B, N]
     mask = torch.zeros_like(ids)
     for row, source in enumerate(sources):

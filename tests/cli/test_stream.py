@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ from fastgen.demo import task
 FLAGS = ["--stream", "--max-new-tokens", "24", "--device", "cpu"]
 
 
-def stock(texts: Sequence[str], beams: int = 3) -> list[str]:
+def stock(texts: Sequence[str], beams: int = 3, **options: Any) -> list[str]:
     """Texts, one input at a time by stock transformers."""
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
     with fastgen.disabled():
         inputs = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
-        tokens = [model.generate(each, num_beams=beams, max_new_tokens=24)[0] for each in inputs]
+        tokens = [model.generate(each, num_beams=beams, max_new_tokens=24, **options)[0] for each in inputs]
     return list(tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
 
@@ -47,6 +48,20 @@ def streamed(monkeypatch: pytest.MonkeyPatch, lines: str, *flags: object) -> tup
         return run(MODEL, "-", "-", *FLAGS, *flags), output
     finally:
         monkeypatch.undo()
+
+
+def test_among_allowed_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = tmp_path / "allowed.txt"
+    allowed.write_text("Zimmer 12\nZimmer 13\nBus 7 um 14:05\nBus 8 um 14:05\n", "utf-8")
+    texts = ["room 12", "bus 7 at 14:05"]
+    code, output = streamed(
+        monkeypatch, "".join(f"{text}\n" for text in texts), "--num-beams", 3, "--allowed-outputs", allowed
+    )
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    trie = fastgen.Trie.from_file(allowed, tokenizer=tokenizer)
+    assert code == 0
+    assert output.getvalue().splitlines() == stock(texts, prefix_allowed_tokens_fn=trie)
+    assert [call.tier for call in fastgen.status().calls[-2:]] == ["fast"] * 2
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -182,6 +182,7 @@ NAMES: dict[tuple[str, str | None], Callable[..., Names]] = {
     ("docs/slim-caches.md", None): model_and_lines,
     ("docs/slim-caches.md", "fairseq"): fairseq_generator,
     ("docs/transformers.md", None): with_encoder,
+    ("docs/tries.md", None): model_and_lines,
     ("docs/troubleshooting.md", None): model_and_lines,
     ("docs/whisper.md", "whisper"): whisper_model,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers.generation import logits_process, stopping_criteria
 
 from fastgen.optimizer.transformers import expansion, foreign_code
+from fastgen.optimizer.transformers.generate import tries
 from fastgen.optimizer.transformers.model.facts import ModelFacts, facts_of
 from fastgen.optimizer.transformers.versions import CACHE
 from fastgen.patching.foreign_code import Finding
@@ -152,9 +154,15 @@ class Request:
             and all(_is_row_local(processor) for processor in self.logits_processor)
             # One source for each sentence; a processor that the caller made may have another number.
             and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)
+            and all(self._has_all_sentences(processor) for processor in self.logits_processor)
             and self.stops_by_last_token
             and not self._may_divide_by_nothing
         )
+
+    def _has_all_sentences(self, processor: Any) -> bool:
+        """Whether a trie has sequences for each sentence of the batch; else the host raises an error."""
+        trie = tries.trie_of(processor)
+        return trie is None or trie.num_sentences in (None, self.input_ids.shape[0] // processor._num_beams)
 
     @property
     def scores_only_fall(self) -> bool:
@@ -176,6 +184,8 @@ class Request:
         """The most tokens that a processor may ban in one row."""
         if type(processor) is logits_process.NoRepeatNGramLogitsProcessor or _is_of_unilm(processor):
             return int(self.generation_config.max_length)
+        if tries.trie_of(processor) is not None:
+            return sys.maxsize
         if type(processor) is logits_process.EncoderNoRepeatNGramLogitsProcessor:
             return max(sum(map(len, ngrams.values())) for ngrams in processor.generated_ngrams)
         listed = ("suppress_tokens", "begin_suppress_tokens", "eos_token_id", "sequence_bias")
@@ -200,6 +210,9 @@ class Request:
                 sentences = (rows[:: self.beams] // self.beams).tolist()
                 processor.generated_ngrams = [processor.generated_ngrams[sentence] for sentence in sentences]
                 processor.batch_size = len(sentences)
+            elif (trie := tries.trie_of(processor)) is not None and trie.num_sentences is not None:
+                processor, each = copy.copy(processor), processor._num_beams
+                processor._prefix_allowed_tokens_fn = trie.select((rows[::each] // each).tolist())
             processors.append(processor)
         self.logits_processor = type(self.logits_processor)(processors)
 
@@ -215,7 +228,7 @@ class Request:
             watchers.append(self.streamer)
         return any(
             not type(watcher).__module__.startswith(("transformers.", "fastgen.models.", "fastgen.optimizer.streams"))
-            or type(watcher) is logits_process.PrefixConstrainedLogitsProcessor
+            or (type(watcher) is logits_process.PrefixConstrainedLogitsProcessor and tries.trie_of(watcher) is None)
             for watcher in watchers
         )
 
@@ -229,6 +242,7 @@ class Request:
             and not self.generation_config.do_sample
             and is_stock
             and set(processors) <= {logits_process.__name__}
+            and not tries.has_trie(self.logits_processor)
         )
 
     def stopper(self) -> Callable[..., Tensor]:
@@ -261,7 +275,7 @@ def _is_absent(value: Any) -> bool:
 
 
 def _is_row_local(processor: Any) -> bool:
-    return type(processor) in _ROW_LOCAL or _is_of_unilm(processor)
+    return type(processor) in _ROW_LOCAL or _is_of_unilm(processor) or tries.trie_of(processor) is not None
 
 
 def _is_of_unilm(processor: Any) -> bool:

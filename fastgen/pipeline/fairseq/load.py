@@ -21,7 +21,7 @@ from fairseq.models import FairseqEncoderDecoderModel
 
 from fastgen.optimizer.fairseq import checkpoints
 from fastgen.pipeline.errors import InputError, first_line, why_unloadable
-from fastgen.pipeline.fairseq import lines, options
+from fastgen.pipeline.fairseq import allowed_outputs, lines, options
 
 
 @dataclass
@@ -43,8 +43,11 @@ def check(cfg: Any) -> None:
     options.check(cfg)
 
 
-def load(cfg: Any, logger: Logger) -> Loaded:
-    """Load all in stock's order, so that random numbers and log lines are stock's, too."""
+def load(cfg: Any, logger: Logger, outputs: str | None = None) -> Loaded:
+    """Load all in stock's order, so that random numbers and log lines are stock's, too.
+
+    `outputs`: the file of `--allowed-outputs`.
+    """
     utils.import_user_module(cfg.common)
     if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
         np.random.seed(cfg.common.seed)
@@ -82,18 +85,31 @@ def load(cfg: Any, logger: Logger) -> Loaded:
         align_dict = utils.load_align_dict(cfg.generation.replace_unk)
     with _loading(f"the subset {subset} of {data}"):  # a sentence longer than the model's positions is named here
         batches = _batches(cfg, task, models)
-    try:
-        generator = task.build_generator(
-            models,
-            cfg.generation,
-            extra_gen_cls_kwargs={"lm_model": language_models[0], "lm_weight": cfg.generation.lm_weight},
-        )
-    except (ValueError, AssertionError) as error:
-        raise InputError(f"fairseq refuses these flags: {first_line(error)}.") from error
+    generator = _generator(cfg, task, models, language_models[0], outputs)
     with _loading("the tokenizer or the subword model"):
         tokenizer, subwords = task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)
     form = _format(cfg, task, generator, tokenizer, subwords, align_dict)
     return Loaded(cfg, task, models, generator, batches, scorer, device, form)
+
+
+def _generator(cfg: Any, task: Any, models: list[Any], language_model: Any, outputs: str | None) -> Any:
+    more: dict[str, Any] = {}
+    if outputs is not None:
+        with _loading("the tokenizer or the subword model"):
+            codecs = [task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)]
+        more["prefix_allowed_tokens_fn"] = allowed_outputs.load(outputs, task.target_dictionary, codecs)
+    extra = {"lm_model": language_model, "lm_weight": cfg.generation.lm_weight}
+    try:
+        generator = task.build_generator(models, cfg.generation, extra_gen_cls_kwargs=extra, **more)
+    except (ValueError, AssertionError) as error:
+        raise InputError(f"fairseq refuses these flags: {first_line(error)}.") from error
+    except TypeError as error:
+        if outputs is None:
+            raise
+        raise InputError(f"--allowed-outputs is not for this task: {first_line(error)}.") from error
+    if outputs is not None:
+        allowed_outputs.check(generator, more["prefix_allowed_tokens_fn"])
+    return generator
 
 
 def _batches(cfg: Any, task: Any, models: list[Any]) -> Any:

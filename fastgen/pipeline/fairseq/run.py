@@ -68,6 +68,7 @@ def _settings(cfg: Any, own: Settings) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "auto": own.auto,
         "refill": own.refill,
+        "allowed_outputs": own.allowed_outputs,
         "distributed_rank": cfg.distributed_training.distributed_rank,
     }
     for section in _SECTIONS:
@@ -105,7 +106,7 @@ class _Run:
             self.logger.info(self.cfg)
             if words := other_texts():
                 _warn(words)
-            loaded = load(self.cfg, self.logger)
+            loaded = load(self.cfg, self.logger, self.own.allowed_outputs)
             batches = Batches(loaded, *self.own.auto)
             self.scoring = Scoring(loaded.scorer, loaded.task.target_dictionary, by_words=loaded.form.by_words)
             self._restore()

@@ -13,4 +13,5 @@ class Settings:
     resume: bool
     overwrite: bool
     refill: str
+    allowed_outputs: str | None = None  # a file that lists them, one a line
     auto: list[str] = field(default_factory=list)  # which of "batch_size" and "max_tokens" is found by doubling

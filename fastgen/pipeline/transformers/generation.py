@@ -41,8 +41,9 @@ class Generator:
         scores: bool,
         warn: Callable[[str], None],
         tokenizer: Any = None,
+        trie: Any = None,
     ) -> None:
-        """`tokenizer`: needed only for `stop_strings`."""
+        """`tokenizer`: needed only for `stop_strings`; `trie`: of the outputs to choose from."""
         self._model, self._config, self.source = model, config, source
         self._seed, self.has_scores, self._warn = seed, scores, warn
         self.progress: Callable[[int, int], None] = lambda records, tokens: None  # called when records are ready
@@ -50,6 +51,8 @@ class Generator:
         # Without this the log-probabilities of all tokens would be kept: 64 MB a step for 64 sentences and 5 beams.
         config._fastgen_sequence_scores_only = scores
         self._options = {"generation_config": config, "return_dict_in_generate": scores, "output_scores": scores}
+        if trie is not None:
+            self._options["prefix_allowed_tokens_fn"] = trie
         if config.stop_strings:
             self._options["tokenizer"] = tokenizer
 

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 from fastgen.pipeline.batching import AutoBatch
 from fastgen.pipeline.offline import REFILL
-from fastgen.pipeline.transformers import batches, failures, generation_fields, records, tokenizing
+from fastgen.pipeline.transformers import allowed_outputs, batches, failures, generation_fields, records, tokenizing
 from fastgen.pipeline.transformers.generation import Generator
 from fastgen.pipeline.transformers.load import (
     asking_the_hub,
@@ -87,6 +87,10 @@ def generator_of(
     """
     model = load_model(settings.model, known.config, settings.dtype, known.device)
     generation = generation_config(model, known.tokenizer, known.given, known.language)
+    trie = None
+    if settings.allowed_outputs is not None:
+        path = settings.allowed_outputs
+        trie = allowed_outputs.load(path, known.tokenizer, settings.target_lang, model, generation)
     by_tokens = settings.max_tokens is not None
     size: Any = settings.max_tokens if by_tokens else settings.batch_size
     auto = None
@@ -110,6 +114,7 @@ def generator_of(
         scores=form != records.TEXT and not settings.no_scores,
         warn=warn,
         tokenizer=known.tokenizer,
+        trie=trie,
     )
     why_not = generator.why_not_refilled(REFILL[settings.refill])
     generator.source.refill = why_not is None

@@ -59,6 +59,8 @@ def _run(settings: RunSettings, source: Path, output: Path) -> int:
     form = settings.output_format or records.format_of(remote.shown(settings.output))
     total = records.count_lines(source, remote.shown(settings.input))
     references, wanted = references_of(settings, total)  # bad settings are refused before anything slow
+    if settings.allowed_outputs is not None and not Path(settings.allowed_outputs).is_file():
+        raise InputError(f"--allowed-outputs {settings.allowed_outputs}: there is no such file.")
     if output.exists() and output.samefile(source):
         raise InputError(f"{settings.output} is the input: choose another file for the output.")
     decisive = decisive_settings(settings) | contents(*files_of_model(settings))
@@ -120,12 +122,14 @@ def decisive_settings(settings: RunSettings) -> dict[str, Any]:
 
 
 def files_of_model(settings: RunSettings) -> list[Path]:
-    """Local files that decide the results and might be replaced; none for a name on the hub."""
+    """Local files that decide the results and might be replaced: the model's, unless it has a name on the hub."""
     output = Path(settings.output).name
     paths: list[Path] = []
     for name in {settings.model, settings.tokenizer or settings.model}:
         if os.path.isdir(name):
             paths += [path for path in Path(name).iterdir() if not path.name.startswith((".", output))]
+    if settings.allowed_outputs is not None:
+        paths.append(Path(settings.allowed_outputs))
     return [path for path in paths if path.is_file()]
 
 

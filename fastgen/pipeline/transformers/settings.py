@@ -34,6 +34,7 @@ class RunSettings(ModelSettings):
     batch_size: int | str = 32  # records, or "auto"
     max_tokens: int | str | None = None  # padded input tokens in a batch, in place of `batch_size`
     refill: str = "auto"
+    allowed_outputs: str | None = None  # a file that lists them, one a line
     no_scores: bool = False
     seed: int = 1  # of sampling
     references: Path | None = None

@@ -12,12 +12,12 @@ import torch
 from fastgen.optimizer import streams
 from fastgen.pipeline.errors import DONE, InputError, counted, first_line, writing
 from fastgen.pipeline.offline import padded
-from fastgen.pipeline.transformers import prepare, tokenizing
+from fastgen.pipeline.transformers import allowed_outputs, prepare, tokenizing
 from fastgen.pipeline.transformers.load import generation_config, load_model
-from fastgen.pipeline.transformers.settings import ModelSettings
+from fastgen.pipeline.transformers.settings import RunSettings
 
 
-def run(settings: ModelSettings, warn: Callable[[str], None], seed: int) -> int:
+def run(settings: RunSettings, warn: Callable[[str], None]) -> int:
     """Answer each line of standard input by a line of standard output; returns the exit code.
 
     Raises InputError for settings, or a line, that can't be used.
@@ -27,8 +27,12 @@ def run(settings: ModelSettings, warn: Callable[[str], None], seed: int) -> int:
     config = generation_config(model, known.tokenizer, known.given, known.language)
     if int(config.num_return_sequences or 1) > 1:
         raise InputError("--stream writes one line for each input: leave out --num-return-sequences.")
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     options = {"generation_config": config} | ({"tokenizer": known.tokenizer} if config.stop_strings else {})
+    if settings.allowed_outputs is not None:
+        options["prefix_allowed_tokens_fn"] = allowed_outputs.load(
+            settings.allowed_outputs, known.tokenizer, settings.target_lang, model, config
+        )
     answer = _Answers(model, options, tokenizing.handler(known.tokenizer, known.spec), known.limit)
     for number, line in enumerate(sys.stdin, 1):
         for piece in answer.pieces(number, line.rstrip("\r\n")):

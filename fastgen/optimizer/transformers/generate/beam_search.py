@@ -18,7 +18,8 @@ from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import interception, versions
-from fastgen.optimizer.transformers.generate import chunked_prefill
+from fastgen.optimizer.transformers.generate import chunked_prefill, tries
+from fastgen.optimizer.transformers.generate.allowed_tokens import AllowedTokens
 from fastgen.optimizer.transformers.generate.processors import Banning, Processing
 from fastgen.optimizer.transformers.model.base import Decoder, selected_inputs
 from fastgen.optimizer.transformers.request import Request
@@ -73,6 +74,9 @@ class Loop:
         # From here on the host's inputs have one row per beam, as it prepares them itself.
         self._rows = {**started, versions.CACHE: decoder.cache}
         logits = _last(outputs, request.input_ids.device).repeat_interleave(request.beams, dim=0)  # [B*M, V]
+        self._allowed = AllowedTokens.of(request, logits.shape[1])
+        if self._allowed is not None:
+            self._process.constraint = tries.Constraint(self._allowed.rows)
         return self._choose(outputs, logits)
 
     def proceed(self, outputs: Any) -> dict[str, Any] | None:
@@ -103,6 +107,8 @@ class Loop:
             self._rows = selected_inputs(self._rows, index, rows)
             request.select(index)
             decoder.select(search.evict(leaving))
+            if self._allowed is not None:
+                self._allowed.select(index)
         return versions.next_inputs(model, search.running(), self._rows)
 
     def _parents(self, search: Search, logits: Tensor) -> Tensor:
@@ -110,6 +116,20 @@ class Loop:
         processors = self.request.logits_processor
         if not search.ranks:
             return search.choose(processors(search.running(), logits), self._stops)
+        if self._allowed is None:
+            return self._ranked(search, logits)
+        assert isinstance(search, BeamSearch)
+        if self._all_scores is None and not self.request.generation_config.do_sample:
+            parents = self._allowed.choose(search, processors, self._process, logits, self._stops)
+            if parents is not None:
+                return parents
+        parents = self._ranked(search, logits)
+        self._allowed.advance(search, parents)
+        return parents
+
+    def _ranked(self, search: Search, logits: Tensor) -> Tensor:
+        """Do what `_parents` does, by the scores of all tokens."""
+        processors = self.request.logits_processor
         banned = None
         if self._takes_logits:
             banned = self._process.banned(processors, search.length, logits)

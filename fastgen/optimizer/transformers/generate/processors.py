@@ -14,7 +14,7 @@ from transformers.generation import logits_process
 
 from fastgen import phases
 from fastgen.memory.buffers import Buffers
-from fastgen.optimizer.transformers.generate import top_k_top_p
+from fastgen.optimizer.transformers.generate import top_k_top_p, tries
 
 __phase__ = phases.LOOP
 
@@ -47,6 +47,11 @@ _BANS: dict[type, Bans] = {
 }
 
 
+def bans_everywhere(processor: Any) -> bool:
+    """Whether this is one of the host's that does nothing but ban the same tokens in all rows."""
+    return type(processor) in _BANS
+
+
 def _bans_ngrams(processor: Any, rows: int) -> bool:
     """Whether this is one of the host's that bans what each row's own tokens rule out."""
     if type(processor) is logits_process.EncoderNoRepeatNGramLogitsProcessor:
@@ -59,6 +64,7 @@ class Processing:
 
     def __init__(self, buffers: Buffers | None = None) -> None:
         """`buffers`: where its memory comes from."""
+        self.constraint = tries.Constraint()
         self._buffers = Buffers(None) if buffers is None else buffers
         self._tensors: dict[Any, Tensor] = {}  # processor -> the tokens it bans, or its source; looked up once
         self._buffer: Tensor | None = None
@@ -107,6 +113,9 @@ class Processing:
                     scores, ours = found, True
                     next(following)
                     continue
+            if (trie := tries.trie_of(processor)) is not None:
+                scores, ours = self.constraint.apply(processor, trie, input_ids, scores), True
+                continue
             if type(processor) not in _BANS and not _bans_ngrams(processor, rows):
                 scores = kind([processor])(input_ids, scores)
                 ours = False

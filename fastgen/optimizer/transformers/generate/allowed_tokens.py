@@ -1,0 +1,121 @@
+"""Beam search among the tokens that a trie allows: scores of others are neither masked nor added up nor ranked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process
+from transformers.generation.logits_process import LogitsProcessorList
+
+from fastgen import phases
+from fastgen.decoding.beam_search import BeamSearch
+from fastgen.decoding.search import IsStopped
+from fastgen.decoding.trie_rows import Children, TrieRows
+from fastgen.optimizer.transformers.generate import tries
+from fastgen.optimizer.transformers.generate.processors import Processing, bans_everywhere
+from fastgen.optimizer.transformers.request import Request
+
+__phase__ = phases.CHOICE
+
+_LEAST = -5.0e8  # beams that must not be chosen have a score of -1e9, and the others are far above
+
+
+class AllowedTokens:
+    """The trie's node of each beam of one request, and the choice among what may follow."""
+
+    def __init__(self, rows: TrieRows) -> None:
+        self.rows = rows
+
+    @classmethod
+    def of(cls, request: Request, vocabulary: int) -> AllowedTokens | None:
+        """None if the request's beams are not constrained by a trie, or not by one alone."""
+        processors = request.logits_processor
+        if not request.is_beam_search or type(processors) is not LogitsProcessorList:
+            return None
+        found = [
+            (trie, one)
+            for one in processors
+            if type(one) is logits_process.PrefixConstrainedLogitsProcessor
+            for trie in [tries.trie_of(one)]
+        ]
+        if len(found) != 1 or found[0][0] is None or found[0][1]._num_beams != request.beams:
+            return None
+        trie = found[0][0]
+        if not tries.is_for(trie, request.batch, vocabulary):
+            return None
+        return cls(TrieRows(trie, request.input_ids, request.beams))
+
+    def choose(
+        self, search: BeamSearch, processors: Any, process: Processing, logits: Tensor, is_stopped: IsStopped
+    ) -> Tensor | None:
+        """Do what `search.choose` does after `processors`; `logits` float32 `[B*M, V]`.
+
+        Returns the parents' rows, int64 `[B*M]`; None, having done nothing, if the scores of all tokens are needed.
+        """
+        vocabulary, beams = logits.shape[1], search.beams
+        others = _others(processors, search.length)
+        if others is None or not search.may_choose_among(vocabulary):
+            return None
+        scores = process(others, search.running(), logits)  # [B*M, V]
+        if search.length == search.policy.prompt_length and beams > 1 and search.candidates <= vocabulary:
+            # All beams but the first are dead and alike: no token of theirs is chosen if the first has enough.
+            first = torch.arange(0, len(scores), beams, device=scores.device)
+            children = self.rows.children(first)
+            if bool((children.counts >= search.candidates).all()):
+                parents = self._among(search, scores, children, first, is_stopped, _LEAST)
+                if parents is not None:
+                    return parents
+        every = torch.arange(len(scores), device=scores.device)
+        return self._among(search, scores, self.rows.children(), every, is_stopped)
+
+    def _among(
+        self,
+        search: BeamSearch,
+        scores: Tensor,
+        children: Children,
+        rows: Tensor,
+        is_stopped: IsStopped,
+        least: float = -float("inf"),
+    ) -> Tensor | None:
+        values = scores[children.rows, children.tokens]  # [E]
+        # NaN ranks first, even where it is not allowed; a row that holds one has no numbers left.
+        numbers = children.rows[values.isfinite()]
+        has_numbers = torch.zeros(len(scores), dtype=torch.bool, device=scores.device).index_fill_(0, numbers, True)
+        if bool(values.isnan().any()) or not bool(has_numbers.index_select(0, rows).all()):
+            return None
+        parents = search.choose_among(values, children.rows, children.tokens, scores.shape[1], is_stopped, least)
+        if parents is not None:
+            self.advance(search, parents, children)
+        return parents
+
+    def advance(self, search: BeamSearch, parents: Tensor, children: Children | None = None) -> None:
+        """Move on by what the search has chosen; `children`: what might follow the parents, if it is known."""
+        self.rows.advance(parents, search.live.tokens[:, :, search.length - 1].flatten(), children)
+
+    def select(self, rows: Tensor) -> None:
+        """Drop all rows but these, int64 `[rows']`."""
+        self.rows.select(rows)
+
+
+def _others(processors: Any, length: int) -> LogitsProcessorList | None:
+    """The processors that act on all tokens' scores before those of the trie's are taken; None if one acts after."""
+    others, is_before = LogitsProcessorList(), True
+    for one in processors:
+        if tries.trie_of(one) is not None:
+            is_before = False
+        elif is_before or bans_everywhere(one):  # what bans tokens may do it before, as well
+            others.append(one)
+        elif not _is_idle(one, length):
+            return None
+    return others
+
+
+def _is_idle(processor: Any, length: int) -> bool:
+    """Whether it leaves the scores as they are at this length."""
+    if type(processor) is logits_process.ForcedBOSTokenLogitsProcessor:
+        return length != 1
+    if type(processor) is logits_process.ForcedEOSTokenLogitsProcessor:
+        return bool(length != processor.max_length - 1)
+    return False

@@ -1,0 +1,53 @@
+"""The outputs that `--allowed-outputs FILE` lists, one a line, as a trie for fairseq's constrained search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fairseq.search import PrefixConstrainedBeamSearch
+
+from fastgen.decoding.trie import Trie
+from fastgen.pipeline.errors import InputError, first_line
+
+
+def load(path: str, dictionary: Any, codecs: list[Any]) -> Trie:
+    """Read the file.
+
+    Args:
+        dictionary: of the outputs.
+        codecs: what `--tokenizer` and `--bpe` name, in this order, None for none. Without them a line is words of the
+            dictionary with spaces between them.
+
+    Raises:
+        InputError: the file can't be read, holds no output, or one with a word that the dictionary lacks.
+    """
+    if dictionary is None:
+        raise InputError("--allowed-outputs needs a task whose outputs are texts.")
+    try:
+        return Trie(_sequences(path, dictionary, codecs), eos_token_id=dictionary.eos())
+    except (OSError, ValueError) as error:
+        raise InputError(f"Cannot use --allowed-outputs {path}: {first_line(error).rstrip('.')}.") from error
+
+
+def _sequences(path: str, dictionary: Any, codecs: list[Any]) -> Iterator[list[int]]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            text = line.strip()
+            if not text:
+                continue
+            for codec in codecs:
+                text = text if codec is None else codec.encode(text)
+            words = text.split()
+            tokens = [dictionary.index(word) for word in words]
+            if dictionary.unk() in tokens:
+                word = words[tokens.index(dictionary.unk())]
+                raise ValueError(f"line {number} has the word {word[:40]!r}, which the dictionary lacks")
+            yield tokens
+
+
+def check(generator: Any, trie: Trie) -> None:
+    """Raise InputError if the task has made a generator that does not ask the trie."""
+    search: Any = getattr(generator, "search", None)
+    if type(search) is not PrefixConstrainedBeamSearch or search.prefix_allowed_tokens_fn is not trie:
+        raise InputError("--allowed-outputs is for plain beam search, and not for this task or these flags.")
