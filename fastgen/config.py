@@ -36,6 +36,7 @@ class Config:
     cache_threshold: float = 0.0  # slim caches leave out of a sum what weighs less: an approximation unless it is 0
     cuda_graphs: bool = True  # on CUDA, capture decode steps and replay them
     foreign_code: str = "stock"  # hooks, subclasses and replaced parts of a model: left to the host, or tried ("trial")
+    prefix_cache: int = 0  # bytes for what was computed for prompts and sources, kept for later calls; 0: none
     verify: int = 0  # every so many accelerated calls of a model, one is decoded by the host too and compared; 0: none
 
     def __post_init__(self) -> None:
@@ -54,7 +55,7 @@ class Config:
             if value not in choices:
                 error = ValueError if isinstance(value, str) else TypeError
                 raise error(f"{name} must be one of {', '.join(choices)}, not {value!r}.")
-        for name in ("history", "verify"):
+        for name in ("history", "prefix_cache", "verify"):
             if not isinstance(value := getattr(self, name), int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be a whole number, not {value!r}.")
             if value < 0:
@@ -114,7 +115,7 @@ def from_environment() -> Config:
             options[name] = text.lower()
     if text := os.environ.get("FASTGEN_SPECULATE", "").strip().lower():
         options["speculate"] = int(text) if text.isdecimal() else text
-    for name in ("history", "verify"):
+    for name in ("history", "prefix_cache", "verify"):
         if text := os.environ.get(f"FASTGEN_{name.upper()}", "").strip():
             try:
                 options[name] = int(text)

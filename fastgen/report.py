@@ -93,6 +93,8 @@ class Status:
     encoders: dict[str, int] = field(default_factory=dict)  # batches read without padding: see `encoders`
     replayed: dict[str, str] = field(default_factory=dict)  # what became of replaying steps, by class of the model
     speculated: dict[str, str] = field(default_factory=dict)  # what became of drafts, by class of the model
+    prefixes: dict[str, int] = field(default_factory=dict)  # calls, hits, tokens and bytes: see `prefix_cache`
+    prefixes_unused: dict[str, str] = field(default_factory=dict)  # why calls kept none, by class of the model
     verified: str = ""  # what became of calls that the host decoded too, see `verify`
 
     def __str__(self) -> str:
@@ -113,6 +115,13 @@ class Status:
             lines += textwrap.wrap(f"rounded weights: {self.quantized}", _WIDTH, subsequent_indent="  ")
         if self.buffer_bytes:
             lines.append(f"buffers kept for later calls: {size(self.buffer_bytes)}")
+        if found := self.prefixes:
+            lines.append(
+                f"prefixes kept: {size(found['bytes'])}; {found['hits']} of {found['calls']} calls began with one, "
+                f"{found['tokens']} tokens were not read again"
+            )
+        for model, why in self.prefixes_unused.items():
+            lines += textwrap.wrap(f"no prefix of {model}: {why}", _WIDTH, subsequent_indent="  ")
         if self.verified:
             lines += textwrap.wrap(f"verified: {self.verified}", _WIDTH, subsequent_indent="  ")
         for model, how in self.speculated.items():

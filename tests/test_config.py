@@ -17,6 +17,7 @@ VARIABLES = (
     "FASTGEN_PACKING",
     "FASTGEN_WEIGHTS",
     "FASTGEN_SPECULATE",
+    "FASTGEN_PREFIX_CACHE",
     "FASTGEN_NATIVE",
 )
 
@@ -48,6 +49,7 @@ def test_defaults(environment: pytest.MonkeyPatch) -> None:
         ("FASTGEN_SPECULATE", "Off", "speculate", "off"),
         ("FASTGEN_HISTORY", "7", "history", 7),
         ("FASTGEN_HISTORY", "0", "history", 0),
+        ("FASTGEN_PREFIX_CACHE", "1048576", "prefix_cache", 2**20),
     ],
 )
 def test_environment(environment: pytest.MonkeyPatch, variable: str, text: str, option: str, value: object) -> None:
@@ -138,12 +140,14 @@ def test_configure_changes_what_it_names_only() -> None:
         ({"history": "3"}, TypeError, "history must be a whole number, not '3'."),
         ({"history": True}, TypeError, "history must be a whole number, not True."),
         ({"history": -1}, ValueError, "history must be 0 or more, not -1."),
+        ({"prefix_cache": "2GiB"}, TypeError, "prefix_cache must be a whole number, not '2GiB'."),
+        ({"prefix_cache": -1}, ValueError, "prefix_cache must be 0 or more, not -1."),
         (
             {"beams": 4},
             TypeError,
             "there is no option 'beams': "
             "the options are strict, tier, history, packing, weights, speculate, replay, cache, cache_threshold, "
-            "cuda_graphs, foreign_code, verify.",
+            "cuda_graphs, foreign_code, prefix_cache, verify.",
         ),
         (
             {"history": 5, "tier": "slow"},

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastgen.cli.exits import Parser, exit_code, positive_number, share
+from fastgen.cli.exits import Parser, exit_code, positive_number, share, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, needing
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def settings_of(args: argparse.Namespace, token: str | None) -> ServiceSettings:
         model=flags.settings_of(args, ModelSettings),
         limits=limits,
         most_queued=args.max_queued,
+        prefix_cache=args.prefix_cache,
         **serve_flags.operation_of(args, token),
         host=args.host,
         port=args.port,
@@ -123,7 +124,20 @@ def parser() -> argparse.ArgumentParser:
     ):
         text = f"{what} (default: %(default)s)"
         bounds.add_argument(flag, type=positive_number, default=default, metavar=unit, help=text)
+    _add_prefix_cache(bounds)
     return result
+
+
+def _add_prefix_cache(bounds: argparse._ArgumentGroup) -> None:
+    from fastgen.serving.settings import ServiceSettings
+
+    bounds.add_argument(
+        "--prefix-cache",
+        type=whole_number,
+        default=ServiceSettings.prefix_cache,
+        metavar="BYTES",
+        help="bytes in a replica for what prompts begin with, or 0 (default: %(default)s)",
+    )
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
+from fastgen import config
 from fastgen.distributed.connection import connected, is_node_alive
 from fastgen.distributed.placement import Placement, nodes_of, placement
 from fastgen.pipeline.errors import DONE, InputError, WorkerError, first_line
@@ -56,6 +57,7 @@ class Replica:
         assigned = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
         torch.set_num_threads(settings.threads or max(1, int(assigned)))
         _listen_on_loopback()
+        config.configure(prefix_cache=settings.prefix_cache)
         self._service = Service(settings.model, settings.limits, settings.most_queued)
         _service = self._service, settings.token
         # Log to the replica's own file, to which Ray Serve logs, too.

@@ -16,6 +16,7 @@ class ServiceSettings:
     limits: Limits
     most_queued: int  # the most inputs that wait in a replica
     token: str | tuple[str, ...] | None = field(repr=False)  # the bearer token, or tokens, of which requests need one
+    prefix_cache: int = 256 * 2**20  # bytes of a replica's prefix cache: see the option of this name
     host: str
     port: int
     ray: str  # the cluster's address; "" for RAY_ADDRESS, or this machine alone

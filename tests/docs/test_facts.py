@@ -165,6 +165,7 @@ _OPTIMIZER = ROOT / "fastgen" / "optimizer"
 REASONED = [
     "verification.py",
     "transformers/cache/tree_cache.py",
+    "transformers/cache/users_cache.py",
     "transformers/foreign_code.py",
     "transformers/equivalence.py",
     "transformers/model/facts.py",
@@ -208,6 +209,12 @@ def test_reasons_are_explained(module: str) -> None:
     assert found
     missing = [reason for reason in found if f"`{reason}`" not in TROUBLE]
     assert not missing, "docs/troubleshooting.md says nothing of these reasons"
+
+
+def test_reasons_against_prefixes_are_explained() -> None:
+    """Each is a row of the page's table, and no other."""
+    listed = re.findall(r"^\| `([^`]+)` \|", pages.text_of("docs/prefixes.md"), re.MULTILINE)
+    assert set(listed) == set(reasons(_OPTIMIZER / "transformers" / "cache" / "prefixes.py"))
 
 
 def test_explained_reasons_exist() -> None:

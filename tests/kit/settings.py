@@ -177,6 +177,7 @@ NAMES: dict[tuple[str, str | None], Callable[..., Names]] = {
     ("docs/lists.md", "fairseq"): fairseq_generator,
     ("docs/models-of-our-own.md", None): own_models,
     ("docs/operators.md", None): tensors,
+    ("docs/prefixes.md", None): model_and_lines,
     ("docs/searches.md", None): model_and_lines,
     ("docs/searches.md", "fairseq"): fairseq_sentence,
     ("docs/slim-caches.md", None): model_and_lines,

@@ -10,7 +10,8 @@ import torch
 
 from fastgen.memory import limits
 from fastgen.optimizer import gate
-from fastgen.optimizer.transformers import interception, streaming, verification, word_times
+from fastgen.optimizer.transformers import interception, streaming, verification, versions, word_times
+from fastgen.optimizer.transformers.cache import prefixes, users_cache
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.generate.speculation import SpeculativeDecoder
 from fastgen.optimizer.transformers.model.base import Decoder
@@ -26,17 +27,22 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search` or `_sample`."""
     interception.raise_intercepted(request, stock)
     record = _record_of(request)
-    asked, request = request, word_times.without_attentions(request)
+    asked, request = request, users_cache.taken(word_times.without_attentions(request))
     plan = plan_call(request, stock)
     if (reason := streaming.why_not_streamed(request, plan.decision)) is not None:
         return _refuse(asked, stock, gate.Decision(gate.STOCK, reason), record)
     if plan.decision.tier == gate.STOCK:
         return _run_stock(asked, stock, plan.decision, record)
     with contextlib.closing(_decoder(request, plan)) as decoder:
+        decoder.prefixes = prefixes.begun(request, decoder.cache)
         if plan.decision.tier == gate.FAST:
             result = beam_search.fast(request, decoder)
         else:
             result = beam_search.compat(request, decoder, request.diverse or stock)
+        if request.users_cache is not None:
+            users_cache.hand_back(request.users_cache, decoder.result_cache())
+            if not isinstance(result, torch.Tensor):
+                setattr(result, versions.CACHE, request.users_cache)
         cache = decoder.cache_bytes(), decoder.cache_kind(), plan.off_tree or plan.caches.plan
         decoder.store_graph()
     # The forward pass of the prompt chooses tokens, too.
@@ -44,7 +50,7 @@ def run(request: Request, stock: Callable[..., Any]) -> Any:
     if plan.replayer is not None:
         statistics.note(request.model, plan.replayer)
     verification.note(request, plan.decision.tier)
-    if asked is not request:
+    if asked is not request and request.users_cache is None:
         word_times.note_source(result, request)
     return result
 

@@ -49,6 +49,8 @@ def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
         if reason := unsupported_reason(request):
             return reason
         off_tree = off_tree_reason(request) or failed_equivalence(request, stock)
+        if off_tree is not None and request.users_cache is not None:
+            return off_tree
         if off_tree is None or off_tree.startswith(HOST_FAILED):
             return off_tree
         failed = failed_equivalence(request, stock, by_rows=True)
@@ -63,6 +65,7 @@ def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
         return Plan(decision)
     if off_tree is not None:
         return Plan(decision, off_tree)
-    replayer, caches = replayer_for(request, stock), plan_for(request, stock)
-    policy = None if replayer is None or caches.layer_caches else policy_for(request)
+    replayer, is_users = replayer_for(request, stock), request.users_cache is not None
+    caches = Caches({}) if is_users else plan_for(request, stock)
+    policy = None if replayer is None or caches.layer_caches or is_users else policy_for(request)
     return Plan(decision, None, replayer, may_use_argmax_head(request, stock), policy, caches)

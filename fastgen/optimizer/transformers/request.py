@@ -63,6 +63,7 @@ class Request:
     # The multimodal inputs before the host expanded them for the beams, as far as that was seen.
     unexpanded: Mapping[str, Any] = field(default_factory=dict)
     held: Any = None  # the HeldStreamer of a call with beams, see `streaming`
+    users_cache: Any = None  # a cache that the user passed, with the beginning of the prompts: see `cache.users_cache`
 
     @property
     def beams(self) -> int:
@@ -156,6 +157,7 @@ class Request:
             and all(getattr(processor, "batch_size", self.batch) == self.batch for processor in self.logits_processor)
             and all(self._has_all_sentences(processor) for processor in self.logits_processor)
             and self.stops_by_last_token
+            and self.users_cache is None  # which gets all rows in the end
             and not self._may_divide_by_nothing
         )
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from fastgen import config as settings
 from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import expansion, foreign_code, versions
+from fastgen.optimizer.transformers.cache import users_cache
 from fastgen.optimizer.transformers.cache.tree_cache import unsupported_cache, unsupported_storage
 from fastgen.optimizer.transformers.model.base import three_dimensions
 from fastgen.optimizer.transformers.request import Request
@@ -69,9 +70,11 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
             return OfThisVersion(f"its cache is called {name}, and not {CACHE}")
         return "no cache of the standard kind is used"
     cache = kwargs[CACHE]
-    is_users = getattr(cache, "_is_user_defined", False)
+    is_users = users_cache.is_users(cache)
     if not is_users and (reason := unsupported_storage(cache)):
         return reason
+    if is_users and (unreadable := users_cache.unreadable(request)):
+        return f"the user passed {CACHE}: {unreadable}"
     if is_users or _is_filled(cache):
         return f"the user passed {CACHE}"
     if reason := _unsupported_inputs(request, shares) or request.facts.unsupported:

@@ -42,6 +42,8 @@ def note(request: Request, tier: str) -> None:
     reason = None
     if request.calls_back or request.streamer is not None:
         reason = "with code of yours between the steps"
+    elif request.users_cache is not None:
+        reason = "with a cache of yours, which they change"
     elif any(isinstance(criterion, MaxTimeCriteria) for criterion in request.stopping_criteria):
         reason = "that a time limit may end"
     elif request.diverse is not None:

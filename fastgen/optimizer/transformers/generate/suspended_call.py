@@ -12,7 +12,7 @@ from fastgen.decoding import front
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.search import Search
 from fastgen.optimizer.transformers import dispatch, interception
-from fastgen.optimizer.transformers.cache import planning, slim
+from fastgen.optimizer.transformers.cache import planning, prefixes, slim
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.generate.shareable import why_not_shared
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
@@ -76,6 +76,7 @@ class Call:
             return
         layer_caches = self._planned.of(self.request, stock)
         self.decoder = CallDecoder(self.request, layer_caches, self.found if self._tokens else None)
+        self.decoder.prefixes = prefixes.begun(self.request, self.decoder.cache)
         self._loop = beam_search.Loop(self.request, self.decoder)
         self._advance(self._loop.begin)
 

@@ -14,6 +14,7 @@ from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.cache.prefixes import Prefixes
 from fastgen.optimizer.transformers.expansion import containers_copied, copied
 from fastgen.optimizer.transformers.request import Request
 from fastgen.replay.replayer import Replayer
@@ -28,6 +29,7 @@ class Decoder(abc.ABC):
     replayer: Replayer | None = None  # replays the steps
     search: tuple[Hashable, StaticBeamSearch] | None = None  # with a key of what it can be used for
     has_begun = False  # the prompt has been read
+    prefixes: Prefixes | None = None  # where to keep the prompts, once they are read
 
     def __init__(self, request: Request, batch: int) -> None:
         self.model, self.beams = request.model, request.beams

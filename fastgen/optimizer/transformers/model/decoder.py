@@ -101,6 +101,8 @@ class TreeDecoder(Decoder):
 
     @phases.marked(phases.CACHE)
     def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
+        if self.prefixes is not None:
+            self.prefixes.keep(self.tree)
         # A bias or a scale after the output layer could make another token the best.
         self._is_screened = self._may_screen and self.session.products.screen(logits)
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")

@@ -16,6 +16,7 @@ from torch import Tensor
 from fastgen import config, phases, report
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.transformers import foreign_code
+from fastgen.optimizer.transformers.cache import encoded
 from fastgen.optimizer.transformers.families import BASE_ENCODERS, ENCODER_HEADS, ENCODERS
 from fastgen.optimizer.transformers.model import session as sessions
 from fastgen.optimizer.transformers.model.facts import facts_of, unsupported_modules
@@ -53,29 +54,21 @@ def encode(
     if not isinstance(inputs, Tensor) or not _is_accelerated(model, generation_config, inputs):
         return stock(model, inputs, model_kwargs, input_name, generation_config)
     with sessions.multiplying(LinearDispatcher.configured(), model):
-        groups = _groups(model, inputs, model_kwargs, input_name)
-        if groups is None:
+        if not _reads_rows_apart(model, inputs, model_kwargs, input_name):
             return stock(model, inputs, model_kwargs, input_name, generation_config)
-        return _encode_groups(stock, model, inputs, model_kwargs, input_name, generation_config, groups)
 
+        def read(inputs: Tensor, mask: Tensor) -> Any:
+            part = {**model_kwargs, "attention_mask": mask}
+            return stock(model, inputs, part, input_name, generation_config)["encoder_outputs"]
 
-def _encode_groups(
-    stock: Prepare,
-    model: Any,
-    inputs: Tensor,
-    model_kwargs: dict[str, Any],
-    input_name: str | None,
-    generation_config: Any,
-    groups: list[tuple[list[int], int]],
-) -> dict[str, Any]:
-    mask = model_kwargs["attention_mask"]
+        def read_groups(inputs: Tensor, mask: Tensor) -> Any:
+            groups = _split_by_length(model.get_encoder(), mask)
+            if groups is None:
+                return read(inputs, mask)
+            return _joined(lambda rows, length: read(inputs[rows, :length], mask[rows, :length]), groups, inputs)
 
-    def read(rows: Tensor, length: int) -> Any:
-        part = {**model_kwargs, "attention_mask": mask[rows, :length]}
-        return stock(model, inputs[rows, :length], part, input_name, generation_config)["encoder_outputs"]
-
-    model_kwargs["encoder_outputs"] = _joined(read, groups, inputs)
-    return model_kwargs
+        model_kwargs["encoder_outputs"] = encoded.read(model, inputs, model_kwargs["attention_mask"], read_groups)
+        return model_kwargs
 
 
 def run(model: Any, inputs: Mapping[str, Any]) -> Any:
@@ -171,23 +164,20 @@ def _has_positions(name: str, value: Tensor) -> bool:
     return value.dim() == 3 or name in _SPANS
 
 
-def _groups(
-    model: Any, inputs: Tensor, kwargs: dict[str, Any], input_name: str | None
-) -> list[tuple[list[int], int]] | None:
-    """The rows and the length of each group; None if the host has to read the batch as it is."""
+def _reads_rows_apart(model: Any, inputs: Tensor, kwargs: dict[str, Any], input_name: str | None) -> bool:
+    """Whether no row's output depends on other rows or on padding: else the host has to read the batch as it is."""
     mask = kwargs.get("attention_mask")
     given = {name for name, value in kwargs.items() if value is not None and not name.startswith("decoder_")}
     if not given <= {"attention_mask", "use_cache", "labels"}:
-        return None
+        return False
     if input_name not in (None, "input_ids") or inputs.dtype != torch.int64 or inputs.dim() != 2:
-        return None
+        return False
     if not isinstance(mask, Tensor) or mask.shape != inputs.shape:
-        return None
+        return False
     encoder = model.get_encoder()
     if type(encoder).__name__ not in ENCODERS or not type(encoder).__module__.startswith("transformers.models."):
-        return None
-    groups = _split_by_length(encoder, mask) if _is_padded_right(mask) else None
-    return None if groups is None or facts_of(model).is_encoder_watched else groups
+        return False
+    return _is_padded_right(mask) and not facts_of(model).is_encoder_watched
 
 
 def _split_by_length(encoder: Any, mask: Tensor) -> list[tuple[list[int], int]] | None:

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ class ModelFacts:
     paddings: frozenset[int]  # tokens that modules of a step were made to take for padding
     folding: dict[tuple[type, str], Wrapper]  # wrappers of classes that compute attention themselves
     replayable: dict[tuple[type, str], Wrapper]  # wrappers of classes that would wait for a device
+    identity: object = field(default_factory=object, compare=False)  # of these facts and no others
 
 
 def facts_of(model: Any) -> ModelFacts:
@@ -55,6 +56,12 @@ def facts_of(model: Any) -> ModelFacts:
     if known is not None and is_complete:
         known[model] = facts
     return facts
+
+
+def are_guarded(model: Any, facts: ModelFacts) -> bool:
+    """Whether these facts of the model would have been found anew if anything in it but tensors had changed."""
+    kept = _kept.get(model)
+    return kept is not None and kept[2] is facts
 
 
 @contextlib.contextmanager

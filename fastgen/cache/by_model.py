@@ -1,0 +1,98 @@
+"""The one prefix cache of the process, and what of it belongs to which model with which weights."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+from fastgen import config, report
+from fastgen.cache.prefix_cache import PrefixCache
+from fastgen.memory.release import keeper
+
+_STATES = 4  # of one model: adapters may take turns
+
+prefixes = PrefixCache()
+_lock = threading.RLock()
+_numbers = itertools.count()
+# By model: the keys under which something is stored, by the model's state; least recently used first.
+_keys: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, int]] = weakref.WeakKeyDictionary()
+_counts: Counter[str] = Counter()
+_unused: dict[str, str] = {}
+
+
+def is_on() -> bool:
+    """Whether something may be kept now; applies the limit that is configured."""
+    limit = config.current().prefix_cache
+    if limit or not config.configure().prefix_cache:  # of the process, whatever a block says
+        prefixes.limit = limit
+    return limit > 0
+
+
+def key_of(model: Any, state: Hashable) -> Hashable:
+    """The key under which to store what a model computes in a state: its weights, and all else that results depend on.
+
+    The model is not kept alive, and what is stored under the key dies with the model.
+    """
+    with _lock:
+        keys = _keys.get(model)
+        if keys is None:
+            keys = _keys[model] = OrderedDict()
+            weakref.finalize(model, _drop, keys).atexit = False
+        if state not in keys:
+            keys[state] = next(_numbers)
+        keys.move_to_end(state)
+        while len(keys) > _STATES:
+            prefixes.drop(keys.popitem(last=False)[1])
+        return keys[state]
+
+
+def _drop(keys: OrderedDict[Hashable, int]) -> None:
+    for key in keys.values():
+        prefixes.drop(key)
+
+
+def note(saved: int) -> None:
+    """Count a call: how many tokens it did not have to read."""
+    with _lock:
+        _counts.update(calls=1, hits=int(saved > 0), tokens=saved)
+
+
+def note_unused(model: str, reason: str) -> None:
+    """Remember why a call of a model of this class could not use the cache."""
+    with _lock:
+        _unused[model] = reason
+
+
+@report.provides("prefixes")
+def counts() -> dict[str, int]:
+    """The `calls` that looked for kept prefixes, the `hits`, the `tokens` they need not read, and the `bytes` kept."""
+    with _lock:
+        if not _counts and not prefixes.nbytes:
+            return {}
+        return {"calls": 0, "hits": 0, "tokens": 0, **_counts, "bytes": prefixes.nbytes}
+
+
+@report.provides("prefixes_unused")
+def unused() -> dict[str, str]:
+    """Why the last call that could not use the cache could not, by class of the model."""
+    with _lock:
+        return dict(_unused)
+
+
+def reset() -> None:
+    """Forget the counts."""
+    with _lock:
+        _counts.clear()
+        _unused.clear()
+
+
+@keeper
+def release() -> None:
+    """Forget everything that is kept."""
+    with _lock:
+        prefixes.clear()
+        _keys.clear()
