@@ -1,19 +1,24 @@
-"""Speech to text: OpenAI's whisper, faster-whisper and fastgen, on a clip, a long recording and many files.
+"""Speech to text: whisper, transformers, faster-whisper and fastgen, on a clip, a long recording and many files.
 
     python benchmarks/bench_speech.py make spoken --texts ../shared/data/docs.txt     # needs espeak-ng
     python benchmarks/bench_speech.py run spoken --whisper DIR --clip ../shared/data/audio/jfk.npy
+    python benchmarks/bench_speech.py memory spoken --hours 1 10
 
 `make` has sentences spoken: one recording of about ten minutes, and 30 files. `run` needs Whisper-base as transformers
 saves it, `pip install -c constraints.txt -e '.[transcribe]'` and, for its sides, `pip install faster-whisper`. Each
 timing is in a process of its own, which has transcribed 30 seconds before; sides take turns. All search with 5 beams,
 and are told that the language is English; other options are each program's own. What fastgen finds in float32 without
-cutting must be what whisper finds, token for token.
+cutting must be what its host finds, token for token; of transformers, texts and times of a pipeline are compared.
+
+`memory` transcribes a sound of so many hours, the spoken files again and again, by a tiny random Whisper, and shows how
+much memory that takes at most.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -21,19 +26,21 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import warnings
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from measuring import OtherProcesses, aligned, environment, options, write
+from measuring import OtherProcesses, aligned, environment, options, quieten, write
 from tqdm import tqdm
 
 import fastgen
-from fastgen.bench import data
+from fastgen.bench import data, speech
 from fastgen.bench.quality import MEASURES
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.load import of_transformers
@@ -53,9 +60,15 @@ THEIRS: dict[str, tuple[bool, str]] = {
     "faster-whisper, int8": (False, "int8"),
     "faster-whisper, int8, batched": (True, "int8"),
 }
-SIDES = ("whisper", *OURS, *THEIRS)
-SAME = ("fastgen", "fastgen, 8 at a time")  # the same tokens as whisper's
+# A pipeline of transformers, and how many recordings at a time fastgen transcribes with it; 0: stock.
+PIPELINES = {"transformers": 0, "fastgen on transformers": 1, "fastgen on transformers, 8 at a time": BATCH}
+SIDES = ("whisper", *OURS, *PIPELINES, *THEIRS)
+STOCK = ("whisper", "transformers")
+# The same tokens as those of the host.
+SAME = {"fastgen": "whisper", "fastgen, 8 at a time": "whisper"}
+SAME |= {side: "transformers" for side, size in PIPELINES.items() if size}
 NOT_FOR_A_CLIP = {"fastgen, 8 at a time", "fastgen, cut at silences", "fastgen, int8, cut at silences"}
+NOT_FOR_A_CLIP |= {"fastgen on transformers, 8 at a time"}
 TASKS = {"clip": "11 s of speech", "long": "one recording", "files": "30 files"}
 
 
@@ -100,6 +113,8 @@ def transcriber(side: str, args: argparse.Namespace) -> Callable[[list[Any]], li
     """A function that returns text and tokens of each recording."""
     if side in THEIRS:
         return faster_whisper(*THEIRS[side], args)
+    if side in PIPELINES:
+        return by_pipeline(PIPELINES[side], args)
     import whisper
 
     model, chosen = of_transformers(str(args.whisper)), {"beam_size": BEAMS, "language": "en", "fp16": False}
@@ -113,6 +128,26 @@ def transcriber(side: str, args: argparse.Namespace) -> Callable[[list[Any]], li
     how, weights = OURS[side]
     fastgen.configure(strict=True, weights=weights)
     return lambda samples: [outcome(each) for each in fastgen.transcribe(model, samples, **how, **chosen)]
+
+
+def by_pipeline(size: int, args: argparse.Namespace) -> Callable[[list[Any]], list[tuple[str, Any]]]:
+    quieten()
+    pipeline = speech.pipeline(args.whisper)
+    options = {"language": "en", "task": "transcribe", "num_beams": BEAMS}
+    chosen: dict[str, Any] = {"return_timestamps": True, "generate_kwargs": options}
+    if size:
+        fastgen.configure(strict=True)
+    else:
+        fastgen.disable()
+
+    def transcribe(samples: list[Any]) -> list[tuple[str, Any]]:
+        if size:
+            found = fastgen.transcribe(pipeline, samples, batch_size=size, **chosen)
+        else:
+            found = [pipeline(each, **chosen) for each in samples]
+        return [(one["text"], one["chunks"]) for one in found]
+
+    return transcribe
 
 
 def faster_whisper(is_batched: bool, weights: str, args: argparse.Namespace) -> Callable[[list[Any]], Any]:
@@ -180,7 +215,7 @@ def measure(task: str, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
     for number in range(args.rounds):
         one: dict[str, Any] = {}
         for side in sides if number % 2 == 0 else sides[::-1]:
-            if side == "whisper" and number >= args.whisper_rounds:
+            if side in STOCK and number >= args.whisper_rounds:
                 continue
             found = timed(task, side, args)
             first.setdefault(side, found)
@@ -195,13 +230,83 @@ def measure(task: str, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
             "word_error_rate": MEASURES["whisper"](found["texts"], said)["word error rate"],
             "peak_bytes": found["peak_bytes"],
         }
-        if side in SAME and "whisper" in first:
-            about["same"] = sum(a == b for a, b in zip(found["tokens"], first["whisper"]["tokens"], strict=True))
+        if (host := first.get(SAME.get(side, ""))) is not None:
+            about["same"] = sum(a == b for a, b in zip(found["tokens"], host["tokens"], strict=True))
             about["of"] = len(said)
         result["sides"][side] = about
     return result
 
 
+# ---------------------------------------------------------------------------------------------- memory
+def joined(folder: Path, hours: float, path: Path) -> None:
+    """Write the spoken files, again and again, to a WAV file of so many hours."""
+    spoken = [audio.read(one).samples for one in sorted(folder.glob("*.wav"))]
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        left = round(hours * 3600 * RATE)
+        for samples in itertools.cycle(spoken):
+            if left <= 0:
+                break
+            file.writeframes((samples[:left] * 32767).astype("<i2").tobytes())
+            left -= len(samples)
+
+
+def hours_of_sound(args: argparse.Namespace) -> None:
+    """Transcribe a file with a tiny model, in this process: prints JSON."""
+    from whisper.model import ModelDimensions, Whisper
+
+    torch.manual_seed(0)
+    sizes = dict(n_mels=80, n_audio_ctx=1500, n_vocab=51865, n_text_ctx=448)
+    for part in ("audio", "text"):
+        sizes |= {f"n_{part}_state": 32, f"n_{part}_head": 4, f"n_{part}_layer": 2}
+    model = Whisper(ModelDimensions(**sizes)).eval()
+    told = {"language": "en", "fp16": False, "temperature": 0.0, "without_timestamps": True, "sample_len": 4}
+    most, started = Peak(), time.perf_counter()
+    with most:
+        (found,) = fastgen.transcribe(model, [args.sound], **told, beam_size=2)
+    seconds = time.perf_counter() - started
+    whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    json.dump({"seconds": seconds, "segments": len(found["segments"]), "own": most.own, "whole": whole}, sys.stdout)
+
+
+class Peak(threading.Thread):
+    """Looks ten times a second at how much memory of its own this process has: files that it maps are not counted."""
+
+    own = 0
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.1):
+            status = Path("/proc/self/status").read_text()
+            kilobytes = re.search(r"RssAnon:\s+(\d+)", status)
+            self.own = max(self.own, int(kilobytes.group(1)) * 1024 if kilobytes else 0)
+
+    def __enter__(self) -> None:
+        self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+
+def memory(args: argparse.Namespace) -> None:
+    rows = [("hours of sound", "seconds", "segments", "own peak MB", "peak MB with mapped files")]
+    with tempfile.TemporaryDirectory() as folder:
+        for hours in args.hours:
+            path = Path(folder, "long.wav")
+            joined(args.folder, hours, path)
+            words = [sys.executable, __file__, "hours", str(args.folder), "--sound", str(path)]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+            one = json.loads(done.stdout)
+            sizes = (f"{one[name] / 1e6:.0f}" for name in ("own", "whole"))
+            rows.append((f"{hours:g}", f"{one['seconds']:.0f}", str(one["segments"]), *sizes))
+    print(aligned(rows))
+
+
+# ---------------------------------------------------------------------------------------------- results
 def median(task: dict[str, Any], side: str) -> float:
     return float(np.median([one[side]["seconds"] for one in task["rounds"] if side in one]))
 
@@ -235,22 +340,27 @@ def run(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = options(__doc__ or "", rounds=3)
-    parser.add_argument("action", choices=("make", "run", "child"), help="make the sounds; run and measure")
+    actions = ("make", "run", "memory", "child", "hours")
+    parser.add_argument("action", choices=actions, help="make the sounds; run and measure; memory of long sounds")
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the spoken files are")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="what is spoken, for make")
     parser.add_argument("--whisper", type=Path, metavar="DIR", help="Whisper-base as transformers saves it")
     parser.add_argument("--clip", type=Path, metavar="FILE", help="11 s of speech at 16 kHz, as numpy saves it")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
-    parser.add_argument("--whisper-rounds", type=int, default=1, help="of whisper itself, the slowest; default: 1")
+    parser.add_argument(
+        "--whisper-rounds", type=int, default=1, help="of the hosts themselves, the slowest; default: 1"
+    )
+    parser.add_argument("--hours", nargs="+", type=float, default=[1, 10], help="of sound, for memory; default: 1 10")
+    parser.add_argument("--sound", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--task", help=argparse.SUPPRESS)
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--converted", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.action == "make":
         make(args.folder, args.texts, seed=0)
-    elif args.action == "child":
-        child(args)
+    elif args.action in ("child", "hours", "memory"):
+        {"child": child, "hours": hours_of_sound, "memory": memory}[args.action](args)
     else:
         return run(args)
     return 0

@@ -161,28 +161,34 @@ def transcribe(
     progress: bool = False,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """What `whisper.transcribe(model, recording, **options)` returns for each recording; several are decoded at a time.
+    """What whisper, or a pipeline of transformers, returns for each recording; several are decoded at a time.
 
-    Each recording is transcribed as if it were alone: windows follow one another by whisper's rule, with what was said
+    That is what `whisper.transcribe(model, recording, **options)` returns, or `pipeline(recording, **options)`.
+    Each recording is transcribed as if it were alone: windows follow one another by the host's rule, with what was said
     before as a prompt. Steps of the decoder are shared by all. What is drawn, at a temperature above 0, is what would
     be drawn if that recording were the first. With `weights` in fewer bits, results depend on what shares a step.
-    Needs the extra `transcribe`.
+    For models of the package `whisper` it needs the extra `transcribe`.
 
     Args:
-        model: of the package `whisper`.
-        recordings: files of sound or video, or float32 `[samples]`, one channel, 16 kHz.
-        batch_size: the most recordings, or parts of some, that are decoded at a time.
+        model: of the package `whisper`; or transformers' `pipeline("automatic-speech-recognition", ...)`, whose
+            recordings share steps if its model is Whisper and its class is the host's own.
+        recordings: files of sound or video, or float32 `[samples]`, one channel, 16 kHz. A pipeline takes whatever it
+            takes for one recording.
+        batch_size: the most recordings, or parts of some, that are decoded at a time. A pipeline's own, the chunks of
+            a recording, is what the pipeline was made with.
         batched: cut each recording at silences into parts of 30 seconds at most, which do not know what was said
-            before. The text may then differ.
-        vad_filter: leave out where nobody speaks for two seconds or more. The text may then differ.
+            before. The text may then differ. Not for pipelines.
+        vad_filter: leave out where nobody speaks for two seconds or more. The text may then differ. Not for pipelines.
         progress: show a progress line on standard error.
-        options: options of `whisper.transcribe`: `language`, `beam_size`, `word_timestamps`, ...
+        options: options of `whisper.transcribe`: `language`, `beam_size`, `word_timestamps`, ...; or of a call of the
+            pipeline: `generate_kwargs`, `return_timestamps`, `chunk_length_s`, ...
 
-    Returns: for each recording, in order, a dictionary with `text`, `segments` and `language`, as whisper has it.
+    Returns: for each recording, in order, a dictionary with `text`, `segments` and `language`, as whisper has it, or
+        with `text` and `chunks`, as the pipeline has it.
 
     Raises:
         ValueError: a file is not there, or has no sound in it; options do not go together. Other errors are those of
-            whisper, for the first recording that fails. The command `fastgen-transcribe` goes on with all others.
+            the host, for the first recording that fails. The command `fastgen-transcribe` goes on with all others.
     """
     from fastgen.pipeline.transcription import recordings as several
 

@@ -60,6 +60,7 @@ CATCHES_ALL = {
     "optimizer.together": "a call that fails ends alone: the others go on",
     "optimizer.transformers.cache.planning": "a model is tried",
     "optimizer.transformers.equivalence": "a model is tried",
+    "optimizer.transformers.generate.joint_batch": "lets go of the batch, and raises it again",
     "optimizer.transformers.generate.suspended_call": "a call that fails ends alone: the others go on",
     "optimizer.transformers.judge": "whatever stock raises, fastgen must raise",
     "optimizer.verification": "the host is asked again, which is no reason for the user's call to fail",

@@ -33,10 +33,15 @@ def need(what: Any) -> Any:
 
 
 def outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`; for code that `is_inside` the thread that called `run` runs it, at once."""
+    """`function(*args, **kwargs)`; for code that `is_inside` the thread that called `run` runs it, at once.
+
+    It sees the context variables of this code, but nothing in it is inside. Not for code that `is_apart`.
+    """
     if not is_inside():
         return function(*args, **kwargs)
-    return _asked(_Task(lambda: function(*args, **kwargs)))
+    context = contextvars.copy_context()
+    context.run(_call.set, None)
+    return _asked(_Task(lambda: context.run(function, *args, **kwargs)))
 
 
 def run(
@@ -63,7 +68,7 @@ def run(
         torch.no_grad(),
         contextlib.closing(_Running(device, done)) as running,
     ):  # as the hosts decode, in other threads
-        if size < 1 or is_inside() or _is_apart(device):
+        if size < 1 or is_inside() or is_apart(device):
             for number, call in upcoming:
                 running.alone(number, call)
             return
@@ -83,8 +88,8 @@ def _answers(needs: dict[int, Any], answer: Callable[[dict[int, Any]], Mapping[i
         return {number: _Answer(error=error) for number in needs}
 
 
-def _is_apart(device: torch.device) -> bool:
-    """Whether this thread has a state of torch's that other threads have not."""
+def is_apart(device: torch.device) -> bool:
+    """Whether this thread has a state of torch's that other threads have not: a mode, or autocast."""
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
     return modes > 0 or any(torch.is_autocast_enabled(kind) for kind in {"cpu", device.type})
 

@@ -185,10 +185,14 @@ def _without_padding(prepare: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, inputs_tensor: Any, model_kwargs: dict[str, Any], model_input_name: Any, generation_config: Any
     ) -> Any:
         try:
+            from fastgen.optimizer import together
             from fastgen.optimizer.transformers.model.encoder import encode
         except (ImportError, AttributeError):  # the search that follows reports it
             return prepare(self, inputs_tensor, model_kwargs, model_input_name, generation_config)
-        return encode(prepare, self, inputs_tensor, model_kwargs, model_input_name, generation_config)
+        args = prepare, self, inputs_tensor, model_kwargs, model_input_name, generation_config
+        if not together.is_inside() or together.is_apart(self.device):
+            return encode(*args)
+        return together.outside(encode, *args)
 
     return prepared
 

@@ -12,7 +12,7 @@ from fastgen.memory import limits
 from fastgen.optimizer import gate
 from fastgen.optimizer.transformers import interception, streaming, verification, versions, word_times
 from fastgen.optimizer.transformers.cache import prefixes, users_cache
-from fastgen.optimizer.transformers.generate import beam_search
+from fastgen.optimizer.transformers.generate import beam_search, joint_calls
 from fastgen.optimizer.transformers.generate.speculation import SpeculativeDecoder
 from fastgen.optimizer.transformers.model.base import Decoder
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
@@ -26,6 +26,13 @@ from fastgen.replay import statistics
 def run(request: Request, stock: Callable[..., Any]) -> Any:
     """Run `request` in the best tier it allows; `stock` is the host's own `_beam_search` or `_sample`."""
     interception.raise_intercepted(request, stock)
+    if (joint := joint_calls.current()) is not None:
+        return joint.run(request, stock, run_alone)
+    return run_alone(request, stock)
+
+
+def run_alone(request: Request, stock: Callable[..., Any]) -> Any:
+    """Run `request` as `run` does, in a batch of its own."""
     record = _record_of(request)
     asked, request = request, users_cache.taken(word_times.without_attentions(request))
     plan = plan_call(request, stock)

@@ -82,7 +82,8 @@ def without_attentions(request: Request) -> Request:
         return request
     config = copy.copy(config)
     config.output_attentions = False
-    return dataclasses.replace(request, generation_config=config)
+    inputs = {name: value for name, value in request.model_kwargs.items() if name != "output_attentions"}
+    return dataclasses.replace(request, generation_config=config, model_kwargs=inputs)
 
 
 def note_source(result: Any, request: Request) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fastgen.pipeline.errors import InputError
-from fastgen.pipeline.transcription import audio, silences
+from fastgen.pipeline.transcription import audio, pipelines, silences
 from fastgen.pipeline.transcription.progress import AudioProgress
 from fastgen.pipeline.transcription.together import Recording, transcribe_all
 
@@ -28,8 +28,15 @@ def transcribe(
     """See `fastgen.transcribe`."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is not 1 or more")
-    if isinstance(recordings, (str, os.PathLike)) or hasattr(recordings, "ndim"):
+    if isinstance(recordings, (str, bytes, dict, os.PathLike)) or hasattr(recordings, "ndim"):
         raise ValueError("recordings is one recording: give a list, [recording]")
+    if pipelines.is_pipeline(model):
+        for name, is_given in (("batched", batched), ("vad_filter", vad_filter)):
+            if is_given:
+                raise ValueError(f"{name} is for models of the package whisper; a pipeline cuts by chunk_length_s.")
+        return pipelines.transcribe(model, recordings, options, batch_size=batch_size, progress=progress)
+    if type(model).__module__.startswith("transformers."):
+        raise ValueError(f"{type(model).__name__} takes no sound: give transformers.pipeline(..., model=model).")
     sources = [_checked(source, number) for number, source in enumerate(recordings)]  # before hours of work
     show = AudioProgress(None, enabled=progress)
     found: list[Any] = [None] * len(sources)

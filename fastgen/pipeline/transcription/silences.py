@@ -46,8 +46,8 @@ def parts(samples: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
     found = _found(
         samples,
         min_silence_duration_ms=int(_BREATH * 1000),
-        max_speech_duration_s=WINDOW,
-        speech_pad_ms=int(_BREATH * 500),
+        max_speech_duration_s=WINDOW,  # with the padding
+        speech_pad_ms=int(_PADDING * 1000),  # half of a shorter silence
     )
     joined: list[tuple[float, float]] = []
     for start, end in found:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,14 +14,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fastgen import config
-from fastgen.memory import limits
 from fastgen.optimizer import together
 from fastgen.patching import hosts
 from fastgen.patching.redirection import redirected
-from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import needing
 from fastgen.pipeline.transcription import silences
 from fastgen.pipeline.transcription.audio import FRAMES, LONG, RATE, last_frame
+from fastgen.pipeline.transcription.calls import Call, outside, run_all
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,11 +87,7 @@ def transcribe_all(
         from whisper.model import Whisper
     from fastgen.optimizer.whisper.inference import answer
 
-    begun: dict[int, Part] = {}
-    again: list[Part] = []
-    numbers = itertools.count()
-
-    def calls() -> Iterator[Callable[[], Any]]:
+    def calls() -> Iterator[Call]:
         for recording in recordings:
             try:
                 parts = recording.parts = _parts(model, recording, batched, vad_filter)
@@ -102,32 +96,20 @@ def transcribe_all(
                 recording.end(None, error)
                 continue
             for part in parts:
-                begun[next(numbers)] = part
-                yield functools.partial(_transcribed, model, part)
+                yield Call(functools.partial(_transcribed, model, part), part.ended)
             if nothing is not None:
                 recording.end(nothing, None)
-
-    def done(number: int, result: Any, error: Exception | None) -> None:
-        part = begun.pop(number)
-        if batch_size > 1 and error is not None and limits.is_out_of_memory(error):
-            again.append(part)
-        else:
-            part.ended(result, error)
 
     module: Any = sys.modules["whisper.transcribe"]  # the attribute `whisper.transcribe` is the function
     seams: dict[Any, Any] = {
         (module, "tqdm"): _counting,
         (module, "log_mel_spectrogram"): _of_any_length,
-        (module, "add_word_timestamps"): _outside,
-        (Whisper, "detect_language"): _outside,
+        (module, "add_word_timestamps"): outside,
+        (Whisper, "detect_language"): outside,
     }
     is_accelerated = hosts.is_on() and config.current().tier != "stock"
     with redirected(seams):
-        together.run(calls(), batch_size if is_accelerated else 0, answer, done, model.device)
-        if again:
-            release_memory()
-            alone = [functools.partial(_transcribed, model, part) for part in again]
-            together.run(alone, 0, answer, lambda number, *ended: again[number].ended(*ended), model.device)
+        run_all(calls(), batch_size if is_accelerated else 0, answer, model.device)
 
 
 # ---------------------------------------------------------------------------------------------- parts
@@ -250,13 +232,3 @@ def _of_any_length(stock: Callable[..., Any]) -> Callable[..., Any]:
         return together.outside(Spectrogram, audio, n_mels, padding)
 
     return log_mel_spectrogram
-
-
-def _outside(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function with large operations: it is run outside of the calls that run together."""
-
-    @functools.wraps(stock)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return together.outside(stock, *args, **kwargs)
-
-    return run

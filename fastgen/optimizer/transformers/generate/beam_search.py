@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
+from transformers.generation.utils import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+)
 
 from fastgen import phases
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
@@ -53,7 +58,8 @@ class Loop:
         self._all_logits: tuple[Tensor, ...] | None = () if keeps_all and config.output_logits else None
         self._process, self._is_stopped = Processing(decoder.buffers), request.stopper()
         self._stream = None if request.held is None else BeamStream(request)
-        self._may_evict = (request.may_evict or not request.is_beam_search) and self._stream is None
+        may_evict = request.may_evict if request.is_beam_search else request.has_free_rows
+        self._may_evict = may_evict and self._stream is None
 
     def begin(self) -> dict[str, Any] | None:
         """Read the prompt and choose the first tokens; returns the next step's inputs, None if that was all."""
@@ -115,7 +121,10 @@ class Loop:
         """The row that each beam continues, int64 `[B*M]`; the search has chosen their tokens."""
         processors = self.request.logits_processor
         if not search.ranks:
-            return search.choose(processors(search.running(), logits), self._stops)
+            scores = processors(search.running(), logits)
+            if self._all_scores is not None:
+                self._all_scores += (scores.clone(),)
+            return search.choose(scores, self._stops)
         if self._allowed is None:
             return self._ranked(search, logits)
         assert isinstance(search, BeamSearch)
@@ -144,13 +153,21 @@ class Loop:
     def _stops(self, tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
         return self._is_stopped(tokens, hypotheses, length=self._search.length, scores=self._all_scores)
 
+    def _as_sampled(self, tokens: Tensor) -> Any:
+        """What the host's `_sample` returns for these tokens."""
+        if not self.request.keeps_all_rows:
+            return tokens
+        kind = GenerateEncoderDecoderOutput if self.decoder.is_encoder_decoder else GenerateDecoderOnlyOutput
+        cache = {versions.CACHE: self.decoder.result_cache()}
+        return kind(sequences=tokens, scores=self._all_scores, logits=self._all_logits, **cache)
+
     def _found(self) -> Any:
         search, config, decoder = self._search, self.request.generation_config, self.decoder
         found = search.result()
         if self._stream is not None:
             self._stream.finish(found)
         if not search.ranks:
-            return found.tokens[:, :, : search.length].flatten(0, 1)
+            return self._as_sampled(found.tokens[:, :, : search.length].flatten(0, 1))
         count = config.num_return_sequences
         tokens, indices = found.tokens[:, :count].flatten(0, 1), found.rows[:, :count].flatten(0, 1)
         generated = (indices + 1).bool().sum(dim=1).max()

@@ -43,7 +43,7 @@ class ContinuousBatch:
     def __init__(self, model: Any, batch_size: int) -> None:
         """`close` it in the end. `batch_size`: sentences that decode together, at most."""
         self._model, self._size = model, batch_size
-        self._planned = PlannedCaches()
+        self.planned = PlannedCaches()
         self._joint: BatchDecoder | None = None
         self._live: list[Call] = []
         self._entering: list[Call] = []
@@ -70,18 +70,23 @@ class ContinuousBatch:
             tokens: greedy search and sampling are wanted in the batch, too, and `found` for each sentence.
             seeds: of each sentence's samples.
         """
-        call = Call(self._model, self._planned, number, kwargs, tokens, seeds)
+        call = Call(number, tokens)
+        call.generate(self._model, self.planned, kwargs, seeds)
+        self.enter(call)
+        return call
+
+    def enter(self, call: Call) -> None:
+        """Let a call that has begun take part in the steps, unless it has ended."""
         if not call.ended:
             self._entering.append(call)
             self._admitted += call.request.batch
-        return call
 
     def step(self) -> list[Call]:
         """One step for all sentences; returns the calls that have ended."""
         if not self.calls:
             return []
         if self._joint is None:
-            self._joint = BatchDecoder(self._entering[0].request, self._size, self._planned.layer_caches)
+            self._joint = BatchDecoder(self._entering[0].request, self._size, self.planned.layer_caches)
         self._joint.regroup(self._entering)
         self._entering = []
         if self._joint.calls:
@@ -93,7 +98,7 @@ class ContinuousBatch:
         """Let go of the tree, and report."""
         if self._joint is not None:
             joint, seconds = self._joint, time.perf_counter() - self._started
-            how = joint.steps, seconds, joint.cache_bytes(), joint.cache_kind(), self._planned.plan
+            how = joint.steps, seconds, joint.cache_bytes(), joint.cache_kind(), self.planned.plan
             name = type(self._model).__name__
             report.record(report.Call("transformers", name, "fast", None, self._admitted, joint.beams, *how))
             joint.close()  # which forgets what it had

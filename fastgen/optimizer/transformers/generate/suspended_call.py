@@ -45,21 +45,21 @@ class Found(NamedTuple):
 class Call:
     """One call of `generate`, suspended at each of its steps."""
 
-    def __init__(
-        self,
-        model: Any,
-        planned: PlannedCaches,
-        number: int,
-        kwargs: Mapping[str, Any],
-        tokens: bool = False,
-        seeds: Sequence[int] | None = None,
-    ) -> None:
+    request: Request
+    decoder: CallDecoder
+
+    def __init__(self, number: int, tokens: bool = False) -> None:
         """See `ContinuousBatch.admit`."""
-        self.number, self._planned, self._tokens = number, planned, tokens
+        self.number, self._tokens = number, tokens
         self.result: Any = None
         self.ended = False
-        self.error: Exception | None = None  # which ended it, if `tokens`: else it is raised
+        self.error: Exception | None = None  # which ended it, if it `fails_alone`: else it is raised
         self.found: list[Found] = []  # of sentences that have finished since the caller took the last ones
+
+    def generate(
+        self, model: Any, planned: PlannedCaches, kwargs: Mapping[str, Any], seeds: Sequence[int] | None
+    ) -> None:
+        """Begin `model.generate(**kwargs)`; it has ended if it can't be decoded with others."""
         try:
             with interception.intercepting():
                 self.result, self.ended = model.generate(**kwargs), True
@@ -67,16 +67,19 @@ class Call:
         except interception.Intercepted as intercepted:
             self.request, stock = intercepted.request, intercepted.stock
         self.request.seeds = seeds if self.request.generation_config.do_sample else None
-        self._start(stock)  # outside: what it raises has nothing to do with the interception
+        self._start(planned, stock)  # outside: what it raises has nothing to do with the interception
 
     @torch.no_grad()
-    def _start(self, stock: Callable[..., Any]) -> None:
+    def _start(self, planned: PlannedCaches, stock: Callable[..., Any]) -> None:
         if why_not_shared(self.request, stock, self._tokens):
             self.result, self.ended = dispatch.run(self.request, stock), True
             return
-        layer_caches = self._planned.of(self.request, stock)
-        self.decoder = CallDecoder(self.request, layer_caches, self.found if self._tokens else None)
+        self.decoder = CallDecoder(self.request, planned.of(self.request, stock), self.found if self._tokens else None)
         self.decoder.prefixes = prefixes.begun(self.request, self.decoder.cache)
+        self.begin()
+
+    def begin(self) -> None:
+        """Read the prompts of `request`, by `decoder`."""
         self._loop = beam_search.Loop(self.request, self.decoder)
         self._advance(self._loop.begin)
 
@@ -92,13 +95,18 @@ class Call:
             else:
                 self.inputs = inputs
         except Exception as error:
-            if not self._tokens or not self.decoder.has_moved:
+            if not self.fails_alone:
                 raise
             # Of its own options, most likely: the calls that it shares a batch with go on.
             self.error, self.ended = error, True
         self.ended |= self.decoder.is_over
         if self.ended:
             self.decoder.close()
+
+    @property
+    def fails_alone(self) -> bool:
+        """Whether what it raises is kept as `error`, and not raised."""
+        return self._tokens and self.decoder.has_moved
 
     def running(self) -> dict[int, Tensor]:
         """The hypotheses so far of each sentence that is still here, int64 `[M, length]`, by the sentence's number."""
