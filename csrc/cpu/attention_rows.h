@@ -17,7 +17,7 @@ inline int64_t padded(int64_t floats) {
   return (floats + kPad - 1) / kPad * kPad;
 }
 
-// Where things are; strides in floats. Row `r` of a key head is beam r % beams of its query head r / beams.
+// Where things are; strides in floats. Row `r` of a key head is beam r / group of its query head r % group.
 struct Attention {
   const float *query, *key, *value, *bias; // bias may be null
   float* output; // [batch * beams, heads, value_size]

@@ -74,18 +74,31 @@ FASTGEN_TARGET inline void prefetch(const float* from, int64_t size) {
   }
 }
 
-// `count` rows, from `begin` on, of one pair of a sentence and a key head.
-FASTGEN_TARGET void attend(const Attention& all, int64_t pair, int64_t begin, int64_t count, Rows& rows) {
+// Begins `count` rows, from `begin` on, of one pair of a sentence and a key head: nothing is seen yet.
+FASTGEN_TARGET inline void begin_rows(const Attention& all, int64_t pair, int64_t begin, int64_t count, Rows& rows) {
+  const int64_t sentence = pair / all.key_heads, head = pair % all.key_heads;
+  rows.reset();
+  for (int64_t row = 0; row < count; ++row) {
+    const int64_t beam = (begin + row) / all.group, query_head = head * all.group + (begin + row) % all.group;
+    const float* const from = all.query + (sentence * all.beams + beam) * all.query_row + query_head * all.query_head;
+    std::copy(from, from + all.size, rows.queries + row * rows.query_stride());
+  }
+}
+
+// The bias of a row's first key, or null.
+inline const float* bias_of(const Attention& all, int64_t pair, int64_t row) {
+  const int64_t query_head = pair % all.key_heads * all.group + row % all.group;
+  return all.bias == nullptr ? nullptr
+                             : all.bias + pair / all.key_heads * all.bias_batch + query_head * all.bias_head +
+          row / all.group * all.bias_beam;
+}
+
+// These rows see all keys of the pair, and those that follow one another in memory.
+FASTGEN_TARGET inline void see_keys(const Attention& all, int64_t pair, int64_t begin, int64_t count, Rows& rows) {
   const int64_t sentence = pair / all.key_heads, head = pair % all.key_heads;
   const int64_t query_stride = rows.query_stride(), output_stride = rows.output_stride();
   const float* const keys = all.key + sentence * all.key_batch + head * all.key_head;
   const float* const values = all.value + sentence * all.value_batch + head * all.value_head;
-  rows.reset();
-  for (int64_t row = 0; row < count; ++row) {
-    const int64_t beam = (begin + row) % all.beams, query_head = head * all.group + (begin + row) / all.beams;
-    const float* const from = all.query + (sentence * all.beams + beam) * all.query_row + query_head * all.query_head;
-    std::copy(from, from + all.size, rows.queries + row * query_stride);
-  }
   for (int64_t first = 0; first < all.keys; first += kSlots) {
     const int64_t slots = std::min(kSlots, all.keys - first);
     for (int64_t k = 0; k < slots; k += kDots) {
@@ -101,15 +114,10 @@ FASTGEN_TARGET void attend(const Attention& all, int64_t pair, int64_t begin, in
       });
     }
     for (int64_t row = 0; row < count; ++row) {
-      const float* bias = nullptr;
-      if (all.bias != nullptr) {
-        const int64_t query_head = head * all.group + (begin + row) / all.beams;
-        bias = all.bias + sentence * all.bias_batch + query_head * all.bias_head +
-            (begin + row) % all.beams * all.bias_beam + first;
-      }
+      const float* const bias = bias_of(all, pair, begin + row);
       weigh(
-          rows.scores + row * kSlots, bias, all.scale, slots, &rows.maxima[row], &rows.sums[row],
-          rows.outputs + row * output_stride, output_stride);
+          rows.scores + row * kSlots, bias == nullptr ? nullptr : bias + first, all.scale, slots, &rows.maxima[row],
+          &rows.sums[row], rows.outputs + row * output_stride, output_stride);
     }
     const float* next = keys + (first + slots) * all.key_slot;
     int64_t coming = std::min(kSlots, all.keys - first - slots);
@@ -128,16 +136,27 @@ FASTGEN_TARGET void attend(const Attention& all, int64_t pair, int64_t begin, in
       });
     }
   }
+}
+
+// Writes the outputs of these rows.
+FASTGEN_TARGET inline void end_rows(const Attention& all, int64_t pair, int64_t begin, int64_t count, Rows& rows) {
+  const int64_t sentence = pair / all.key_heads, head = pair % all.key_heads;
   for (int64_t row = 0; row < count; ++row) {
-    const int64_t beam = sentence * all.beams + (begin + row) % all.beams;
-    const int64_t query_head = head * all.group + (begin + row) / all.beams;
-    float* const from = rows.outputs + row * output_stride;
+    const int64_t beam = sentence * all.beams + (begin + row) / all.group;
+    const int64_t query_head = head * all.group + (begin + row) % all.group;
+    float* const from = rows.outputs + row * rows.output_stride();
     const Floats sum = splat(rows.sums[row]);
     for (int64_t i = 0; i < all.value_size; i += kLanes) {
       store(from + i, load(from + i) / sum); // 0 / 0 where all is hidden
     }
     std::copy(from, from + all.value_size, all.output + (beam * all.heads() + query_head) * all.value_size);
   }
+}
+
+FASTGEN_TARGET inline void attend(const Attention& all, int64_t pair, int64_t begin, int64_t count, Rows& rows) {
+  begin_rows(all, pair, begin, count, rows);
+  see_keys(all, pair, begin, count, rows);
+  end_rows(all, pair, begin, count, rows);
 }
 
 } // namespace FASTGEN_ISA

@@ -5,6 +5,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <vector>
@@ -14,6 +15,7 @@ namespace fastgen {
 constexpr int64_t kBlock = 4096; // floats: 16 KiB, read again while they are in the first-level cache
 constexpr int64_t kStrip = 128; // floats that are looked through together
 constexpr int64_t kRanked = 256; // as many candidates are ranked by counting, more by std::nth_element
+constexpr int64_t kBoundByBlock = 128; // the largest k for which a block has four groups of logits, or more, each
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 struct Candidate {
@@ -23,6 +25,24 @@ struct Candidate {
 
 inline bool is_better(const Candidate& a, const Candidate& b) {
   return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
+}
+
+// A number that is larger for a better candidate.
+inline uint64_t key_of(const Candidate& candidate) {
+  const float logit = candidate.logit + 0.0f; // -0.0 equals 0.0
+  uint32_t bits;
+  std::memcpy(&bits, &logit, sizeof bits);
+  bits ^= bits >> 31 ? 0xffffffffu : 0x80000000u; // which sort like the logits
+  return static_cast<uint64_t>(bits) << 32 | (0xffffffffu - static_cast<uint32_t>(candidate.token));
+}
+
+inline Candidate of_key(uint64_t key) {
+  uint32_t bits = key >> 32;
+  bits ^= bits >> 31 ? 0x80000000u : 0xffffffffu;
+  Candidate candidate;
+  std::memcpy(&candidate.logit, &bits, sizeof bits);
+  candidate.token = static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(key));
+  return candidate;
 }
 
 // What is known of the tokens seen so far. Tokens come in ascending order, and the candidates stay in it.
@@ -75,6 +95,22 @@ class Scan {
       all[i] = {logits_[i], tokens_[i]};
     }
     return all;
+  }
+
+  // The k best of many, or all if they are fewer, the best first.
+  std::vector<Candidate> sorted() const {
+    std::vector<uint64_t> keys(size_); // numbers sort in half the time that candidates take
+    for (int64_t i = 0; i < size_; ++i) {
+      keys[i] = key_of({logits_[i], tokens_[i]});
+    }
+    if (size_ > k_) {
+      std::nth_element(keys.begin(), keys.begin() + (k_ - 1), keys.end(), std::greater<uint64_t>());
+      keys.resize(k_);
+    }
+    std::sort(keys.begin(), keys.end(), std::greater<uint64_t>());
+    std::vector<Candidate> best(keys.size());
+    std::transform(keys.begin(), keys.end(), best.begin(), of_key);
+    return best;
   }
 
   // Keep the k best of many.

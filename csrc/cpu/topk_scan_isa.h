@@ -101,12 +101,11 @@ FASTGEN_TARGET inline void keep_best(Scan& scan) {
 
 // The k best candidates, or all if they are fewer, the best first.
 FASTGEN_TARGET inline std::vector<Candidate> sorted(Scan& scan) {
+  if (scan.size() > kRanked) {
+    return scan.sorted();
+  }
   keep_best(scan);
   std::vector<Candidate> best = scan.candidates();
-  if (scan.size() > kRanked) {
-    std::sort(best.begin(), best.end(), is_better);
-    return best;
-  }
   const int64_t count = filled(scan);
   for (int64_t i = 0; i < scan.size(); ++i) {
     best[rank(scan.logits(), count, i)] = {scan.logits()[i], scan.tokens()[i]};
@@ -192,24 +191,60 @@ FASTGEN_TARGET inline const float* as_floats(const Half* from, int64_t count, fl
   return into;
 }
 
+// A block of logits as floats, filled up with -inf to whole strips: where they are, or in `values`.
+template <typename Logit>
+FASTGEN_TARGET inline const float* block_of(const Logit* from, int64_t count, float* values) {
+  const int64_t whole = (count + kStrip - 1) / kStrip * kStrip;
+  const float* x = as_floats(from, count, values);
+  if (count < whole) {
+    if (x != values) {
+      std::copy(x, x + count, values);
+      x = values;
+    }
+    std::fill(values + count, values + whole, kNone);
+  }
+  return x;
+}
+
+// `bound` for a large k, from groups of the whole part; a pass of its own, as a block has too few groups. A banned token
+// may be the maximum of one group, so as many more groups have to reach the bound. -inf if there are too few.
+template <typename Logit>
+FASTGEN_TARGET inline float bound_of_part(const Part<Logit>& part, int64_t k) {
+  alignas(64) float values[kBlock];
+  const int64_t least = k + (part.banned_end - part.banned), size = part.end - part.begin;
+  const int64_t vectors = std::min((2 * least + kLanes - 1) / kLanes, size / kLanes); // about two groups for each
+  if (vectors * kLanes < least) {
+    return kNone;
+  }
+  std::vector<float> maxima(vectors * kLanes, kNone);
+  int64_t into = 0;
+  for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
+    const int64_t count = std::min(kBlock, part.end - begin);
+    const float* const x = block_of(part.row + begin, count, values);
+    for (int64_t i = 0; i < count; i += kLanes) {
+      store(&maxima[into], larger(load(x + i), load(&maxima[into])));
+      into = into + kLanes == vectors * kLanes ? 0 : into + kLanes;
+    }
+  }
+  std::nth_element(maxima.begin(), maxima.begin() + (least - 1), maxima.end(), std::greater<float>());
+  return maxima[least - 1];
+}
+
 template <typename Logit>
 FASTGEN_TARGET void scan_part(const Part<Logit>& part, Scan& scan) {
   alignas(64) float values[kBlock];
   alignas(64) float allowed[kBlock];
   Floats maxima[kStrips];
   const int64_t* banned = part.banned;
+  const bool is_large = scan.k() > kBoundByBlock && part.end - part.begin > kBlock;
+  if (is_large) {
+    scan.raise(bound_of_part(part, scan.k()));
+  }
   for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
     const Logit* const from = part.row + begin;
     const int64_t count = std::min(kBlock, part.end - begin);
     const int64_t strips = (count + kStrip - 1) / kStrip;
-    const float* x = as_floats(from, count, values);
-    if (count < strips * kStrip) {
-      if (x != values) {
-        std::copy(x, x + count, values);
-        x = values;
-      }
-      std::fill(values + count, values + strips * kStrip, kNone);
-    }
+    const float* const x = block_of(from, count, values);
     const float maximum = maxima_of_lanes(x, strips * kStrip, maxima);
 
     // Banned tokens count in the sum, not among the candidates.
@@ -222,11 +257,11 @@ FASTGEN_TARGET void scan_part(const Part<Logit>& part, Scan& scan) {
       candidates = allowed;
       maxima_of_lanes(candidates, strips * kStrip, maxima);
     }
-    if (scan.size() == 0) {
+    if (scan.size() == 0 && !is_large) {
       scan.raise(bound(maxima, strips, scan.k()));
     }
     collect(candidates, strips, maxima, begin, scan);
-    if (4 * scan.size() >= 5 * scan.k()) {
+    if (4 * scan.size() >= 5 * scan.k() && !is_large) {
       keep_best(scan); // a tighter bound spares later strips
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastgen.bench.sections import Section, random_text, task_of
@@ -79,3 +80,18 @@ def scale(quick: bool) -> list[Section]:
         )
         for axis, values in steps.items()
     ]
+
+
+def wide(quick: bool) -> list[Section]:
+    """Many beams and few steps, with 100,000 sequences that may be generated: retrieval and recommendation."""
+    return [_wide(quick, "T5-small", "t5-small", source=64), _wide(quick, "Qwen3-0.6B", "qwen3-0.6b", source=128)]
+
+
+def _wide(quick: bool, label: str, model: str, source: int) -> Section:
+    allowed, beams = (1000, (10, 40)) if quick else (100_000, (10, 50, 100, 400, 1000))
+    sizes = dict(batch=1, source=source, new=8, allowed_outputs=allowed) | ({"layers": 2} if quick else {})
+    text = f"{random_text(quick)} {allowed:,} sequences of 8 tokens may be generated, by `prefix_allowed_tokens_fn`."
+    kept, points = f"source {source}, new 8", [{**sizes, "beams": each} for each in beams]
+    section = _grid(f"Beams of {label}", text, label, kept, model, ("transformers", "fastgen"), "beams", points, by="")
+    tasks = [replace(task, name=f"{model}-{task.name}") for task in section.tasks]
+    return replace(section, tasks=tasks, show=[*section.show, "memory"])

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fastgen.bench import data
+from fastgen.bench import allowed, data
 from fastgen.bench.captioners import CAPTIONERS, job_parts
 from fastgen.bench.data import Folders
 
@@ -112,12 +112,30 @@ def _llama_1b(published: str) -> Shape:
     return Shape("LlamaForCausalLM", config, ("num_hidden_layers",), published)
 
 
+def _qwen3() -> Shape:
+    """Qwen3 0.6B."""
+    config = dict(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        pad_token_id=151643,
+    )
+    return Shape("Qwen3ForCausalLM", config, ("num_hidden_layers",))
+
+
 SHAPES: dict[str, Shape] = {
     "bart-base": _bart(768, 6, 6),
     "bart-large": _bart(1024, 12, 12),
     "distilbart-12-6": _bart(1024, 12, 6),
     "transformer-base": _translation(512, 6),
     "transformer-big": _translation(1024, 6),
+    "t5-small": _t5(512, 6, 8),
     "t5-base": _t5(768, 12, 12),
     "gpt2": Shape(
         "GPT2LMHeadModel",
@@ -126,6 +144,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "llama-1b": _llama_1b("float32"),
     "llama-1b-bf16": _llama_1b("bfloat16"),
+    "qwen3-0.6b": _qwen3(),
     "prophetnet-large": _prophetnet(),
     "unilm-base": Shape(
         "UnilmForSeq2Seq",
@@ -182,7 +201,10 @@ def build(task: dict[str, Any], folders: Folders, device: str = "cpu", dtype: st
         job = _random(task) if name in SHAPES else TRAINED[name].build(task, folders)
     model = job.model.eval().to(device=device, dtype=getattr(torch, dtype))
     batches = [{key: _moved(value, model) for key, value in batch.items()} for batch in job.batches]
-    return Job(model, job.options | task["options"], batches)
+    options = job.options | task["options"]
+    if task.get("allowed_outputs"):
+        options["prefix_allowed_tokens_fn"] = allowed.tokens_for(task, model)
+    return Job(model, options, batches)
 
 
 def _moved(value: Any, model: Any) -> Any:

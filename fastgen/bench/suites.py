@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from fastgen.bench.growth_suites import lightseq_fig5, lightseq_fig6, scale
+from fastgen.bench.growth_suites import lightseq_fig5, lightseq_fig6, scale, wide
 from fastgen.bench.image_suites import captions
 from fastgen.bench.sections import RANDOM, SHOWN, Section, random_text, task_of
 from fastgen.bench.tasks import Task
@@ -309,4 +309,5 @@ SUITES: dict[str, Callable[[bool], list[Section]]] = {
     "lightseq-fig5": lightseq_fig5,
     "lightseq-fig6": lightseq_fig6,
     "scale": scale,
+    "wide": wide,
 }

@@ -25,6 +25,7 @@ class Task:
     limit: int = 0
     layers: int = 0  # instead of the model's own number, in quick runs
     options: dict[str, Any] = field(default_factory=dict)  # further ones of `generate`, by transformers' names
+    allowed_outputs: int = 0  # so many sequences, and no others, may be generated: see fastgen.bench.allowed
     axis: str = ""  # along a curve or grid: what varies ...
     line: str = ""  # ... and what the points of one curve have in common
     rounds: int = 0  # instead of the run's

@@ -39,7 +39,7 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
     Returns: `[B*M, 1, H, Dv]`, contiguous.
     """
     is_cpu = query.device.type == "cpu"
-    if is_cpu and _is_plain(query) and query.dtype == torch.float32 and (native := _native()) is not None:
+    if is_cpu and is_plain(query) and query.dtype == torch.float32 and (native := _native()) is not None:
         output: Tensor = native(query, key, value, bias, scale)
         return output
     if may_take_triton(query):
@@ -52,10 +52,10 @@ def beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | Non
 
 def may_take_triton(query: Tensor, *others: Tensor) -> bool:
     """Whether a kernel of `fastgen.layers.attention_kernels` may be used for these tensors."""
-    return query.device.type == "cuda" and _is_plain(query, *others) and not torch.compiler.is_dynamo_compiling()
+    return query.device.type == "cuda" and is_plain(query, *others) and not torch.compiler.is_dynamo_compiling()
 
 
-def _is_plain(query: Tensor, *others: Tensor) -> bool:
+def is_plain(query: Tensor, *others: Tensor) -> bool:
     """Whether neither autograd nor autocast is at work: they do not know our operators."""
     return not any(x.requires_grad for x in (query, *others)) and not torch.is_autocast_enabled(query.device.type)
 

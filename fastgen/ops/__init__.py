@@ -21,6 +21,7 @@ from fastgen.ops.fingerprint import fingerprint
 from fastgen.ops.linear import pack_weight, packed_linear, skinny_linear
 from fastgen.ops.multinomial import multinomial
 from fastgen.ops.ngrams import ban_repeated_ngrams_, ban_source_ngrams_
+from fastgen.ops.path_attention import path_attention
 from fastgen.ops.quantized import dequantize, quantize_rows, quantize_weight, quantized_linear
 from fastgen.ops.screened import screen_weight, screened_linear
 from fastgen.ops.topk import topk_log_softmax
@@ -35,6 +36,7 @@ __all__ = [
     "multinomial",
     "pack_weight",
     "packed_linear",
+    "path_attention",
     "quantize_rows",
     "quantize_weight",
     "quantized_linear",

@@ -23,6 +23,7 @@ from fastgen.ops import builder, library_cache
 
 _UNWRITTEN = {  # operators without a kernel, and what runs instead
     ("beam_attention", "cuda"): "torch's own attention, or Triton's where that is faster",
+    ("path_attention", "cuda"): "torch's own operators",
     ("fingerprint", "cuda"): "torch's own sums",
     ("multinomial", "cuda"): "torch's own",
     ("skinny_linear", "cuda"): "torch's own products",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 
-from fastgen.bench import run
+from fastgen.bench import allowed, run
 from fastgen.bench.captioners import CAPTIONERS
 from fastgen.bench.fairseq_models import ARCHITECTURES
 from fastgen.bench.measure import Settings
@@ -23,7 +24,7 @@ EACH = [pytest.param(name, quick, id=f"{name}{'-quick' * quick}") for name in SU
 
 def test_all_of_the_suites_are_there() -> None:
     tables = [f"fastseq-table{number}" for number in (1, 2, 3, 4)]
-    others = "peers longer int8 captions slim-whisper lightseq-fig5 lightseq-fig6 scale".split()
+    others = "peers longer int8 captions slim-whisper lightseq-fig5 lightseq-fig6 scale wide".split()
     assert {*others, *tables} == set(SUITES)
 
 
@@ -56,7 +57,7 @@ def test_quick_runs_need_no_data(suite: str) -> None:
 
 
 @pytest.mark.parametrize("quick", [False, True])
-@pytest.mark.parametrize("suite", ["scale", "lightseq-fig5", "lightseq-fig6"])
+@pytest.mark.parametrize("suite", ["scale", "wide", "lightseq-fig5", "lightseq-fig6"])
 def test_curves_vary_in_one_size(suite: str, quick: bool) -> None:
     for section in SUITES[suite](quick):
         for line, points in itertools.groupby(section.tasks, key=lambda task: task.line):
@@ -87,3 +88,21 @@ def test_only_some_tasks_and_sides() -> None:
 def test_every_side_says_how_it_is_configured() -> None:
     assert all(side.settings and side.label for side in SIDES.values())
     assert all(side.environment for side in SIDES.values())  # none depends on the user's own
+
+
+@pytest.mark.parametrize("is_encoder_decoder", [False, True])
+def test_allowed_outputs(is_encoder_decoder: bool) -> None:
+    """Of three tokens each, behind a prompt; then the end."""
+    torch = pytest.importorskip("torch")
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=1000, is_encoder_decoder=is_encoder_decoder))
+    allow = allowed.tokens_for({"allowed_outputs": 40, "new": 3, "source": 4}, model)
+    prompt = [7] if is_encoder_decoder else [7, 8, 9, 7]
+
+    def outputs(written: list[int]) -> list[list[int]]:
+        if len(written) == 3:
+            return [written]
+        return [found for token in allow(0, torch.tensor(prompt + written)) for found in outputs([*written, token])]
+
+    found = outputs([])
+    assert len(found) == 40 and all(500 <= token < 756 for each in found for token in each)
+    assert {*allow(0, torch.tensor([*prompt, *found[0]]))} == {allow.eos_token_id}

@@ -33,9 +33,9 @@ class Prompt:
         padding = torch.randint(length, (batch, 1)) if padded and length else torch.zeros(batch, 1)
         self.mask = torch.arange(length) >= padding
 
-    def tree(self, beams: int, max_steps: int, is_static: bool = False) -> BeamTree:
+    def tree(self, beams: int, max_steps: int, is_static: bool = False, kind: type[BeamTree] = BeamTree) -> BeamTree:
         """A tree that begins with it."""
-        tree = BeamTree(self.batch, beams, max_steps, DirtyBuffers(), is_static)
+        tree = kind(self.batch, beams, max_steps, DirtyBuffers(), is_static)
         tree.layers += [TreeLayer(tree, window) for window in self.windows]
         for layer, stored in zip(tree.layers, self.stored, strict=True):
             layer.prefill(*stored)

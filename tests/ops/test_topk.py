@@ -86,7 +86,10 @@ def test_topk(operators: Any, case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "k"),
-    [(1, 2, 1), (1, 2, 2), (3, 256_000, 8), (2, 50_257, 16), (1, 250_000, 130), (1, 70_000, 70_000), (512, 300, 4)],
+    [
+        *[(1, 2, 1), (1, 2, 2), (3, 256_000, 8), (2, 50_257, 16), (1, 250_000, 130), (1, 70_000, 70_000)],
+        *[(512, 300, 4), (20, 32_128, 801), (3, 151_936, 2001)],  # the last two: of 400 and of 1,000 beams
+    ],
 )
 @pytest.mark.parametrize("values", ["normal", "few"])
 def test_sizes(operators: Any, values: str, rows: int, vocabulary: int, k: int) -> None:
@@ -209,7 +212,10 @@ def test_other_instruction_sets(native: Any, capability: str) -> None:
     if own not in ("AVX512", "AVX2") or own == capability.upper():
         pytest.skip(f"this processor's capability is {own}")
     here = Path(__file__)
-    files = [str(here), *(str(here.with_name(f"test_{name}.py")) for name in ("attention", "products"))]
+    files = [
+        str(here),
+        *(str(here.with_name(f"test_{name}.py")) for name in ("attention", "path_attention", "products")),
+    ]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "native", *files]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability, CAPABILITY: capability, "FASTGEN_NATIVE": "required"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -30,6 +30,10 @@ CALLS = {
         (KEY, ops.pack_weight(KEY[0, 0]), 7, None),
         (KEY[0, 0], torch.ones(1, 5, 64), 3, KEY[1, 1, :3, 0]),
     ],
+    "path_attention": [
+        (QUERY, KEY, KEY[..., :3], torch.arange(12).view(6, 2).int() % 7, None, 0.5, 2),
+        (QUERY, KEY.mT.contiguous().mT, KEY, torch.tensor([[4, -1]] * 6).int(), BIAS[..., :5], 0.5, 3),
+    ],
     "screened_linear": [
         (KEY, KEY[0, 0], *ops.screen_weight(KEY[0, 0]), None),
         (KEY[0, 0], KEY[0, 1], *ops.screen_weight(KEY[0, 1]), KEY[2, 0, :, 0]),

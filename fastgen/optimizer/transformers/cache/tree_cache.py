@@ -174,7 +174,7 @@ class TreeCache(Cache):
         """Give each beam the recurrent states of the prompt."""
         if self.recurrent:
             tree = self.session.tree
-            sentences = torch.arange(tree.batch, device=tree.ancestry().device)
+            sentences = torch.arange(tree.batch, device=tree.positions().device)
             recurrent.select(self.recurrent, sentences.repeat_interleave(tree.beams))
 
     def select(self, sentences: Tensor) -> None:
@@ -214,7 +214,7 @@ class TreeCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.session.tree.steps:  # in the first step all beams share the prompt
-            device = self.session.tree.ancestry().device
+            device = self.session.tree.positions().device
             rows = beam_idx.to(device, torch.int64)
             self.session.tree.reorder(rows)
             recurrent.reorder(self.recurrent, rows)

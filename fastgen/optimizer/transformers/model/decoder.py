@@ -13,6 +13,7 @@ from torch import Tensor
 from fastgen import phases
 from fastgen.cache.slim.latent import kind_of
 from fastgen.cache.tree import BeamTree
+from fastgen.cache.wide_tree import WideTree
 from fastgen.decoding.search import Search
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
@@ -22,6 +23,7 @@ from fastgen.optimizer.transformers.cache.gathered import stock_cache
 from fastgen.optimizer.transformers.cache.slim import LayerCaches
 from fastgen.optimizer.transformers.cache.tree_cache import TreeCache, TreeEncoderDecoderCache, tree_cache
 from fastgen.optimizer.transformers.expansion import copied
+from fastgen.optimizer.transformers.model import wide
 from fastgen.optimizer.transformers.model.base import Decoder, selected
 from fastgen.optimizer.transformers.model.session import Session
 from fastgen.optimizer.transformers.replay.guards import guards_of_steps
@@ -55,7 +57,8 @@ class TreeDecoder(Decoder):
         super().__init__(request, request.batch)
         max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
         if tree is None:
-            tree = BeamTree(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
+            kind = BeamTree if layer_caches or not wide.is_wide(request) else WideTree
+            tree = kind(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
         self.session, self._arena = Session(self.tree, request.facts, layer_caches), arena.of(self.model)
         if request.calls_back or request.facts.is_interrupted:
@@ -163,7 +166,7 @@ class TreeDecoder(Decoder):
 
     def step_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Change the host's inputs, one row per beam, into inputs for the step that the tree has opened."""
-        mask = self.tree.ancestry()[:, None]  # bool [B, 1, M, used]
+        mask = wide.mask_for_model(self.tree)[:, None]  # bool [B, 1, M, used]
         if not self.is_encoder_decoder:
             return {**inputs, "attention_mask": mask}
         inputs = {**inputs, "decoder_attention_mask": mask, "encoder_outputs": self.encoder_outputs}
@@ -222,7 +225,7 @@ class TreeDecoder(Decoder):
         self._measure()
         if self.replayer is not None:
             self._shrink(self.replayer)
-        sentences = sentences.to(self.tree.ancestry().device)
+        sentences = sentences.to(self.tree.positions().device)
         self.tree.select(sentences)
         self.cache.select(sentences)
         batch = self.encoder_outputs[0].shape[0] if self.encoder_outputs is not None else 0

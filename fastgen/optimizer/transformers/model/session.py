@@ -16,13 +16,16 @@ from transformers.pytorch_utils import Conv1D
 from fastgen import phases
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.cache.tree_layer import TreeLayer
+from fastgen.cache.wide_tree import WideTree
 from fastgen.layers.attention import as_beams, beam_attention, fold_beams
 from fastgen.layers.linear import LinearDispatcher, multiply, using
 from fastgen.memory import arena
+from fastgen.ops import path_attention
 from fastgen.optimizer.transformers import interception, versions
 from fastgen.optimizer.transformers.cache import slim
 from fastgen.optimizer.transformers.cache.slim import LayerCaches, SlimCaches
 from fastgen.optimizer.transformers.interception import Wrapper, redirected
+from fastgen.optimizer.transformers.model import wide
 from fastgen.optimizer.transformers.model.facts import ModelFacts
 from fastgen.patching.replaced_code import is_of
 
@@ -142,9 +145,10 @@ class Session:
         if tokens > 1:
             rows, _ = self.attend(inner, module, as_beams(query), key, value, attention_mask, *args, **kwargs)
             return rows.view(query.shape[0], tokens, *rows.shape[2:]), None
-        layer = self.folded()
+        layer, scale = self.folded(), scale_of(query, kwargs)
+        if inner is sdpa_attention_forward and wide.sees_paths(self.tree, layer, query, key, value):
+            return self._attend_to_paths(layer, query, key, value, scale, kwargs), None
         bias = self._bias(module, layer, query.dtype, attention_mask, kwargs)
-        scale = scale_of(query, kwargs)
         if (attended := self.slim.source_layer(module) if layer is None else layer) and attended.slim is not None:
             if is_of(inner, "transformers"):
                 return attended.slim.attend(query, attended.spanned(), bias, scale), None
@@ -156,6 +160,18 @@ class Session:
         rows = fold_beams(query, self.tree.batch, key.shape[1]).flatten(1, 2)  # [B, H, M, D]
         output, _ = inner(module, rows, key, value, bias, *args, **kwargs)  # [B, M, H, D]
         return output.flatten(0, 1)[:, None].contiguous(), None
+
+    def _attend_to_paths(
+        self, layer: TreeLayer | None, query: Tensor, key: Tensor, value: Tensor, scale: float, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """The attention of many beams, each to the slots on its own path, in a `WideTree`."""
+        tree = self.tree
+        assert isinstance(tree, WideTree) and layer is not None
+        bias, position_bias = tree.path_bias(layer.window, query.dtype), kwargs.get("position_bias")
+        if position_bias is not None:  # for consecutive positions, which those on a path are
+            mask = bias
+            bias = self._once("path", position_bias, lambda: position_bias[..., : mask.shape[-1]] + mask)
+        return path_attention(query, key, value, tree.slots_on_paths(), bias, scale, tree.prompt_length)
 
     def self_bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
         return self.tree.mask(window, dtype)

@@ -70,7 +70,7 @@ class State:
         """A key that must be equal for two states if one is to be filled from the other; None if none can be."""
         tree, tensors = self.tree, self.shape_of_tensors()
         return tensors and (
-            (tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length),
+            (type(tree), tree.batch, tree.beams, tree.max_steps, tree.capacity, tree.prompt_length),
             tuple((layer.window, identity_of(layer.slim)) for layer in tree.layers),
             tuple(identity_of(layer.slim) for layer in self._source_layers()),
             tensors,
