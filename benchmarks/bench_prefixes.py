@@ -76,6 +76,7 @@ def main() -> None:
         "ratio_to_stock": medians["stock"] / medians["kept"],
         "ratio_to_fastgen": medians["fastgen"] / medians["kept"],
         "kept": fastgen.status().prefixes,
+        "cores_of_other_processes": (busy := others.cores()),
     }
     write(args.output, "prefixes", {**environment(transformers), **record})
     rows = [("", "median", "first", "all")]
@@ -85,7 +86,7 @@ def main() -> None:
         )
     print(aligned(rows))
     print(f"{same} of {args.requests} the same; {fastgen.status().prefixes}")
-    say_if_disturbed(others.cores())
+    say_if_disturbed(busy)
 
 
 if __name__ == "__main__":
