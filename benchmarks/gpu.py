@@ -74,7 +74,7 @@ STAGES = [
             "memcheck": f"compute-sanitizer --tool memcheck {_SANITIZED} 'topk_on_cuda or ngrams_on_cuda'",
             "racecheck": f"compute-sanitizer --tool racecheck {_SANITIZED} 'long_rows'",
         },
-        _collected("tests/ops"),
+        {**_collected("tests/ops"), "emulated": f"{PYTEST} -n 0 tests/ops/test_emulated_cuda.py -k 'orders or sizes'"},
     ),
     Stage(
         "equivalence",

@@ -1,10 +1,6 @@
 // fastgen::ban_repeated_ngrams_ and fastgen::ban_source_ngrams_ on CUDA devices.
 #include "../arguments.h"
-
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
+#include "launch.h"
 
 #include <algorithm>
 #include <limits>
@@ -24,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) ban_continuations(
     const Token* texts, int64_t text_stride, int64_t text_length, int64_t beams, const Token* ends,
     int64_t end_stride, int64_t ngram_size, Score* all_scores, int64_t row_stride, int64_t stride,
     int64_t vocabulary) {
-  extern __shared__ __align__(8) unsigned char shared[];
+  FASTGEN_DYNAMIC_SHARED(shared);
   Token* const tile = reinterpret_cast<Token*>(shared);
   Token* const last = tile + (text_length < kTile ? text_length : kTile); // last[i]: the token i + 1 from the end
 
@@ -68,12 +64,11 @@ void launch(
     int64_t ngram_size, int64_t length, int64_t beams) {
   const size_t shared = (std::min(source_length, kTile) + std::min(ngram_size - 1, kPrefix)) * sizeof(Token);
   FASTGEN_DISPATCH_SCORES(scores.scalar_type(), "ban_ngrams", [&] {
-    ban_continuations<Token, scalar_t>
-        <<<static_cast<unsigned>(tokens.size(0)), kThreads, shared, c10::cuda::getCurrentCUDAStream()>>>(
-            source.const_data_ptr<Token>(), source.stride(0), source_length, beams,
-            tokens.const_data_ptr<Token>() + length, tokens.stride(0), ngram_size,
-            scores.mutable_data_ptr<scalar_t>(), scores.stride(0), scores.stride(1), scores.size(1));
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    FASTGEN_LAUNCH(
+        (ban_continuations<Token, scalar_t>), static_cast<unsigned>(tokens.size(0)), kThreads, shared,
+        c10::cuda::getCurrentCUDAStream(), source.const_data_ptr<Token>(), source.stride(0), source_length, beams,
+        tokens.const_data_ptr<Token>() + length, tokens.stride(0), ngram_size,
+        scores.mutable_data_ptr<scalar_t>(), scores.stride(0), scores.stride(1), scores.size(1));
   });
 }
 
@@ -113,7 +108,7 @@ void ban_source_ngrams_(
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(fastgen, CUDA, m) {
+FASTGEN_CUDA_LIBRARY(m) {
   m.impl("ban_repeated_ngrams_", &ban_repeated_ngrams_);
   m.impl("ban_source_ngrams_", &ban_source_ngrams_);
 }

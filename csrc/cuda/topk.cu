@@ -3,14 +3,11 @@
 // Two kernels. The first gives each block one segment of a row, held in registers: it reads every logit once, and
 // writes the segment's k best, its maximum and its sum of exponentials. The second merges a row's segments.
 #include "../arguments.h"
+#include "launch.h"
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-#include <torch/library.h>
 
 #include <cstdint>
 #include <limits>
@@ -101,10 +98,10 @@ template <typename Logit>
 __global__ void __launch_bounds__(kThreads) scan_segment(
     const Logit* logits, int64_t stride, int64_t vocabulary, int k, const int64_t* banned, int64_t banned_stride,
     int64_t banned_width, Key* keys, float* maxima, float* sums) {
-  __shared__ Key candidates[kCandidates];
-  __shared__ float scratch[kThreads];
-  __shared__ unsigned is_banned[kSegment / 32];
-  __shared__ int found;
+  FASTGEN_SHARED(Key[kCandidates], candidates);
+  FASTGEN_SHARED(float[kThreads], scratch);
+  FASTGEN_SHARED(unsigned[kSegment / 32], is_banned);
+  FASTGEN_SHARED(int, found);
 
   const int64_t row = blockIdx.y;
   const int64_t first = blockIdx.x * kSegment;
@@ -211,9 +208,9 @@ __global__ void __launch_bounds__(kThreads) scan_segment(
 __global__ void __launch_bounds__(kThreads) merge_segments(
     const Key* keys, const float* maxima, const float* sums, int64_t segments, int k, float* log_probs,
     int64_t* tokens, float* log_sum_exps) {
-  __shared__ Key best[kCandidates];
-  __shared__ float maximum;
-  __shared__ double log_sum;
+  FASTGEN_SHARED(Key[kCandidates], best);
+  FASTGEN_SHARED(float, maximum);
+  FASTGEN_SHARED(double, log_sum);
   const int64_t row = blockIdx.x;
   if (threadIdx.x == 0) {
     maximum = kNone;
@@ -305,23 +302,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk_log_softmax(
   Key* const key_data = reinterpret_cast<Key*>(keys.mutable_data_ptr<int64_t>());
   const dim3 grid(static_cast<unsigned>(segments), static_cast<unsigned>(rows));
   FASTGEN_DISPATCH_SCORES(dense.scalar_type(), "topk_log_softmax", [&] {
-    scan_segment<scalar_t><<<grid, kThreads, 0, stream>>>(
-        dense.const_data_ptr<scalar_t>(), dense.stride(0), vocabulary, static_cast<int>(k),
-        width > 0 ? no_tokens.const_data_ptr<int64_t>() : nullptr,
+    FASTGEN_LAUNCH(
+        scan_segment<scalar_t>, grid, kThreads, 0, stream, dense.const_data_ptr<scalar_t>(), dense.stride(0),
+        vocabulary, static_cast<int>(k), width > 0 ? no_tokens.const_data_ptr<int64_t>() : nullptr,
         width > 0 && no_tokens.dim() == 2 ? no_tokens.stride(0) : 0, width, key_data,
         maxima.mutable_data_ptr<float>(), sums.mutable_data_ptr<float>());
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
-  merge_segments<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
-      key_data, maxima.const_data_ptr<float>(), sums.const_data_ptr<float>(), segments, static_cast<int>(k),
-      log_probs.mutable_data_ptr<float>(), tokens.mutable_data_ptr<int64_t>(), log_sum_exp.mutable_data_ptr<float>());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  FASTGEN_LAUNCH(
+      merge_segments, static_cast<unsigned>(rows), kThreads, 0, stream, key_data, maxima.const_data_ptr<float>(),
+      sums.const_data_ptr<float>(), segments, static_cast<int>(k), log_probs.mutable_data_ptr<float>(),
+      tokens.mutable_data_ptr<int64_t>(), log_sum_exp.mutable_data_ptr<float>());
   return {log_probs, tokens, log_sum_exp};
 }
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(fastgen, CUDA, m) {
+FASTGEN_CUDA_LIBRARY(m) {
   m.impl("topk_log_softmax", &topk_log_softmax);
 }
 

@@ -10,42 +10,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ngram_cases import laid_out, sizes, tokens_of
 from references import reference
 from torch import Tensor
 
 CASES = settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-sizes = st.fixed_dictionaries(
-    {
-        "seed": st.integers(0, 2**31),
-        "rows": st.integers(1, 12),
-        "length": st.integers(0, 40),
-        "padding": st.integers(0, 5),
-        "n": st.integers(1, 8),
-        "kinds": st.integers(1, 6),  # few different tokens, or nothing repeats
-        "vocabulary": st.integers(2, 50),
-        "dtype": st.sampled_from(oracle.DTYPES),
-        "token_dtype": st.sampled_from([torch.int64, torch.int32]),
-        "layout": st.sampled_from(["dense", "transposed", "strided"]),
-    }
-)
-
-
-def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values with other strides."""
-    if layout == "transposed":
-        return tensor.t().contiguous().t()
-    if layout == "strided":
-        return torch.stack([tensor, tensor], dim=-1)[..., 1]
-    return tensor.clone()
-
-
-def tokens_of(case: dict[str, Any], rows: int, length: int, generator: torch.Generator) -> Tensor:
-    """Some of them outside the vocabulary."""
-    low = -1 if case["seed"] % 3 == 0 else 0
-    tokens = torch.randint(low, case["kinds"], (rows, length), generator=generator)
-    tokens *= case["seed"] % 7 + 1
-    return laid_out(tokens.to(case["token_dtype"]), case["layout"])
 
 
 def check_repeated(operators: Any, case: dict[str, Any]) -> None:

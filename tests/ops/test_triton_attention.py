@@ -16,7 +16,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from references import reference
 from torch import Tensor
-from triton_kit import run_in_the_interpreter, run_outside_the_interpreter
+from triton_kit import (
+    assert_every_line_runs,
+    multiply_bfloat16,
+    run_in_the_interpreter,
+    run_outside_the_interpreter,
+)
 
 from fastgen.layers import attention, attention_kernels
 from fastgen.ops import attention as ops_attention
@@ -38,18 +43,19 @@ cases = st.fixed_dictionaries(
         "hidden": st.sampled_from([0.0, 0.5, 1.0]),
         "splits": st.sampled_from([1, 2, 3, 8]),
         "layout": st.sampled_from(["dense", "within", "transposed"]),
-        "dtype": st.sampled_from([torch.float32, torch.float16]),
+        "dtype": st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     }
 )
 
 
 @pytest.fixture
-def interpreted() -> Any:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel's module as Triton's interpreter runs it."""
     if "TRITON_INTERPRET" not in os.environ:  # to be set before anybody imports Triton
         pytest.skip("runs inside test_in_the_interpreter")
     from fastgen.ops import triton_attention
 
+    multiply_bfloat16(monkeypatch)
     return triton_attention
 
 
@@ -98,7 +104,8 @@ def check(attend: Any, arguments: tuple[Tensor, Tensor, Tensor, Tensor | None], 
         allowed = 2 * (torch_s - exact)[is_row].abs().max() + torch.finfo(query.dtype).eps
         assert (output.double() - exact)[is_row].abs().max() <= allowed
     else:
-        torch.testing.assert_close(output.double(), exact, rtol=4e-3, atol=4e-3, equal_nan=True)
+        allowed = 4 * torch.finfo(query.dtype).eps
+        torch.testing.assert_close(output.double(), exact, rtol=allowed, atol=allowed, equal_nan=True)
 
 
 def _softmax(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,6 +154,19 @@ def _softmax(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> 
 )
 def test_attention(interpreted: Any, case: dict[str, Any]) -> None:
     check(interpreted.beam_attention, inputs(case), case["splits"])
+
+
+def test_every_line_runs(interpreted: Any) -> None:
+    """And every branch: with a bias and without, one part and several, in each dtype, by one block and by many."""
+    of = {"seed": 5, "beams": 3, "group": 2, "keys": 129, "size": 16, "value_size": 24, "layout": "dense"}
+    cases = [
+        {**of, "batch": batch, "key_heads": batch, "bias": bias, "hidden": 0.5, "splits": splits, "dtype": dtype}
+        for batch, splits, bias in ((1, 1, "B1MK"), (2, 3, None))
+        for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ]
+    assert_every_line_runs(
+        interpreted, lambda: [check(interpreted.beam_attention, inputs(case), case["splits"]) for case in cases]
+    )
 
 
 @pytest.mark.gpu

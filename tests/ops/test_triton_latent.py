@@ -15,7 +15,12 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from triton_kit import run_in_the_interpreter, run_outside_the_interpreter
+from triton_kit import (
+    assert_every_line_runs,
+    multiply_bfloat16,
+    run_in_the_interpreter,
+    run_outside_the_interpreter,
+)
 
 from fastgen.cache.slim import latent
 from fastgen.cache.slim.latent import InputCache, Projections
@@ -45,12 +50,13 @@ cases = st.fixed_dictionaries(
 
 
 @pytest.fixture
-def interpreted() -> Any:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The kernel's module as Triton's interpreter runs it."""
     if "TRITON_INTERPRET" not in os.environ:  # to be set before anybody imports Triton
         pytest.skip("runs inside test_in_the_interpreter")
     from fastgen.ops import triton_latent
 
+    multiply_bfloat16(monkeypatch)
     return triton_latent
 
 
@@ -142,6 +148,22 @@ def check(attend: Callable[..., Tensor], arguments: Any, terms: int, **how: Any)
 )
 def test_attention(interpreted: Any, case: dict[str, Any]) -> None:
     check(interpreted.latent_attention, inputs(case), case["terms"], splits=case["splits"])
+
+
+def test_every_line_runs(interpreted: Any) -> None:
+    """And every branch: with a bias and without, one part and several, one term and two, whole chunks and not."""
+    cases = [
+        {**CASE, "size": size, "bias": bias, "terms": terms, "splits": splits, "batch": splits, "keys": 129, "heads": 3}
+        for size, bias, terms, splits in ((48, None, 1, 1), (64, "B1MK", 2, 3))
+    ]
+    assert_every_line_runs(
+        interpreted,
+        lambda: [
+            check(interpreted.latent_attention, inputs(case, dtype), case["terms"], splits=case["splits"])
+            for case in cases
+            for dtype in HALVES
+        ],
+    )
 
 
 CASE = dict(
