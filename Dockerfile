@@ -1,4 +1,4 @@
-# fastgen-serve on CPUs, from this repository alone:
+# fastgen-serve on CPUs, one copy of a model without Ray, from this repository alone:
 #   docker build -t fastgen .
 #   docker run --rm -p 127.0.0.1:8000:8000 fastgen facebook/bart-large-cnn
 # On x86, add --build-arg TORCH_INDEX=ADDRESS, the index of torch's builds for the CPU: else pip takes the CUDA build.
@@ -16,7 +16,7 @@ COPY constraints.txt ./
 RUN pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c constraints.txt torch 'setuptools>=77'
 COPY . ./
 # torch is here, so that the operators are compiled now: the image needs no compiler.
-RUN pip install --no-build-isolation -c constraints.txt '.[ray]'
+RUN pip install --no-build-isolation -c constraints.txt '.[serve]'
 
 FROM python:${PYTHON}-slim
 COPY --from=build /opt/fastgen /opt/fastgen
@@ -31,4 +31,4 @@ EXPOSE 8000
 # Liveness, as in examples/kubernetes.yaml; for another port, or TLS, give `docker run` a --health-cmd.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=180s --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health/live', timeout=4)"]
-ENTRYPOINT ["fastgen-serve", "--host", "0.0.0.0", "--port", "8000"]
+ENTRYPOINT ["fastgen-serve", "--local", "--host", "0.0.0.0", "--port", "8000"]

@@ -58,7 +58,10 @@ def served(arguments: list[str]) -> Any:
     pytest.importorskip("transformers", reason="fastgen-serve needs transformers")
     from fastgen.cli import serve
 
-    return serve.parser().parse_args(arguments)
+    args = serve.parser().parse_args(arguments)
+    if args.local:
+        serve.check_local(args)
+    return args
 
 
 HEALTH = ("/health", "/health/live", "/health/ready")
@@ -96,7 +99,7 @@ def test_the_commands_and_their_options_exist() -> None:
     command, *options = json.loads(entry)
     assert f"\n{command} = " in project
     args = served([*options, "MODEL", "--log-format", "json"])
-    assert args.host == "0.0.0.0" and [str(args.port)] == of("EXPOSE")
+    assert args.local and args.host == "0.0.0.0" and [str(args.port)] == of("EXPOSE")
     for extra in re.findall(r"'\.\[([\w,]+)\]'", "\n".join(of("RUN"))):
         for name in extra.split(","):
             assert re.search(rf"^{name} = \[", project, re.MULTILINE), name

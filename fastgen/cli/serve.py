@@ -1,4 +1,4 @@
-"""fastgen-serve MODEL: answer requests over HTTP with a Hugging Face model, on Ray Serve."""
+"""fastgen-serve MODEL: answer requests over HTTP with a Hugging Face model, on Ray Serve or, with --local, without."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastgen.cli.exits import Parser, exit_code, positive_number, share, whole_number
+from fastgen.cli.exits import Parser, exit_code, positive_number, refuse_arguments, share, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, needing
 
 if TYPE_CHECKING:
@@ -24,6 +24,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    args = parser().parse_args(argv)
+    token = os.environ.get(TOKEN, "").strip() or None
+    if args.local:
+        check_local(args)
+        with needing("FastAPI and uvicorn", "serve"):
+            import transformers
+            import uvicorn  # noqa: F401
+        from fastgen.serving import local
+
+        return local.run(settings_of(args, token))
     # Its core writes of its own affairs to the user's terminal, as if they were errors; read when Ray is imported.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     with needing("Ray Serve", "ray"):
@@ -31,7 +41,19 @@ def _main(argv: Sequence[str] | None) -> int:
         import transformers  # noqa: F401
     from fastgen.serving.deployment import run
 
-    return run(settings_of(parser().parse_args(argv), os.environ.get(TOKEN, "").strip() or None))
+    return run(settings_of(args, token))
+
+
+def check_local(args: argparse.Namespace) -> None:
+    """Refuse flags of replicas, of which there are none without Ray."""
+    given = {
+        "--ray": args.ray,
+        "--replicas": args.replicas > 1,
+        "--cpus-per-replica": args.cpus_per_replica is not None,
+        "--gpus-per-replica": args.gpus_per_replica is not None,
+    }
+    if names := [name for name, is_given in given.items() if is_given]:
+        refuse_arguments(f"--local is one copy of the model without Ray: leave out {' and '.join(names)}")
 
 
 def settings_of(args: argparse.Namespace, token: str | None) -> ServiceSettings:
@@ -76,7 +98,8 @@ def parser() -> argparse.ArgumentParser:
     limits = Limits()
     result = Parser(
         prog=NAME,
-        description="Answer requests over HTTP with a Hugging Face model: POST /v1/generate; /docs describes it.",
+        description="Answer requests over HTTP with a Hugging Face model: POST /v1/generate, or OpenAI's endpoints; "
+        "/docs describes them.",
         epilog=f"With {TOKEN} set, requests need that bearer token, but those to /health. {EXIT_CODES}.",
         allow_abbrev=False,
     )

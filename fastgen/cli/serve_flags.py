@@ -1,4 +1,4 @@
-"""The flags of fastgen-serve that are for those who run it: keys, logs, threads, TLS."""
+"""The flags of fastgen-serve that are for those who run it: with Ray or not, keys, logs, threads, TLS."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from fastgen.cli.exits import positive_number
 def add_operation_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags; `operation_of` reads them."""
     group = parser.add_argument_group("operation")
+    group.add_argument(
+        "--local", action="store_true", help="one copy of the model in this process, without Ray: the extra `serve`"
+    )
     group.add_argument(
         "--api-key-file", metavar="FILE", help="keys, one a line: requests need one of them as a bearer token"
     )

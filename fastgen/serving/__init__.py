@@ -1,1 +1,1 @@
-"""A service for requests over HTTP, on Ray Serve: `fastgen-serve`; needs the extra `ray`."""
+"""A service for requests over HTTP: `fastgen-serve`; needs the extra `ray` or, for one replica without Ray, `serve`."""

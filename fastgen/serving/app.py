@@ -12,11 +12,12 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
 import fastgen
-from fastgen.serving import errors, metrics
+from fastgen.serving import errors, metrics, openai
 from fastgen.serving.authorization import Guarded
 from fastgen.serving.disconnects import EndedWithClient
 from fastgen.serving.limited import Limited, refusal
 from fastgen.serving.observed import Observed, work_of
+from fastgen.serving.openai_errors import OpenAIErrors, note
 from fastgen.serving.options import Answer, Problem, question
 from fastgen.serving.request_ids import RequestIds
 from fastgen.serving.service import Refusal, Service
@@ -60,6 +61,8 @@ def build(service: Service, token: str | Sequence[str] | None, *, behind_ray: bo
             return StreamingResponse(await service.stream(asked, work), media_type="text/event-stream")
         return await service.generate(asked, work)
 
+    openai.add_endpoints(app, service, bearer)
+
     @app.get("/health/live", responses={503: {"model": Problem}})
     @app.get("/health", responses={503: {"model": Problem}})
     async def live() -> dict[str, str]:
@@ -87,6 +90,7 @@ def build(service: Service, token: str | Sequence[str] | None, *, behind_ray: bo
         app.add_middleware(EndedWithClient)
     app.add_middleware(Limited, limits=service.limits)
     app.add_middleware(Guarded, keys=token)
+    app.add_middleware(OpenAIErrors)
     app.add_middleware(Observed, statuses=service.statuses)
     app.add_middleware(RequestIds, answers=not behind_ray)
     return app
@@ -97,6 +101,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, error: Refusal) -> Response:
+        note(request.scope, error.field, error.code)
         return refusal(error.status, error.message)
 
     @app.exception_handler(HTTPException)
@@ -114,4 +119,6 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return refusal(*errors.of_validation(error, request.headers.get("content-type", "")))
+        found = errors.of_validation(error, request.headers.get("content-type", ""), request.url.path)
+        note(request.scope, found.field)
+        return refusal(found.status, found.sentence)

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
-import socket
-import sys
-import threading
 import time
-from types import FrameType
 from typing import Any
 
 import ray
@@ -27,7 +22,7 @@ from fastgen.distributed.connection import connected, is_node_alive
 from fastgen.distributed.placement import Placement, nodes_of, placement
 from fastgen.pipeline.errors import DONE, InputError, WorkerError, first_line
 from fastgen.pipeline.transformers import prepare
-from fastgen.serving import cores, proxy
+from fastgen.serving import cores, proxy, starting
 from fastgen.serving.app import build
 from fastgen.serving.limited import RETRY_AFTER
 from fastgen.serving.observed import LOG
@@ -91,29 +86,22 @@ def run(settings: ServiceSettings) -> int:
         InputError: the service cannot start.
         WorkerError: Ray's node on this machine has died.
     """
-    limits, host, port = settings.limits, settings.host, settings.port
-    prepare.prepared(settings.model, _say)  # refuses bad settings in a sentence, before anything is started
-    if host not in ("127.0.0.1", "localhost", "::1") and settings.token is None:
-        _say(f"Whoever reaches {host} may use this service: ask for a key with FASTGEN_SERVE_TOKEN or --api-key-file.")
+    limits = settings.limits
+    prepare.prepared(settings.model, starting.say)  # refuses bad settings in a sentence, before anything is started
+    starting.warn_if_open(settings)
     is_alone = not settings.ray and "RAY_ADDRESS" not in os.environ  # otherwise other machines may listen and work
     if is_alone:
-        _check_port(host, port)
-    stopped = threading.Event()
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-
-    with connected(settings.ray, _say, proxy.environment(limits.receive_seconds, limits.connections)):
+        starting.bound(settings.host, settings.port).close()
+    with connected(settings.ray, starting.say, proxy.environment(limits.receive_seconds, limits.connections)):
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         how = placement(
             str(settings.replicas), settings.cpus_per_replica, settings.gpus_per_replica, nodes_of(ray.nodes())
         )
         if is_alone and (words := cores.oversubscribed(how.least, settings.threads or max(1, int(how.cpus)))):
-            _say(words)
+            starting.say(words)
         if _is_serving():
             raise InputError("Ray Serve runs on this cluster already: end its applications, or name another cluster.")
-        before = {}
         try:
             try:
                 serve.start(http_options=_http_options(settings))
@@ -122,17 +110,14 @@ def run(settings: ServiceSettings) -> int:
                 # Ray's message of an actor's error is a traceback; the cause has the sentence.
                 what = first_line(getattr(error, "cause", error))
                 raise InputError(f"Cannot start the service: {what}.") from error
-            before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-            scheme = "http" if settings.ssl_certfile is None else "https"
-            _say(f"{scheme}://{_url(host)}:{port}/v1/generate answers: /docs describes it, Ctrl-C stops it.")
-            while not stopped.wait(_HEALTH_SECONDS):
-                if not is_node_alive():
-                    raise WorkerError("Ray's node on this machine has died: start the command again")
-            _say("The service is stopping: requests that run are still answered, new ones are refused.")
-            _drain(handle, limits.seconds)
+            with starting.stop_signals() as stopped:
+                starting.say_ready(settings)
+                while not stopped.wait(_HEALTH_SECONDS):
+                    if not is_node_alive():
+                        raise WorkerError("Ray's node on this machine has died: start the command again")
+                starting.say_stopping()
+                _drain(handle, limits.seconds)
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
             serve.shutdown()  # even if it did not start: a cluster would keep the half that did
     return DONE
 
@@ -160,19 +145,6 @@ def _drain(handle: DeploymentHandle, seconds: float) -> None:
     time.sleep(_GRACE_SECONDS)
 
 
-def _url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _check_port(host: str, port: int) -> None:
-    try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            pass
-    except (OSError, OverflowError) as error:
-        what = f"Cannot listen at {host}, port {port}: {first_line(error)}"
-        raise InputError(f"{what}. Choose others with --host and --port.") from error
-
-
 def _http_options(settings: ServiceSettings) -> HTTPOptions:
     files = {"ssl_certfile": settings.ssl_certfile, "ssl_keyfile": settings.ssl_keyfile}
     # Ray's processes may have another working directory.
@@ -197,7 +169,3 @@ def _application(settings: ServiceSettings, how: Placement) -> Any:
         ray_actor_options={"num_cpus": how.cpus, "num_gpus": how.gpus},
     )
     return deployment(Replica).bind(settings)
-
-
-def _say(text: str) -> None:
-    print(f"fastgen-serve: {text}", file=sys.stderr, flush=True)

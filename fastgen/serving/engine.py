@@ -11,11 +11,9 @@ import itertools
 import threading
 import time
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from fastgen.memory.limits import is_out_of_memory
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
@@ -25,6 +23,8 @@ from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import first_line
 from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
+from fastgen.serving.apart import generate_apart
+from fastgen.serving.counts import Counts
 from fastgen.serving.generation_request import Failed, Finished, Full, GenerationRequest, Grown, Stopped
 from fastgen.serving.latencies import Latencies
 
@@ -36,38 +36,7 @@ _JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer new ones wait for ot
 _PATIENCE_SECONDS = 0.25  # but at most so long
 
 
-@dataclass
-class Counts:
-    """What the engine has done since it started; `running` and `queued` are current numbers."""
-
-    requests: int = 0
-    finished: int = 0
-    failed: int = 0
-    refused: int = 0  # because the queue was full
-    expired: int = 0  # past the deadline
-    cancelled: int = 0  # because the client is gone
-    freed_rows: int = 0  # rows that left a batch early, as the request was expired or cancelled
-    inputs: int = 0
-    tokens: int = 0  # generated tokens
-    steps: int = 0
-    rows: int = 0  # summed over the steps: rows / steps decode together
-    running: int = 0  # rows in the batches
-    queued: int = 0  # inputs that wait
-
-
 _Unit = tuple[GenerationRequest, int]
-
-
-class _Unwanted(StoppingCriteria):
-    """A stopping criterion that ends the host's `generate` when nobody waits for the result any more."""
-
-    def __init__(self, requests: list[GenerationRequest]) -> None:
-        self._requests = requests
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        now = time.monotonic()
-        is_unwanted = all(request.is_over or request.deadline < now for request in self._requests)
-        return torch.full((input_ids.shape[0],), is_unwanted, dtype=torch.bool, device=input_ids.device)
 
 
 class Engine:
@@ -78,6 +47,7 @@ class Engine:
 
         Args:
             model: a model of Hugging Face transformers, on its device, in evaluation mode.
+            tokenizer: for requests with texts that end a hypothesis.
             most_rows: the most rows, inputs times beams, that decode together.
             most_queued: the most inputs that may wait.
         """
@@ -120,6 +90,19 @@ class Engine:
                 self.counts.cancelled += 1
             self._changed.notify()
 
+    def complete(self, request: GenerationRequest, index: int, tokens: int) -> bool:
+        """End an input that needs no more than `tokens`, from any thread: no event follows. False if it has ended."""
+        with self._changed:
+            if request.is_over or index not in request.left:
+                return False
+            request.complete.add(index)
+            self.counts.tokens += tokens
+            request.left.discard(index)
+            self.latencies.finished(request, index, tokens)
+            request.is_over = not request.left
+            self.counts.finished += request.is_over
+        return True
+
     def close(self) -> None:
         """End the thread; unfinished requests fail."""
         with self._changed:
@@ -151,7 +134,8 @@ class Engine:
         for batch in list(self._batches.values()):
             for call in batch.calls:
                 for row, (request, index) in enumerate(self._units[call.number]):
-                    if request.is_over and index in request.left and row not in call.decoder.abandoned:
+                    is_cancelled = request.is_over and index in request.left
+                    if (is_cancelled or index in request.complete) and row not in call.decoder.abandoned:
                         call.abandon(row)
                         self.counts.freed_rows += call.decoder.beams
             calls = batch.calls
@@ -189,17 +173,8 @@ class Engine:
             if self._apart[request.key]:
                 self._generate_apart(units)
                 break  # let the batches go on in between
-            for group in self._groups(units):
+            for group in _groups(self._model, units):
                 self._begin(group)
-
-    def _groups(self, units: list[_Unit]) -> list[list[_Unit]]:
-        """Split inputs into calls, by length if n-grams are banned: a ban would see the padding of a shorter prompt."""
-        request, _ = units[0]
-        units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
-        if self._model.config.is_encoder_decoder or not request.config.no_repeat_ngram_size:
-            return [units]
-        by_length = itertools.groupby(units, key=lambda unit: len(unit[0].inputs[unit[1]]))
-        return [list(group) for _, group in by_length]
 
     def _next(self) -> list[_Unit] | None:
         """Inputs that may begin now, with the same options."""
@@ -241,7 +216,8 @@ class Engine:
             self._apart.clear()
         try:
             call = self._call([request.inputs[0]], request)
-            self._apart[request.key] = unrefillable(self._model, call, tokens=True) is not None
+            is_apart = bool(request.stop) or unrefillable(self._model, call, tokens=True) is not None
+            self._apart[request.key] = is_apart
         except Exception as error:
             self._end(request, self._failure(error))
 
@@ -319,13 +295,9 @@ class Engine:
         """Decode these inputs by the host's own `generate`, to the end."""
         request, _ = units[0]
         inputs = [one.inputs[index] for one, index in units]
-        if request.config.do_sample:
-            torch.manual_seed(request.seed)
         try:
-            call = self._call(inputs, request)
-            unwanted = StoppingCriteriaList([_Unwanted([one for one, _ in units])])
-            output = self._model.generate(**call, stopping_criteria=unwanted)
-            found = hypotheses_of(self._model, request.config, output, call["input_ids"].shape[1])
+            requests = [one for one, _ in units]
+            found = generate_apart(self._model, self._tokenizer, self._call(inputs, request), requests)
         except Exception as error:
             self._fail(units, error)
             return
@@ -333,13 +305,15 @@ class Engine:
             self._finish(one, index, hypotheses)
 
     def _finish(self, request: GenerationRequest, index: int, found: Hypotheses) -> None:
-        self.counts.tokens += sum(map(len, found.tokens))
-        if request.is_over:
-            return
-        request.left.discard(index)
-        self.latencies.finished(request, index, found)
-        if not request.left:
-            self.counts.finished += 1  # before the listener is called, which may look at the counts
+        with self._changed:  # locked, or the listener might end the input, too
+            if index in request.complete:
+                return
+            self.counts.tokens += sum(map(len, found.tokens))
+            if request.is_over:
+                return
+            request.left.discard(index)
+            self.latencies.finished(request, index, max(map(len, found.tokens), default=0))
+            self.counts.finished += not request.left  # before the listener is called, which may look at the counts
         request.listener(Finished(index, found))
         if not request.left:
             request.is_over = True
@@ -388,6 +362,16 @@ class Engine:
         self._batches.clear()
         self._units.clear()
         self.counts.running = 0
+
+
+def _groups(model: Any, units: list[_Unit]) -> list[list[_Unit]]:
+    """Split inputs into calls, by length if n-grams are banned: a ban would see the padding of a shorter prompt."""
+    request, _ = units[0]
+    units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
+    if model.config.is_encoder_decoder or not request.config.no_repeat_ngram_size:
+        return [units]
+    by_length = itertools.groupby(units, key=lambda unit: len(unit[0].inputs[unit[1]]))
+    return [list(group) for _, group in by_length]
 
 
 def _answers(device: torch.device) -> bool:

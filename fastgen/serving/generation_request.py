@@ -51,12 +51,14 @@ class GenerationRequest:
     config: Any  # GenerationConfig
     key: Hashable  # equal for requests with equal options
     listener: Callable[[Event], None]  # called in the engine's thread; must not wait
+    stop: tuple[str, ...] = ()  # texts that end a hypothesis, decoded by the host's own `generate`
     seed: int = 0
     streams: bool = False
     deadline: float = float("inf")  # of time.monotonic()
     since: float = field(default_factory=time.monotonic)
     waiting: deque[int] = field(default_factory=deque)  # inputs that are not in a batch yet
     left: set[int] = field(default_factory=set)  # inputs that are not finished
+    complete: set[int] = field(default_factory=set)  # inputs that the listener has ended, see `Engine.complete`
     first_tokens: dict[int, float] = field(default_factory=dict)  # when each input's was chosen, as time.monotonic()
     is_over: bool = False
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from fastgen.pipeline.transformers.hypotheses import Hypotheses
 from fastgen.serving.generation_request import GenerationRequest
 from fastgen.serving.histograms import Histogram
 
@@ -15,7 +14,7 @@ _Unit = tuple[GenerationRequest, int]  # an input of a request
 
 
 class Latencies:
-    """Histograms of an engine, in seconds, one value for each input. The engine's thread observes."""
+    """Histograms of an engine, in seconds, one value for each input. Any thread may observe."""
 
     def __init__(self, before_first: int) -> None:
         """`before_first`: tokens of a result that come before the first chosen one, such as a decoder's start."""
@@ -44,9 +43,13 @@ class Latencies:
             request.first_tokens[index] = now
             self._first.observe(now - request.since)
 
-    def finished(self, request: GenerationRequest, index: int, found: Hypotheses) -> None:
-        """This input has its result; one that the host's own `generate` decoded has no time of a first token."""
+    def finished(self, request: GenerationRequest, index: int, tokens: int) -> None:
+        """This input has its result; one that the host's own `generate` decoded has no time of a first token.
+
+        Args:
+            tokens: of its longest output, those before the first chosen one among them.
+        """
         began = request.first_tokens.get(index)
-        others = max(map(len, found.tokens), default=0) - self._before_first - 1
+        others = tokens - self._before_first - 1
         if began is not None and others > 0:
             self._others.observe((time.monotonic() - began) / others)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import fastgen
-from fastgen.serving.engine import Counts
+from fastgen.serving.counts import Counts
 from fastgen.serving.histograms import Histogram
 
 _GAUGES = ("running", "queued")

@@ -71,17 +71,20 @@ class Problem(BaseModel):
     detail: str
 
 
-def question(limits: Limits) -> type[BaseModel]:
-    """The class of a request's body, for this version of transformers."""
+def offered(limits: Limits) -> dict[str, Any]:
+    """The fields of GenerationConfig that a request may set, with their types, for this version of transformers."""
     known = field_types()
     bounded = {
         "max_new_tokens": Annotated[StrictInt, Field(ge=1, le=limits.new_tokens)],
         "num_beams": Annotated[StrictInt, Field(ge=1, le=limits.beams)],
         "num_return_sequences": Annotated[StrictInt, Field(ge=1, le=limits.beams)],
     }
-    fields: dict[str, Any] = {
-        name: (kind | None, None) for name, kind in {**_OFFERED, **bounded}.items() if name in known
-    }
+    return {name: kind for name, kind in {**_OFFERED, **bounded}.items() if name in known}
+
+
+def question(limits: Limits) -> type[BaseModel]:
+    """The class of a request's body."""
+    fields: dict[str, Any] = {name: (kind | None, None) for name, kind in offered(limits).items()}
     text = Annotated[str, Field(min_length=1, max_length=limits.body_bytes)]
     # For the page, where it can be sent as it is; an example made from the types would set every field.
     example: dict[str, Any] = {
@@ -93,11 +96,18 @@ def question(limits: Limits) -> type[BaseModel]:
         "Question",
         __config__=ConfigDict(extra="forbid", json_schema_extra={"example": example}),
         text=(text | Annotated[list[text], Field(min_length=1, max_length=limits.inputs)], ...),
-        seed=(Annotated[StrictInt, Field(ge=0, lt=2**63)] | None, Field(None, description="of sampling")),
         stream=(StrictBool, Field(False, description="server-sent events; beams stream what is decided")),
-        timeout=(Annotated[float, Field(gt=0, le=limits.seconds)] | None, Field(None, description="in seconds")),
+        **of_any_search(limits),
         **fields,
     )
+
+
+def of_any_search(limits: Limits) -> dict[str, Any]:
+    """Fields of a request's body that are none of GenerationConfig's: the seed and the time."""
+    return {
+        "seed": (Annotated[StrictInt, Field(ge=0, lt=2**63)] | None, Field(None, description="of sampling")),
+        "timeout": (Annotated[float, Field(gt=0, le=limits.seconds)] | None, Field(None, description="in seconds")),
+    }
 
 
 NOT_GENERATION = ("text", "seed", "stream", "timeout")

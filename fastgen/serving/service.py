@@ -8,8 +8,8 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any, NamedTuple
 
 from fastgen.pipeline.errors import InputError, WorkerError, counted, first_line
 from fastgen.pipeline.transformers import generation_fields, prepare, tokenizing
@@ -29,12 +29,23 @@ _DEFAULT_TOKENS = 256  # tokens to generate, if neither the request nor the mode
 class Refusal(Exception):
     """Raised to refuse a request, with the HTTP status and a sentence."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, field: str | None = None, code: str | None = None) -> None:
+        """`field`, of the body, and `code`: for clients of OpenAI's endpoints."""
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status, self.message, self.field, self.code = status, message, field, code
 
 
-class _Events:
+class Names(NamedTuple):
+    """What an endpoint calls the inputs and the options, for sentences to the client."""
+
+    of_input: Callable[[int], str] = lambda index: f"text[{index}]"
+    of_option: Callable[[str], str] = str
+
+
+GENERATE = Names()  # of /v1/generate
+
+
+class Events:
     """The events of a request that have not been read yet; of each growing input only the newest is kept."""
 
     def __init__(self) -> None:
@@ -54,6 +65,16 @@ class _Events:
         return self._grown.pop(event.which, event) if isinstance(event, Grown) else event
 
 
+def check_stream(options: Mapping[str, Any], name: str = "num_return_sequences") -> None:
+    """Raise Refusal if a search with these options cannot be streamed.
+
+    Args:
+        name: the request's field that asks for several outputs.
+    """
+    if int(options.get("num_return_sequences") or 1) > 1:
+        raise Refusal(422, f"stream is for one output of each input: leave out {name}.", name)
+
+
 class Service:
     """Loads the model once; `generate` and `stream` answer requests, on an event loop."""
 
@@ -65,10 +86,15 @@ class Service:
         self._is_stopping = False
         known = prepare.prepared(settings)
         self._known, self._tokenizer = known, WorkerPool(0, tokenizing.build, known.spec)
+        self.continues = not known.config.is_encoder_decoder  # else it answers a source
         self._model = load_model(settings.model, known.config, settings.dtype, known.device)
-        self.engine = Engine(self._model, most_rows=limits.rows, most_queued=most_queued)
+        self.engine = Engine(self._model, known.tokenizer, most_rows=limits.rows, most_queued=most_queued)
         self._most_new = min(limits.new_tokens, decoder_room(self._model) or limits.new_tokens)
         self._default_tokens = min(self._most_new, _DEFAULT_TOKENS)
+        self.own_generation_config = self._model.generation_config
+        self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
+        self.cleans_up = bool(getattr(known.tokenizer, "clean_up_tokenization_spaces", False))
+        self.has_chat_template = bool(getattr(known.tokenizer, "chat_template", None))
         self._config({})  # raises errors in the settings before the first request
 
     def stop(self) -> None:
@@ -87,10 +113,10 @@ class Service:
         try:
             asked, events = await self._asked(body, work, streams=False)
             outputs: list[Any] = [None] * len(asked.inputs)
-            async for event in self._events(asked, events):
+            async for event in self.events_of(asked, events):
                 assert isinstance(event, Finished)
                 work.tokens += sum(map(len, event.found.tokens))
-                texts = await asyncio.to_thread(self._decoded, event.found.tokens)
+                texts = await asyncio.to_thread(self.decoded, event.found.tokens)
                 outputs[event.which] = [
                     {"text": text, "score": finite(score)}
                     for text, score in zip(texts, event.found.scores, strict=True)
@@ -102,8 +128,7 @@ class Service:
     async def stream(self, body: dict[str, Any], work: Work) -> AsyncIterator[str]:
         """Answer in server-sent events, and note the size in `work`; Refusal is raised before the first event."""
         self.check_open()
-        if int(body.get("num_return_sequences") or 1) > 1:
-            raise Refusal(422, "stream is for one output of each input: leave out num_return_sequences.")
+        check_stream(body)
         self.running += 1
         try:
             asked, events = await self._asked(body, work, streams=True)
@@ -113,14 +138,14 @@ class Service:
             self.running -= 1
         return pieces
 
-    async def _streamed(self, asked: GenerationRequest, events: _Events, work: Work) -> AsyncGenerator[str, None]:
+    async def _streamed(self, asked: GenerationRequest, events: Events, work: Work) -> AsyncGenerator[str, None]:
         sent = [""] * len(asked.inputs)
         self.running += 1
         try:
             yield ""
-            async for event in self._events(asked, events):
+            async for event in self.events_of(asked, events):
                 if isinstance(event, Grown):
-                    (text,) = await asyncio.to_thread(self._decoded, [event.tokens])
+                    (text,) = await asyncio.to_thread(self.decoded, [event.tokens])
                     text = text[: text.rfind(" ") + 1]  # the last word may go on
                     # Some tokenizers change a space later on: then the new text is not sent yet.
                     if len(text) > len(sent[event.which]) and text.startswith(sent[event.which]):
@@ -128,7 +153,7 @@ class Service:
                         sent[event.which] = text
                 elif isinstance(event, Finished):
                     work.tokens += sum(map(len, event.found.tokens))
-                    (text,) = await asyncio.to_thread(self._decoded, event.found.tokens)
+                    (text,) = await asyncio.to_thread(self.decoded, event.found.tokens)
                     if text.startswith(sent[event.which]) and len(text) > len(sent[event.which]):
                         yield _event({"index": event.which, "delta": text[len(sent[event.which]) :]})
                     score = finite(event.found.scores[0])
@@ -141,39 +166,60 @@ class Service:
                 self.engine.cancel(asked)
         yield "data: [DONE]\n\n"
 
-    async def _asked(self, body: dict[str, Any], work: Work, *, streams: bool) -> tuple[GenerationRequest, _Events]:
+    async def _asked(self, body: dict[str, Any], work: Work, *, streams: bool) -> tuple[GenerationRequest, Events]:
         """Make a request from a body, and put it into the engine's queue."""
         texts = [body["text"]] if isinstance(body["text"], str) else list(body["text"])
         work.inputs = len(texts)
         for index, text in enumerate(texts):
             if not text.strip():
                 raise Refusal(422, f"text[{index}] is empty: send at least one word.")
-        fields = given(body)
+        inputs = await self.tokens_of(tokenizing.Encode(texts))
+        return self.submit(inputs, given(body), seed=body.get("seed"), seconds=body.get("timeout"), streams=streams)
+
+    def submit(
+        self,
+        inputs: list[list[int]],
+        options: dict[str, Any],
+        *,
+        seed: int | None,
+        seconds: float | None,
+        streams: bool,
+        stop: tuple[str, ...] = (),
+        names: Names = GENERATE,
+    ) -> tuple[GenerationRequest, Events]:
+        """Put inputs into the engine's queue, on the event loop; raises Refusal if they cannot be generated.
+
+        Args:
+            inputs: the tokens of each.
+            options: fields of GenerationConfig.
+            seed: of sampling; by default one is chosen.
+            seconds: the time for an answer, by default the limit.
+            streams: whether there are events of inputs that grow.
+            stop: texts that end a hypothesis; such requests share no batch.
+        """
         try:
-            config = self._config(fields)
+            config = self._config(options, names.of_option)
         except InputError as error:
             raise Refusal(422, str(error)) from None
-        inputs = await asyncio.to_thread(self._encoded, texts)
         rows = max(int(config.num_beams or 1), int(config.num_return_sequences or 1))
         if rows > self.limits.rows:
             what = f"The request needs {rows} rows, and {self.limits.rows} decode together"
             raise Refusal(422, f"{what}: ask for fewer beams or samples.")
-        if not self._known.config.is_encoder_decoder:
-            self._check_room(inputs, int(config.max_new_tokens))
-        loop, events = asyncio.get_running_loop(), _Events()
+        self._check_room(inputs, int(config.max_new_tokens), names)
+        loop, events = asyncio.get_running_loop(), Events()
 
         def tell(event: Event) -> None:
             loop.call_soon_threadsafe(events.put, event)
 
-        seconds = body.get("timeout") or self.limits.seconds
         asked = GenerationRequest(
             inputs,
             config,
-            hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest(),
+            hashlib.sha256(json.dumps([options, stop], sort_keys=True).encode()).digest(),
             tell,
-            seed=secrets.randbits(31) if body.get("seed") is None else body["seed"],
+            stop=stop,
+            seed=secrets.randbits(31) if seed is None else seed,
             streams=streams,
-            deadline=time.monotonic() + seconds,
+            deadline=time.monotonic() + (seconds or self.limits.seconds),
         )
         try:
             self.engine.submit(asked)
@@ -183,7 +229,7 @@ class Service:
             raise Refusal(503, STOPPED) from None
         return asked, events
 
-    async def _events(self, asked: GenerationRequest, events: _Events) -> AsyncIterator[Event]:
+    async def events_of(self, asked: GenerationRequest, events: Events) -> AsyncIterator[Event]:
         """Yield events until all inputs are finished; if the reader stops or is cancelled, the rows are freed."""
         missing = len(asked.inputs)
         try:
@@ -202,10 +248,10 @@ class Service:
             if missing:
                 self.engine.cancel(asked)
 
-    def _config(self, fields: dict[str, Any]) -> Any:
+    def _config(self, fields: dict[str, Any], shown: Callable[[str], str] = str) -> Any:
         known = self._known
-        generation_fields.check(fields, str)
-        config = generation_config(self._model, known.tokenizer, {**known.given, **fields}, known.language, str)
+        generation_fields.check(fields, shown)
+        config = generation_config(self._model, known.tokenizer, {**known.given, **fields}, known.language, shown)
         if "max_new_tokens" not in fields:
             longest = config.max_new_tokens or (config.max_length or 1) - 1  # without the decoder's start
             # 20 is transformers' default, which means nothing; and a length that counts the prompt would depend on the
@@ -219,32 +265,50 @@ class Service:
         config._fastgen_sequence_scores_only = True
         return config
 
-    def _check_room(self, inputs: list[list[int]], new_tokens: int) -> None:
+    def _check_room(self, inputs: list[list[int]], new_tokens: int, names: Names) -> None:
         """Refuse inputs that are too long, with the new tokens, for the positions of a decoder-only model."""
         positions = getattr(self._known.config, "max_position_embeddings", None)
         for index, tokens in enumerate(inputs):
-            if positions is not None and len(tokens) + new_tokens > positions:
+            if positions is not None and self.continues and len(tokens) + new_tokens > positions:
                 raise Refusal(
                     422,
-                    f"text[{index}] has {counted(len(tokens), 'token')}, max_new_tokens is {new_tokens}, "
-                    f"and the model has room for {positions} together: send a shorter text, or ask for fewer tokens.",
+                    f"{names.of_input(index)} has {counted(len(tokens), 'token')}, {names.of_option('max_new_tokens')} "
+                    f"is {new_tokens}, and the model has room for {positions} together: "
+                    "send a shorter text, or ask for fewer tokens.",
                 )
 
-    def _encoded(self, texts: list[str]) -> list[list[int]]:
-        room = min(self.limits.input_tokens, self._known.limit or self.limits.input_tokens)
+    def default_new_tokens(self, inputs: list[list[int]]) -> int | None:
+        """How many new tokens a decoder-only model has room for after each input, at most the default; None if the
+        model has no such limit, or no room at all.
+        """
+        positions = getattr(self._known.config, "max_position_embeddings", None)
+        room = None if positions is None or not self.continues else positions - max(map(len, inputs))
+        return min(self._default_tokens, room) if room is not None and room > 0 else None
+
+    async def tokens_of(
+        self, task: tokenizing.Encode | tokenizing.EncodeChat, names: Names = GENERATE
+    ) -> list[list[int]]:
+        """The tokens of each input; Refusal for those that cannot be used."""
         try:
-            found: list[list[int]] = self._tokenizer.submit(tokenizing.Encode(texts)).result()
+            found: list[list[int]] = await asyncio.to_thread(lambda: self._tokenizer.submit(task).result())
         except WorkerError as error:
-            raise Refusal(422, f"The tokenizer cannot read the text: {first_line(error)}.") from None
-        for index, tokens in enumerate(found):
-            if not tokens:
-                raise Refusal(422, f"text[{index}] has no tokens: send at least one word.")
-            if len(tokens) > room:
-                has = counted(len(tokens), "token")
-                raise Refusal(422, f"text[{index}] has {has}, and there is room for {room}: send a shorter one.")
+            what = "tokenizer cannot read the text" if isinstance(task, tokenizing.Encode) else "chat template refuses"
+            raise Refusal(422, f"The {what}: {first_line(error)}.") from None
+        self.check_tokens(found, names)
         return [list(tokens) for tokens in found]
 
-    def _decoded(self, rows: list[list[int]]) -> list[str]:
+    def check_tokens(self, inputs: list[list[int]], names: Names) -> None:
+        """Raise Refusal for inputs without tokens, or with more than there is room for."""
+        room = min(self.limits.input_tokens, self._known.limit or self.limits.input_tokens)
+        for index, tokens in enumerate(inputs):
+            if not tokens:
+                raise Refusal(422, f"{names.of_input(index)} has no tokens: send at least one word.")
+            if len(tokens) > room:
+                what = f"{names.of_input(index)} has {counted(len(tokens), 'token')}, and there is room for {room}"
+                raise Refusal(422, f"{what}: send a shorter one.")
+
+    def decoded(self, rows: list[list[int]]) -> list[str]:
+        """The text of each of these rows of tokens, without special tokens."""
         texts: list[str] = self._tokenizer.submit(tokenizing.Decode(rows)).result()
         return texts
 

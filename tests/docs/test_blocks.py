@@ -77,6 +77,8 @@ def _skip_without(needs: str | None) -> None:
         pytest.skip("needs a CUDA device")
     if needs == "hub":
         pytest.skip("needs a model of the hub: its arguments have been parsed, and it is not run")
+    if needs == "server":
+        pytest.skip("needs a server that runs: tests/serving asks one")
     if needs in ("fairseq", "whisper", "ray") and importlib.util.find_spec(needs) is None:
         pytest.skip(f"needs {needs}, which is not installed")
 
@@ -249,11 +251,12 @@ def _ray(words: list[str], block: Block) -> None:
 
 
 def _curl(words: list[str], block: Block) -> None:
+    from fastgen.serving import openai_schema, options
     from fastgen.serving.limits import Limits
-    from fastgen.serving.options import question
 
-    assert words[0].endswith("/v1/generate")
-    question(Limits())(**json.loads(words[words.index("-d") + 1]))
+    bodies = {"generate": options.question, "completions": openai_schema.completion}
+    bodies["chat/completions"] = openai_schema.chat
+    bodies[words[0].partition("/v1/")[2]](Limits())(**json.loads(words[words.index("-d") + 1]))
 
 
 def _write_prophetnet(words: list[str]) -> None:

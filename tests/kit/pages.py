@@ -15,7 +15,7 @@ _FENCE = re.compile(
 )
 _INFO = re.compile(r"^(?P<language>\w+)(?: \{(?P<attributes>[^}]*)\})?$")
 LANGUAGES = ("python", "bash", "text")  # "text" is output, or a drawing
-NEEDS = ("fairseq", "whisper", "hub", "gpu", "ray")
+NEEDS = ("fairseq", "whisper", "hub", "gpu", "ray", "server")
 
 
 @dataclass(frozen=True)

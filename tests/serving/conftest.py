@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install -c constraints.txt -e '.[ray]'")
+pytest.importorskip("fastapi_offline", reason="FastAPI is not installed: pip install -c constraints.txt -e '.[serve]'")
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,7 @@ def test_there_are_only_so_many_connections(served: _Served) -> None:
 
 
 def test_ray_serves_proxies_are_given_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray.serve", reason="Ray Serve is not installed")
     from ray.serve._private.utils import call_function_from_import_path
     from uvicorn.protocols.http import auto
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import concurrent.futures
-import http.client
-import json
 import os
 import random
 import re
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import certificate
 import listening
 import pytest
+from serve_process import (
+    HEAD,
+    Server,
+    asked_by_openais_client,
+    asked_with_keys_over_tls,
+    flags_of_keys_and_tls,
+    logged,
+    raw_request,
+    until,
+)
 from serving_kit import TEXTS, stock
 
 from fastgen.bench.report import image
@@ -29,63 +35,9 @@ from fastgen.cli import serve
 from fastgen.demo.job import SHIPPED_MODEL
 from fastgen.serving.engine import EXPIRED
 
+pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install -c constraints.txt -e '.[ray]'")
+
 pytestmark = pytest.mark.slow
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-class Server:
-    """A `fastgen-serve` in a process of its own, with a Ray of its own."""
-
-    def __init__(self, log: Path, *flags: str) -> None:
-        self.port = _free_port()
-        command = [sys.executable, "-m", "fastgen.cli.serve", str(SHIPPED_MODEL), "--port", str(self.port), *flags]
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-        self.log = log
-        with open(log, "wb") as file:
-            self.process = subprocess.Popen(command, stderr=file, stdout=file, env=environment)
-        end = time.monotonic() + 240
-        while b"answers" not in log.read_bytes():
-            assert self.process.poll() is None and time.monotonic() < end, log.read_text()
-            time.sleep(0.1)
-
-    def send(self, method: str, path: str, body: Any = None, timeout: float = 60) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
-        try:
-            data = None if body is None else json.dumps(body)
-            connection.request(method, path, data, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.read().decode()
-        finally:
-            connection.close()
-
-    def refusal(self, method: str, path: str, body: Any = None) -> tuple[int, str | None]:
-        """The status, and what Retry-After says; 0 where nobody listens any more."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, answer.getheader("Retry-After")
-        except (OSError, http.client.HTTPException):
-            return 0, None
-        finally:
-            connection.close()
-
-    def ask(self, **body: Any) -> tuple[int, Any]:
-        status, text = self.send("POST", "/v1/generate", body)
-        return status, json.loads(text) if text.startswith("{") else text
-
-    def metric(self, name: str) -> int:
-        lines = self.send("GET", "/metrics")[1].splitlines()
-        return next(int(line.split()[1]) for line in lines if line.split()[0].startswith(f"fastgen_{name}{{"))
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGINT)
-        return self.process.wait(timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +61,8 @@ def test_answers_are_those_of_generate(server: Server) -> None:
     assert server.metric("rows_total") > 4 * server.metric("steps_total")
 
 
-HEAD = "POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+def test_openais_client_is_answered(server: Server) -> None:
+    asked_by_openais_client(server)
 
 
 def test_its_page_shows_in_a_browser(server: Server) -> None:
@@ -120,52 +73,37 @@ def test_its_page_shows_in_a_browser(server: Server) -> None:
         assert shown in dom
 
 
-def _raw(server: Server, body: dict[str, Any]) -> socket.socket:
-    """A connection whose request has been sent."""
-    connection = socket.create_connection(("127.0.0.1", server.port))
-    data = json.dumps(body).encode()
-    connection.sendall(HEAD.format(len(data)).encode() + data)
-    return connection
-
-
 # As long as the model can: 64 rows take more than a second.
 LONG = dict(num_beams=8, min_new_tokens=110, max_new_tokens=112)
 
 
-def _until(what: Any, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_a_client_that_goes_away_frees_its_rows(server: Server) -> None:
     freed, cancelled = server.metric("freed_rows_total"), server.metric("cancelled_total")
-    connection = _raw(server, dict(text=TEXTS[:8], **LONG))
-    _until(lambda: server.metric("running") == 64)
+    connection = raw_request(server, dict(text=TEXTS[:8], **LONG))
+    until(lambda: server.metric("running") == 64)
     connection.close()
-    _until(lambda: server.metric("freed_rows_total") - freed == 64)
+    until(lambda: server.metric("freed_rows_total") - freed == 64)
     assert server.metric("cancelled_total") - cancelled == 1
 
 
 def test_a_stream_whose_client_goes_away_frees_its_row(server: Server) -> None:
     freed = server.metric("freed_rows_total")
-    beside = _raw(server, dict(text=TEXTS[:7], **LONG))  # with which a step takes its time
-    _until(lambda: server.metric("running") == 56)
-    connection = _raw(server, dict(text=TEXTS[0], stream=True, min_new_tokens=110, max_new_tokens=112))
+    beside = raw_request(server, dict(text=TEXTS[:7], **LONG))  # with which a step takes its time
+    until(lambda: server.metric("running") == 56)
+    connection = raw_request(server, dict(text=TEXTS[0], stream=True, min_new_tokens=110, max_new_tokens=112))
     assert b"200 OK" in connection.recv(1000)
-    _until(lambda: server.metric("running") == 57)
+    until(lambda: server.metric("running") == 57)
     connection.close()
-    _until(lambda: server.metric("freed_rows_total") - freed == 1)
+    until(lambda: server.metric("freed_rows_total") - freed == 1)
     beside.close()
-    _until(lambda: server.metric("running") == 0)
+    until(lambda: server.metric("running") == 0)
 
 
 def test_a_request_beyond_its_time_frees_its_rows(server: Server) -> None:
     freed = server.metric("freed_rows_total")
     status, answer = server.ask(text=TEXTS[:8], timeout=0.3, **LONG)
     assert (status, answer["detail"]) == (504, EXPIRED)
-    _until(lambda: server.metric("freed_rows_total") - freed == 64)
+    until(lambda: server.metric("freed_rows_total") - freed == 64)
 
 
 def test_a_slow_client_holds_no_row(server: Server) -> None:
@@ -174,8 +112,8 @@ def test_a_slow_client_holds_no_row(server: Server) -> None:
     slow.sendall(
         b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"
     )
-    deaf = _raw(server, dict(text=TEXTS[0], stream=True, min_new_tokens=100, max_new_tokens=120))
-    _until(lambda: server.metric("running") == 0)
+    deaf = raw_request(server, dict(text=TEXTS[0], stream=True, min_new_tokens=100, max_new_tokens=120))
+    until(lambda: server.metric("running") == 0)
     assert server.ask(text=TEXTS[1], num_beams=4, max_new_tokens=20)[0] == 200
     slow.sendall(b'"text": "1 2"}')
     assert b"200 OK" in slow.recv(1000)
@@ -208,41 +146,20 @@ def test_requests_are_lines_of_a_replicas_log(server: Server) -> None:
     server.ask(text="sesame", max_new_tokens=3)
     folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
     (log,) = folder.glob(f"session_*_{server.process.pid}/logs/serve/replica_fastgen_generate_*.log")
-    _until(lambda: re.search(r"POST /v1/generate 200 \d+ ms, inputs 1, tokens [23]", log.read_text()))
+    until(lambda: re.search(r"POST /v1/generate 200 \d+ ms, inputs 1, tokens [23]", log.read_text()))
     assert "sesame" not in log.read_text() and "GET /metrics" not in log.read_text()
 
 
 def test_keys_of_a_file_ids_logs_of_json_and_tls(tmp_path: Path) -> None:
     """On Ray, too: the proxy answers with the id, once, whatever the client sent."""
     cert, key = certificate.made(tmp_path)
-    keys = tmp_path / "keys"
-    keys.write_text("first\nsecond\n")
-    flags = ("--api-key-file", str(keys), "--log-format", "json", "--ssl-certfile", cert, "--ssl-keyfile", key)
-    server = Server(tmp_path / "log", "--threads", "1", *flags)
+    server = Server(tmp_path / "log", "--threads", "1", *flags_of_keys_and_tls(tmp_path, cert, key))
     try:
-        assert f"https://127.0.0.1:{server.port}/v1/generate answers" in server.log.read_text()
-        context = ssl.create_default_context(cafile=cert)
-
-        def ask(identity: str, authorization: str) -> tuple[int, list[str]]:
-            connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=60, context=context)
-            headers = {"Authorization": authorization, "X-Request-Id": identity, "Content-Type": "application/json"}
-            connection.request("POST", "/v1/generate", json.dumps({"text": "1 2", "max_new_tokens": 3}), headers)
-            answer = connection.getresponse()
-            answer.read()
-            connection.close()
-            return answer.status, answer.headers.get_all("x-request-id") or []
-
-        assert ask("job-17", "Bearer second") == (200, ["job-17"])
-        assert ask("job-18", "Bearer third") == (401, ["job-18"])
-        status, (made,) = ask("a b", "Bearer first")
-        assert status == 200 and re.fullmatch("[0-9a-f]{32}", made)
+        statuses = asked_with_keys_over_tls(server, cert)
         folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
         (log,) = folder.glob(f"session_*_{server.process.pid}/logs/serve/replica_fastgen_generate_*.log")
-        _until(lambda: made in log.read_text())
-        lines = [json.loads(line) for line in log.read_text().splitlines()]
-        asked = [line for line in lines if line["message"].startswith("POST /v1/generate")]
-        found = {line["request_id"]: line["status"] for line in asked}
-        assert found == {"job-17": 200, "job-18": 401, made: 200}
+        until(lambda: all(f'"{one}"' in log.read_text() for one in statuses))
+        assert logged(log.read_text().splitlines()) == statuses
         assert server.stop() == 0
     finally:
         server.process.kill()
@@ -264,7 +181,7 @@ def test_a_replica_that_is_killed_costs_no_silence(tmp_path: Path) -> None:
         for (status, answer), i in zip(answers, range(120), strict=True):
             if status == 200:
                 assert answer["outputs"][0][0]["text"] == stock(TEXTS[i % 40], num_beams=4, max_new_tokens=100)[0][0]
-        _until(lambda: all(server.ask(text="1", max_new_tokens=2)[0] == 200 for _ in range(6)))
+        until(lambda: all(server.ask(text="1", max_new_tokens=2)[0] == 200 for _ in range(6)))
         _end_lets_those_that_run_finish(server)
     finally:
         server.process.kill()
@@ -291,7 +208,7 @@ def _end_lets_those_that_run_finish(server: Server) -> None:
         last = [threads.submit(server.ask, text=TEXTS[:16], **options) for _ in range(6)]
         time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
-        _until(lambda: all(server.refusal("GET", "/health/ready") == (503, "1") for _ in range(6)), 10)
+        until(lambda: all(server.refusal("GET", "/health/ready") == (503, "1") for _ in range(6)), 10)
         for _ in range(6):
             assert server.refusal("POST", "/v1/generate", asked) == (503, "1")
             assert server.refusal("GET", "/health/live")[0] == server.refusal("GET", "/health")[0] == 200

@@ -26,6 +26,13 @@ class Encode:
 
 
 @dataclass(frozen=True)
+class EncodeChat:
+    """A conversation for a tokenizer with a chat template; the result has one input."""
+
+    messages: list[dict[str, Any]]  # with `role` and `content`
+
+
+@dataclass(frozen=True)
 class Decode:
     rows: list[list[int]]
 
@@ -84,23 +91,26 @@ def target_language(tokenizer: Any, language: str) -> tuple[int | None, str]:
     raise InputError(f"The tokenizer doesn't know the language {language!r}.")
 
 
-def build(spec: TokenizerSpec) -> Callable[[Encode | Decode], Any]:
+def build(spec: TokenizerSpec) -> Callable[[Encode | EncodeChat | Decode], Any]:
     """Make the handler of a worker."""
     # The pipeline has several workers already: no further threads in each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return handler(load_tokenizer(spec), spec)
 
 
-def handler(tokenizer: Any, spec: TokenizerSpec) -> Callable[[Encode | Decode], Any]:
+def handler(tokenizer: Any, spec: TokenizerSpec) -> Callable[[Encode | EncodeChat | Decode], Any]:
     """A function that encodes and decodes with `tokenizer`, as `spec` says."""
     prefix = spec.task_prefix
     if spec.target_lang is not None:
         prefix = target_language(tokenizer, spec.target_lang)[1] + prefix
     cut: dict[str, Any] = {} if spec.truncate_to is None else {"truncation": True, "max_length": spec.truncate_to}
 
-    def handle(task: Encode | Decode) -> Any:
+    def handle(task: Encode | EncodeChat | Decode) -> Any:
         if isinstance(task, Decode):
             return tokenizer.batch_decode(task.rows, skip_special_tokens=True)
+        if isinstance(task, EncodeChat):
+            text = tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
+            return [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # the template wrote them
         return tokenizer([prefix + text for text in task.texts], verbose=False, **cut)["input_ids"]
 
     return handle

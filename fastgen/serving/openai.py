@@ -1,0 +1,135 @@
+"""OpenAI's endpoints: text completions, conversations, and the list of models, for clients that speak to OpenAI."""
+
+# No postponed annotations here: FastAPI could not look up the class of a body, which is made within a function.
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+
+from fastgen.pipeline.transformers.tokenizing import Encode, EncodeChat
+from fastgen.serving import metrics, openai_schema
+from fastgen.serving.observed import work_of
+from fastgen.serving.openai_answers import CHAT, CONTEXT, TEXT, Answer, Form, Inputs, streamed, whole
+from fastgen.serving.openai_schema import RENAMED
+from fastgen.serving.openai_search import search_of
+from fastgen.serving.service import Names, Refusal, Service
+
+_PROBLEMS = {
+    400: "the body is no JSON, or a field or a text can't be used",
+    401: "without the bearer token",
+    404: "another model",
+    408: "the body took too long",
+    413: "the body is too long",
+    429: "the queue is full; Retry-After says when to try again",
+    500: "the model failed",
+    503: "out of memory, too many bodies at a time, or the service is stopping; Retry-After says when to try again",
+    504: "it took longer than it may: another try would, too",
+}
+
+
+def add_endpoints(app: FastAPI, service: Service, dependencies: Sequence[Any]) -> None:
+    """Add the endpoints to the application; `dependencies`: FastAPI's, of each of them."""
+    started, name = int(time.time()), metrics.shown(service.name)
+    models = openai_schema.Models(data=[openai_schema.Model(id=name, created=started)])
+    CompletionRequest, ChatRequest = openai_schema.completion(service.limits), openai_schema.chat(service.limits)
+    common: dict[str, Any] = {
+        "dependencies": dependencies,
+        "responses": {
+            code: {"model": openai_schema.ProblemOfOpenAI, "description": what} for code, what in _PROBLEMS.items()
+        },
+    }
+
+    def check_model(asked: str | None) -> None:
+        if asked is not None and asked not in (name, service.name):
+            what = f"The service has no model {asked[:80]!a}: it has {name!a}."
+            raise Refusal(404, what, "model", "model_not_found")
+
+    async def answer(form: Form, body: Any, inputs: Inputs, request: Request) -> Any:
+        search = search_of(body.model_dump(exclude_unset=True), service.own_generation_config, service.limits)
+        found = Answer(service, search, inputs, work_of(request.scope))
+        if not search.stream:
+            return await whole(found, form, name)
+        events = streamed(service, found, form, name, include_usage=search.include_usage)
+        await anext(events)  # from here on, closing `events` frees the rows
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    @app.post("/v1/completions", response_model=openai_schema.Completion, **common)
+    async def completions(body: CompletionRequest, request: Request) -> Any:  # type: ignore[valid-type]
+        """Go on with prompts or, with an encoder-decoder, answer them, as OpenAI's endpoint of this name does."""
+        service.check_open()
+        service.running += 1
+        try:
+            check_model(body.model)  # type: ignore[attr-defined]
+            return await answer(TEXT, body, await _prompts(service, body), request)
+        finally:
+            service.running -= 1
+
+    @app.post("/v1/chat/completions", response_model=openai_schema.ChatCompletion, **common)
+    async def chat_completions(body: ChatRequest, request: Request) -> Any:  # type: ignore[valid-type]
+        """Answer a conversation, for models with a chat template, as OpenAI's endpoint of this name does."""
+        service.check_open()
+        service.running += 1
+        try:
+            check_model(body.model)  # type: ignore[attr-defined]
+            return await answer(CHAT, body, await _conversation(service, body), request)
+        finally:
+            service.running -= 1
+
+    @app.get("/v1/models", response_model=openai_schema.Models, **common)
+    async def list_models() -> Any:
+        """The model of the service, in a list."""
+        return models
+
+    @app.get("/v1/models/{model:path}", response_model=openai_schema.Model, **common)
+    async def retrieve_model(model: str) -> Any:
+        """The model of the service, by the name."""
+        check_model(model)
+        return models.data[0]
+
+
+async def _prompts(service: Service, body: Any) -> Inputs:
+    """The inputs of a text completion: texts, or tokens."""
+    prompt = body.prompt
+    is_one = isinstance(prompt, str) or isinstance(prompt[0], int)
+    prompts = [prompt] if is_one else list(prompt)
+    names = Names(lambda index: "prompt" if is_one else f"prompt[{index}]", _renamed)
+    if body.echo and not service.continues:
+        raise Refusal(
+            422, "echo is for models that go on with a prompt, and this one answers it: leave it out.", "echo"
+        )
+    if isinstance(prompts[0], str):
+        tokens, prefixes = await service.tokens_of(Encode(prompts), names), prompts
+    else:
+        _check_vocabulary(service, prompts, names)
+        service.check_tokens(prompts, names)
+        tokens, prefixes = prompts, service.decoded(prompts) if body.echo else []
+    contexts = [row[-CONTEXT:] for row in tokens] if service.continues and not service.cleans_up else []
+    return Inputs(tokens, names, prefixes if body.echo else [], contexts)
+
+
+def _check_vocabulary(service: Service, prompts: list[list[int]], names: Names) -> None:
+    for number, row in enumerate(prompts):
+        for index, token in enumerate(row):
+            if token >= service.vocabulary:
+                place = f"{names.of_input(number)}[{index}]"
+                raise Refusal(422, f"{place} is {token}: the model's tokens are 0 to {service.vocabulary - 1}.", place)
+
+
+async def _conversation(service: Service, body: Any) -> Inputs:
+    """The input of a conversation, as the model's chat template writes it."""
+    if not service.has_chat_template:
+        what = "The model has no chat template, which messages need: send a prompt to /v1/completions."
+        raise Refusal(422, what, "messages", "no_chat_template")
+    for index, message in enumerate(body.messages):
+        if (field := message.not_offered()) is not None:
+            place = f"messages[{index}].{field[:80]}"
+            raise Refusal(422, f"{place} is not offered: leave it out.", place)
+    names = Names(lambda index: "The conversation in messages", _renamed)
+    tokens = await service.tokens_of(EncodeChat([message.as_text() for message in body.messages]), names)
+    return Inputs(tokens, names)
+
+
+def _renamed(option: str) -> str:
+    return RENAMED.get(option, option)

@@ -1,0 +1,244 @@
+"""Answers requests to OpenAI's endpoints with the service's engine, whole or in server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fastgen.pipeline.transformers.hypotheses import Hypotheses
+from fastgen.serving.generation_request import Finished, Grown
+from fastgen.serving.growing_text import GrowingText, stable, stop_in, tokens_until_stop
+from fastgen.serving.observed import Work
+from fastgen.serving.openai_errors import problem, status_of
+from fastgen.serving.openai_search import SearchRequest
+from fastgen.serving.options import finite
+from fastgen.serving.service import Names, Refusal, Service
+
+CONTEXT = 5  # tokens of a prompt that are decoded with the new ones: some tokenizers drop a space at the beginning
+
+
+class Piece(NamedTuple):
+    """A part of a choice's text."""
+
+    choice: int  # the number
+    text: str
+    finish_reason: str | None = None  # "stop" or "length" in a choice's last piece
+    tokens: int = 0  # of the whole choice, in the last piece
+    score: float | None = None
+
+
+@dataclass
+class Inputs:
+    """The inputs of a request, and how their texts begin."""
+
+    tokens: list[list[int]]
+    names: Names
+    prefixes: list[str] = field(default_factory=list)  # what each text begins with, if anything
+    contexts: list[list[int]] = field(default_factory=list)  # the last tokens of each prompt, if the text goes on there
+
+
+class Answer:
+    """A request that the engine works on."""
+
+    def __init__(self, service: Service, search: SearchRequest, inputs: Inputs, work: Work) -> None:
+        """Submit the request, on the event loop; Refusal if that is impossible."""
+        self._service, self._search, self._inputs, self._work = service, search, inputs, work
+        work.inputs = len(inputs.tokens)
+        options = dict(search.options)
+        if "max_new_tokens" not in options and (most := service.default_new_tokens(inputs.tokens)) is not None:
+            options["max_new_tokens"] = most
+        self._request, self._events = service.submit(
+            inputs.tokens,
+            options,
+            seed=search.seed,
+            seconds=search.seconds,
+            streams=search.stream or search.stops_early,
+            stop=search.stop if search.options["num_beams"] > 1 else (),  # samples are cut when they are finished
+            names=inputs.names,
+        )
+        count = len(inputs.tokens) * search.n
+        self._texts = [GrowingText(search.stop, cleans_up=service.cleans_up) for _ in range(count)]
+        self._bases: list[str] = []  # the texts of the contexts
+        self._prefixes = [inputs.prefixes[i // search.n] if inputs.prefixes else "" for i in range(count)]
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the samples; None for other searches."""
+        return self._request.seed if self._request.config.do_sample else None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self._inputs.tokens))
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Yield the choices' texts as they grow; closing it frees the rows."""
+        try:
+            if self._inputs.contexts:
+                self._bases = await asyncio.to_thread(self._service.decoded, self._inputs.contexts)
+            async for event in self._service.events_of(self._request, self._events):
+                if isinstance(event, Grown) and event.which in self._request.left:
+                    yield await self._grown(event)
+                elif isinstance(event, Finished):
+                    for piece in await asyncio.to_thread(self._finished, event):
+                        self._work.tokens += piece.tokens
+                        yield piece
+        finally:
+            if self._request.left:
+                self._service.engine.cancel(self._request)
+
+    async def _grown(self, event: Grown) -> Piece:
+        """What an input's best hypothesis has become; if a stop string ends it, the engine need not go on."""
+        index = event.which * self._search.n
+        (text,) = await asyncio.to_thread(self._decoded, event.which, [event.tokens])
+        new, is_stopped = self._texts[index].grow(text)
+        if is_stopped and self._search.rows == 1:
+            count = await asyncio.to_thread(self._tokens_until_stop, event.which, event.tokens)
+            if self._service.engine.complete(self._request, event.which, count):
+                self._events.put(Finished(event.which, Hypotheses([event.tokens], [None])))
+        return Piece(index, self._prefix(index) + new)
+
+    def _finished(self, event: Finished) -> list[Piece]:
+        """The last pieces of an input's choices, best first."""
+        rows, scores = self._search.best(event.found, lambda row: self._end(row)[1])
+        pieces = []
+        for number, (row, text) in enumerate(zip(rows, self._decoded(event.which, rows), strict=True)):
+            index, score = event.which * self._search.n + number, finite(scores[number])
+            new, is_stopped = self._texts[index].end(text)
+            if is_stopped:
+                reason, count = "stop", self._tokens_until_stop(event.which, row) - self._begun
+                if self._search.rows == 1:
+                    score = None  # the engine may not have got to the end, which the score is of
+            else:
+                reason, count = self._end(row)
+            pieces.append(Piece(index, self._prefix(index) + new, reason, count, score))
+        return pieces
+
+    def _prefix(self, index: int) -> str:
+        """What a choice's text begins with, once."""
+        prefix, self._prefixes[index] = self._prefixes[index], ""
+        return prefix
+
+    @property
+    def _begun(self) -> int:
+        """The number of tokens in a row that were not generated: the start token of a decoder with an encoder."""
+        return 0 if self._service.continues else 1
+
+    def _end(self, row: list[int]) -> tuple[str, int]:
+        """Why a row ends, and the number of new tokens, an end token among them that was cut off as padding."""
+        config = self._request.config
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        count = len(row) - self._begun
+        if count > 0 and row[-1] in ends:
+            return "stop", count
+        if count >= int(config.max_new_tokens):
+            return "length", count
+        return "stop", count + (config.pad_token_id in ends)
+
+    def _tokens_until_stop(self, which: int, row: list[int]) -> int:
+        def has_stop(tokens: list[int]) -> bool:
+            (text,) = self._decoded(which, [tokens])
+            return stop_in(stable(text, cleans_up=self._service.cleans_up), self._search.stop) is not None
+
+        return tokens_until_stop(row, has_stop)
+
+    def _decoded(self, which: int, rows: list[list[int]]) -> list[str]:
+        """The text of each row, as it goes on from the prompt of this input."""
+        if not self._bases or self._bases[which].endswith("\ufffd"):
+            return self._service.decoded(rows)
+        context, base = self._inputs.contexts[which], self._bases[which]
+        return [text[len(base) :] for text in self._service.decoded([[*context, *row] for row in rows])]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an endpoint writes its answers."""
+
+    object: str
+    chunk: str  # the `object` of a stream's events
+    prefix: str  # of ids
+    is_chat: bool
+
+
+TEXT = Form("text_completion", "text_completion", "cmpl-", False)
+CHAT = Form("chat.completion", "chat.completion.chunk", "chatcmpl-", True)
+
+
+def _usage(answer: Answer, tokens: int) -> dict[str, int]:
+    prompt = answer.prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+
+def _head(form: Form, kind: str, model: str) -> dict[str, Any]:
+    return {"id": f"{form.prefix}{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+async def whole(answer: Answer, form: Form, model: str) -> dict[str, Any]:
+    """The answer in one object."""
+    texts: dict[int, str] = {}
+    last: dict[int, Piece] = {}
+    async for piece in answer.pieces():
+        texts[piece.choice] = texts.get(piece.choice, "") + piece.text
+        if piece.finish_reason is not None:
+            last[piece.choice] = piece
+    choices = []
+    for index in sorted(last):
+        content: dict[str, Any] = {"text": texts[index]}
+        if form.is_chat:
+            content = {"message": {"role": "assistant", "content": texts[index]}}
+        end = {"finish_reason": last[index].finish_reason, "score": last[index].score}
+        choices.append({"index": index, **content, **end, "logprobs": None})
+    usage = _usage(answer, sum(piece.tokens for piece in last.values()))
+    return {**_head(form, form.object, model), "choices": choices, "usage": usage, "seed": answer.seed}
+
+
+async def streamed(
+    service: Service, answer: Answer, form: Form, model: str, *, include_usage: bool
+) -> AsyncGenerator[str, None]:
+    """Server-sent events, of which the first is empty; closing it frees the rows."""
+    service.running += 1
+    head, tokens, begun = _head(form, form.chunk, model), 0, set[int]()
+    if include_usage:
+        head["usage"] = None
+    pieces = answer.pieces()
+    try:
+        yield ""
+        async for piece in pieces:
+            tokens += piece.tokens
+            for choice in _chunks(piece, form, piece.choice not in begun):
+                yield _event({**head, "choices": [choice]})
+                begun.add(piece.choice)
+        if include_usage:
+            yield _event({**head, "choices": [], "usage": _usage(answer, tokens)})
+    except Refusal as refusal:  # too late for a status
+        yield _event(problem(status_of(refusal.status), refusal.message, refusal.field, refusal.code))
+    finally:
+        service.running -= 1
+        await pieces.aclose()
+    yield "data: [DONE]\n\n"
+
+
+def _chunks(piece: Piece, form: Form, is_first: bool) -> Sequence[dict[str, Any]]:
+    """The choices of the events for a piece: none if it says nothing."""
+    end: dict[str, Any] = {"logprobs": None, "finish_reason": piece.finish_reason}
+    if piece.finish_reason is not None:
+        end["score"] = piece.score
+    if not form.is_chat:
+        return [{"index": piece.choice, "text": piece.text, **end}] if piece.text or piece.finish_reason else []
+    found: list[dict[str, Any]] = []
+    open_end = {"logprobs": None, "finish_reason": None}
+    if is_first:
+        found.append({"index": piece.choice, "delta": {"role": "assistant", "content": ""}, **open_end})
+    if piece.text:
+        found.append({"index": piece.choice, "delta": {"content": piece.text}, **open_end})
+    if piece.finish_reason is not None:
+        found.append({"index": piece.choice, "delta": {}, **end})
+    return found
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
