@@ -218,7 +218,44 @@ def tree(colours: Colours) -> Picture:
     return picture
 
 
-PICTURES = {"memory": memory, "tree": tree}
+def gain(colours: Colours) -> Picture:
+    """How many times as fast as the stock host: what else one would install, and fastgen."""
+    import gains
+    import generated
+
+    rows = gains.gains(generated._result)
+    bars = [
+        (
+            one,
+            [
+                *((name, ratio, colours.beams[0]) for name, ratio in one.peers.items()),
+                ("fastgen", one.fastgen, colours.shared),
+            ],
+        )
+        for one in rows
+    ]
+    said = "; ".join(
+        f"{one.who}: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio, _ in of_row) for one, of_row in bars
+    )
+    left, bar, space, top = 205, 17, 9, 44
+    height = top + sum(len(of_row) * (bar + 2) + space for _, of_row in bars) + 24
+    picture = Picture(720, height, "How many times as fast as the stock host", f"{said}.", colours)
+    unit = (720 - left - 160) / max(ratio for _, of_row in bars for _, ratio, _ in of_row)
+    picture.text(0, 18, "How many times as fast as the stock host, in float32, on a CPU", bold=True)
+    y = float(top)
+    for one, of_row in bars:
+        picture.text(left - 10, y + 13, one.who, 13, anchor="end")
+        for name, ratio, fill in of_row:
+            picture.box(left, y, ratio * unit, bar, fill)
+            picture.text(left + ratio * unit + 6, y + 13, f"{name} {ratio:.2f}x", 12, colours.faint)
+            y += bar + 2
+        y += space
+    picture.line(left + unit, top - 6, left + unit, y, colours.faint, 1, "3 3")
+    picture.text(left + unit, y + 12, "stock: 1x", 12, colours.faint, "middle")
+    return picture
+
+
+PICTURES = {"memory": memory, "tree": tree, "gain": gain}
 
 
 def drawn() -> Iterator[tuple[Path, str]]:

@@ -401,10 +401,22 @@ def results_short() -> str:
     return table(("task", "stock", "fastgen", "faster"), rows)
 
 
+def results_gains() -> str:
+    import gains
+
+    return gains.shown(_result)
+
+
 def _suite(name: str) -> str:
     import suites
 
     return suites.shown(_result(name))
+
+
+def results_equal() -> str:
+    import suites
+
+    return suites.equal_outputs({name: _result(name) for name in _SUITES})
 
 
 def results_phases() -> str:
@@ -653,6 +665,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-machine": results_machine,
     "results-operators": results_operators,
     **{f"results-{name}": functools.partial(_suite, name) for name in _SUITES},
+    "results-equal": results_equal,
+    "results-gains": results_gains,
     "results-phases": results_phases,
     "results-short": results_short,
     "results-slots": results_slots,

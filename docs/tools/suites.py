@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from table_markup import table
 
-from fastgen.bench.document import Document, Section, Task
+from fastgen.bench.document import Document, Result, Section, Task
 from fastgen.bench.report import facts, summary
 from fastgen.phases import PHASES
 
@@ -22,6 +22,31 @@ def shown(document: Document) -> str:
         f"{settings['dtype']}; {ran}. {' '.join(one.text for one in summary.checks(document))}"
     )
     return "\n\n".join(parts)
+
+
+def equal_outputs(documents: dict[str, Document]) -> str:
+    """How many outputs of each suite had to be the host's, and were, token for token."""
+    rows, total = [], [0, 0, 0]
+    for name, document in documents.items():
+        found = [
+            result
+            for task in document["tasks"]
+            for result in facts.results(task).values()
+            if "verified" in result and result["verified"]["must"]
+        ]
+        near, different = (sum(len(part(one)) for one in found) for part in (facts.near_ties, _different))
+        same = sum(one["verified"]["outputs"] for one in found) - near - different
+        counts = (same, near, different)
+        total = [sum(pair) for pair in zip(total, counts, strict=True)]
+        rows.append(
+            (f"`{name}`", document["date"][:10], document["machine"]["cpu"], *(f"{count:,}" for count in counts))
+        )
+    rows.append(("all", "", "", *(f"**{count:,}**" for count in total)))
+    return table(("suite", "measured on", "processor", "same", "at a near-tie", "different"), rows)
+
+
+def _different(result: Result) -> list[int]:
+    return [one for one in result["verified"]["different"] if one not in facts.near_ties(result)]
 
 
 def phases(document: Document) -> str:

@@ -92,3 +92,7 @@ def test_links_of_the_readme_lead_somewhere() -> None:
 def test_readme_leads_to_every_page() -> None:
     for path in DOCS.rglob("*.md"):
         assert f"]({pages.name_of(path)})" in pages.text_of("README.md"), path.name
+
+
+def test_readme_is_one_screen() -> None:
+    assert len(pages.text_of("README.md").splitlines()) <= 120
