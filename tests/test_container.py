@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,36 @@ def test_its_health_is_asked_for_where_it_listens() -> None:
     compile(command[2], "HEALTHCHECK", "exec")
     (page,) = re.findall(r"http://127\.0\.0\.1:8000(/[\w/]+)", command[2])
     assert page in HEALTH
+
+
+def shown(what: str) -> str:
+    """The block of docs/cluster.md that has `what` in it."""
+    blocks = re.findall(r"^```text\n(.*?)^```", (ROOT / "docs/cluster.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    (found,) = (block for block in blocks if what in block)
+    return str(found)
+
+
+def test_the_documented_commands_fit_the_image() -> None:
+    build, run = (shlex.split(line) for line in shown("docker run").splitlines())
+    tag = f"fastgen:{fastgen.__version__}"
+    assert build == ["docker", "build", "--tag", tag, "."]
+    assert run[run.index("--publish") + 1].endswith(f":8000:{of('EXPOSE')[0]}")
+    (entry,) = of("ENTRYPOINT")
+    served([*json.loads(entry)[1:], *run[run.index(tag) + 1 :]])
+
+
+def test_the_documented_proxy_fits_the_service() -> None:
+    block, args = shown("proxy_pass"), served(["MODEL"])
+    assert f"proxy_pass http://127.0.0.1:{args.port};" in block and args.host == "127.0.0.1"
+    (location,) = re.findall(r"location ~ (\S+) \{", block)
+    passed = [
+        page for page in ("/v1/generate", "/v1/models", *HEALTH, "/docs", "/metrics") if re.search(location, page)
+    ]
+    assert passed == ["/v1/generate", "/v1/models", "/health/ready"]
+    (seconds,) = re.findall(r"proxy_read_timeout (\d+)s;", block)
+    assert int(seconds) > args.timeout
+    (size,) = re.findall(r"client_max_body_size (\d+)m;", block)
+    assert int(size) * 2**20 >= args.max_body
 
 
 def test_a_setting_of_the_image_is_one_of_fastgens() -> None:

@@ -22,13 +22,21 @@ _numbers = itertools.count()
 _keys: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, int]] = weakref.WeakKeyDictionary()
 _counts: Counter[str] = Counter()
 _unused: dict[str, str] = {}
+_was_on = False  # for the process, when somebody last asked
 
 
 def is_on() -> bool:
-    """Whether something may be kept now; applies the limit that is configured."""
-    limit = config.current().prefix_cache
-    if limit or not config.configure().prefix_cache:  # of the process, whatever a block says
+    """Whether something may be kept now; applies the limit that is configured.
+
+    Everything is freed once it is switched off for the process. What a block keeps, other threads leave alone.
+    """
+    global _was_on
+    limit, is_on_everywhere = config.current().prefix_cache, config.configure().prefix_cache > 0
+    if limit:
         prefixes.limit = limit
+    elif _was_on and not is_on_everywhere:
+        prefixes.limit = 0
+    _was_on = is_on_everywhere
     return limit > 0
 
 

@@ -29,6 +29,8 @@ class WideTree(BeamTree):
     ) -> None:
         super().__init__(batch, beams, max_steps, buffers, is_static)
         self.capacity = max(1, min(max_steps, FIRST_STEPS)) * beams
+        if is_static:  # paths have a place for each step, and the model's position bias one for each slot
+            self.capacity = max(self.capacity, max_steps)
         self._first = batch, self.capacity
 
     def begin_decoding(self, prompt_mask: Tensor | None = None, device: torch.device | None = None) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import io
 import os
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,17 @@ from torch import Tensor
 from fastgen.decoding import trie_building
 
 _FORMAT = 1  # of saved files
+# What numpy and zipfile raise for bytes that are no archive of arrays, or a damaged one.
+_UNREADABLE: tuple[type[Exception], ...] = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    OSError,
+    NotImplementedError,
+)
+_UNREADABLE += (zipfile.BadZipFile, zlib.error)
 
 
 class Trie:
@@ -231,11 +245,12 @@ class Trie:
             ValueError: the file is none, or it is damaged.
             OSError: the file cannot be read.
         """
+        content = io.BytesIO(Path(path).read_bytes())
         try:
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as saved:
+            with np.load(content, allow_pickle=False) as saved:
                 facts, tokens, first_child = saved["facts"], saved["tokens"], saved["first_child"]
             version, end, prompt_length, roots, is_per_sentence = facts.tolist()
-        except (ValueError, KeyError, TypeError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        except _UNREADABLE as error:
             raise ValueError(f"{os.fspath(path)} is no trie that fastgen has saved.") from error
         if version != _FORMAT:
             raise ValueError(f"{os.fspath(path)} was saved by another version of fastgen.")

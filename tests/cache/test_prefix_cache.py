@@ -8,6 +8,7 @@ import operator
 import random
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -199,8 +200,23 @@ def test_a_few_states_of_a_model_are_kept(on: None) -> None:
     assert [by_model.prefixes.find(key, [1]).length for key in keys] == [1, 0, 1, 1]
 
 
-def test_switched_off_it_frees_everything(on: None) -> None:
-    put(by_model.prefixes, [1, 2, 3])
-    with config.configured(prefix_cache=0):
-        assert not by_model.is_on()
+def test_switched_off_it_frees_everything() -> None:
+    by_model.release()
+    config.configure(prefix_cache=2**20)
+    try:
+        assert by_model.is_on()
+        put(by_model.prefixes, [1, 2, 3])
+        with config.configured(prefix_cache=0):
+            assert not by_model.is_on()
+        assert by_model.prefixes.nbytes
+    finally:
+        config.configure(prefix_cache=0)
+    assert not by_model.is_on()
     assert not by_model.prefixes.nbytes
+
+
+def test_other_threads_leave_it_alone(on: None) -> None:
+    put(by_model.prefixes, [1, 2, 3])
+    with ThreadPoolExecutor(1) as pool:  # whose thread is in no block
+        assert not pool.submit(by_model.is_on).result()
+    assert by_model.prefixes.find("model", [1, 2]).length == 2

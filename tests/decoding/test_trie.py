@@ -209,6 +209,22 @@ def test_files_that_are_no_trie(tmp_path: Path, edit: dict[str, Any], message: s
         Trie.load(path)
 
 
+def test_damaged_files(tmp_path: Path) -> None:
+    """Whatever the damage: a ValueError, or a trie that is sound."""
+    path = tmp_path / "damaged"
+    Trie(drawn(5), eos_token_id=END).save(path)
+    whole, draw = path.read_bytes(), random.Random(1)
+    for _ in range(300):
+        content = bytearray(whole)
+        for _ in range(draw.choice([1, 4, 40])):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        path.write_bytes(content[: draw.choice([len(content), draw.randrange(len(content))])])
+        try:
+            list(Trie.load(path))
+        except ValueError as error:
+            assert str(path) in str(error)
+
+
 @pytest.mark.parametrize("content", [b"", b"PK", b"3 4\n", pickle.dumps([1])])
 def test_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other"

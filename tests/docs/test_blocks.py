@@ -356,8 +356,15 @@ def test_the_tiny_model_that_is_shown_is_one_of_the_sweeps() -> None:
 
 
 def test_nothing_else_is_text() -> None:
-    # tests/serving/test_app.py has what the service logs and counts.
-    looked_at = ("calls so far", "one tree per", "POST /v1/generate", "fastgen_requests_total", "@configures(")
+    # tests/serving/test_app.py has what the service logs and counts, tests/test_container.py what is put around it.
+    looked_at = (
+        "calls so far",
+        "POST /v1/generate",
+        "fastgen_requests_total",
+        "@configures(",
+        "proxy_pass",
+        "docker run",
+    )
     others = [b for b in BLOCKS if b.language == "text" and not any(part in b.code for part in looked_at)]
     assert not others, "text that no test looks at"
 

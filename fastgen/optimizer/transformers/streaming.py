@@ -52,13 +52,15 @@ class HeldStreamer:
 
     def release(self, beams: int) -> None:
         """Pass on the prompt, of which the host has made one row per beam, as greedy search would: `[B, P]`."""
-        if self._prompt is not None:
-            self.streamer.put(self._prompt[::beams])
+        prompt, self._prompt, self._refuse = self._prompt, None, None  # `_refuse` holds the model
+        if prompt is not None:
+            self.streamer.put(prompt[::beams])
 
     def refuse(self) -> None:
         """End the call as the host does; if the host does not end it, the streamer gets what the host gives it."""
-        assert self._refuse is not None
-        self._refuse()
+        refuse, self._refuse = self._refuse, None
+        assert refuse is not None
+        refuse()
         self.release(1)
 
 
@@ -146,8 +148,7 @@ def holding(validate: Callable[..., Any], mixin: type) -> Callable[..., Any]:
             return
         others = {name: value for name, value in generation_mode_kwargs.items() if name != "streamer"}
         validate(self, generation_mode, generation_config, others)
-        streamer.hold(
-            lambda: validate(self, generation_mode, generation_config, {**others, "streamer": streamer.streamer})
-        )
+        asked = {**others, "streamer": streamer.streamer}
+        streamer.hold(lambda: validate(self, generation_mode, generation_config, asked))
 
     return _validate_generation_mode

@@ -159,3 +159,24 @@ def test_padding_on_the_left_and_features_are_read(rows: list[int]) -> None:
             zoo.load("whisper"), zoo.inputs_for("whisper"), decoder_input_ids=torch.full((3, 1), zoo.START), **OPTIONS
         )
     assert rows == [] and not by_model.prefixes.nbytes
+
+
+@pytest.mark.parametrize("name", ["bart", "t5"])
+def test_autocast_neither_keeps_nor_takes(name: str, rows: list[int]) -> None:
+    model, inputs = zoo.load(name), zoo.inputs_for(name, length=LENGTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(**inputs, **OPTIONS)
+    assert rows == [] and not by_model.prefixes.nbytes
+    harness.compare(model, inputs, **OPTIONS)
+    assert rows == [3]
+    before = by_model.counts()
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(**inputs, **OPTIONS)
+    assert by_model.counts() == before
+
+
+def test_a_mask_of_another_dtype(rows: list[int]) -> None:
+    model, inputs = zoo.load("bart"), zoo.inputs_for("bart", length=LENGTH)
+    for dtype in (torch.float32, torch.bool, torch.int32):
+        harness.compare(model, {**inputs, "attention_mask": inputs["attention_mask"].to(dtype)}, **OPTIONS)
+    assert rows == [3]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -426,3 +428,19 @@ def test_one_at_a_time_in_threads() -> None:
         thread.join()
     for streamer, tokens in zip(streamers, expected, strict=True):
         assert torch.equal(streamer.rows(), tokens)
+
+
+def test_a_model_dies_with_the_call() -> None:
+    """Without the garbage collector: no cycle holds the model, or on a GPU its memory."""
+    model, inputs = zoo.fresh("llama"), zoo.inputs_for("llama", batch=1)
+    gone = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        model.generate(**inputs, num_beams=3, max_new_tokens=5, streamer=Recorder())
+        with pytest.raises(ValueError, match="streamer"), fastgen.configured(tier="stock"):
+            model.generate(**inputs, num_beams=3, max_new_tokens=5, streamer=Recorder())
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -151,6 +151,18 @@ def test_recorded_steps(family: str, tier: str, attended: list[int], monkeypatch
     assert "captured" in fastgen.status().replayed[type(model).__name__]
 
 
+@pytest.mark.parametrize("family", ["t5", "mistral"])
+def test_recorded_steps_beyond_the_slots_at_first(
+    family: str, attended: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More steps than there are slots in the beginning: a path, and its bias, have a place for each."""
+    monkeypatch.setattr(wide_tree, "FIRST_STEPS", 1)
+    inputs = zoo.text(load(family), batch=1, length=6)
+    with harness.configured(replay="always"):
+        harness.compare(load(family), inputs, num_beams=32, max_new_tokens=40, **TOKENS)
+    assert attended
+
+
 def test_the_cache_returned_is_the_hosts(attended: list[int]) -> None:
     options = dict(num_beams=32, max_new_tokens=6, **DETAILS)
     stock = harness.run_stock(load("llama"), inputs_for("llama"), **options)

@@ -31,8 +31,10 @@ def read(model: Any, tokens: Tensor, mask: Tensor, encode: Read) -> Any:
         mask: of the padding, the same shape.
         encode: reads texts.
     """
-    lengths: list[int] = mask.sum(1).tolist()
-    if not by_model.is_on() or sum(lengths) < SHORTEST or not are_plain(encoder := model.get_encoder()):
+    if not by_model.is_on() or torch.is_autocast_enabled(tokens.device.type):
+        return encode(tokens, mask)
+    lengths = [int(length) for length in mask.sum(1).tolist()]  # the mask may have any dtype
+    if sum(lengths) < SHORTEST or not are_plain(encoder := model.get_encoder()):
         return encode(tokens, mask)
     key = by_model.key_of(model, ("encoder", state_of(model, encoder, facts_of(model))))
     texts = [_as_one(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)]
