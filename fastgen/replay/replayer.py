@@ -74,14 +74,17 @@ class Counts:
     captures: int = 0
     replays: int = 0
     seconds: float = 0.0  # that capturing took
+    uncaptured: str = ""  # why a part of the steps, such as the search, is not captured beside the model's
 
     def add(self, other: Counts) -> None:
+        self.uncaptured = other.uncaptured or self.uncaptured
         self.captures += other.captures
         self.replays += other.replays
         self.seconds += other.seconds
 
     def __str__(self) -> str:
-        return f"{self.captures} captured in {self.seconds:.2f} s, {self.replays} steps replayed"
+        but = f", but not the search's: {self.uncaptured}" if self.uncaptured else ""
+        return f"{self.captures} captured in {self.seconds:.2f} s, {self.replays} steps replayed{but}"
 
 
 class Replayer:
@@ -100,6 +103,7 @@ class Replayer:
         self.failure: str | None = None  # why steps are not captured after all
         self._last: tuple[Hashable, list[Any]] | None = None  # key and inputs of the last uncaptured step
         self._captured: dict[Hashable, Captured] = {}  # by epoch
+        self._others: list[Replayer] = []
         self._whole: dict[Hashable, Captured] | None = None  # steps captured before sentences left, if kept
 
     def __call__(self, step: Callable[[Any], Any], inputs: Any, epoch: Hashable) -> Any:
@@ -193,7 +197,13 @@ class Replayer:
         """A replayer for another part of the call's steps, which shares this one's counts."""
         other = Replayer(self._device, self.counts)
         other.retains_buffers = self.retains_buffers
+        self._others.append(other)
         return other
+
+    @property
+    def uncaptured(self) -> str | None:
+        """Why steps of `another` replayer are not captured; None if they are, or if memory was short."""
+        return next((each.failure for each in self._others if each.failure not in (None, NO_MEMORY)), None)
 
     @property
     def captured(self) -> dict[Hashable, Captured]:

@@ -44,6 +44,7 @@ def note(model: nn.Module, replayer: Replayer, owner: nn.Module | None = None) -
     `owner`: the module that keeps the recordings, if not the model itself.
     """
     with _lock:
+        replayer.counts.uncaptured = replayer.uncaptured or ""
         _counts.setdefault(model, Counts()).add(replayer.counts)
         if owner is not None and owner is not model:
             _owners[model] = weakref.ref(owner)
