@@ -32,8 +32,14 @@ MODELS = {
 }
 
 
-@functools.cache
 def model_of(name: str) -> Any:
+    if name == "t5" and not versions.FINDS_EAGER:
+        pytest.skip("T5 falls back on this version of transformers")
+    return _built(name)
+
+
+@functools.cache
+def _built(name: str) -> Any:
     cls, config, base = MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(len(name))
@@ -88,6 +94,8 @@ def dictionary(kind: str, prompt: int) -> Any:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many steps our search chose among the allowed tokens, and how many among all; and how often the trie was
     asked as a function."""
+    for name in MODELS:
+        _built(name)
     counts: Counter[str] = Counter()
     among, choose, called = BeamSearch.choose_among, BeamSearch.choose, Trie.__call__
 
@@ -356,6 +364,7 @@ def test_tokens_that_the_model_does_not_have() -> None:
             run(model, inputs, num_beams=3, max_new_tokens=5, prefix_allowed_tokens_fn=trie)
 
 
+@pytest.mark.skipif(not versions.PREFILLS, reason="its families are tried first, with numbers alone")
 def test_numbers_that_are_none(steps: Counter[str]) -> None:
     """A token whose logit is NaN, and one whose is infinite, though neither is allowed."""
     for value in (float("nan"), float("inf")):
