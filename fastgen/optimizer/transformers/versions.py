@@ -68,6 +68,12 @@ def sorts_drawn() -> bool:
     return code is not None and "sort" in code.co_names
 
 
+def chunks_the_rest() -> bool:
+    """Whether a prompt that is read in chunks begins where a cache ends, as from 5.23 on; else all of it is read."""
+    code = getattr(inspect.unwrap(GenerationMixin._prefill), "__code__", None) if PREFILLS else None
+    return code is not None and "prefill_ids" in code.co_varnames
+
+
 def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The host's inputs as the host's loop has them before the forward pass of the prompt."""
     if PREFILLS:

@@ -19,6 +19,7 @@ import fastgen
 from fastgen.cache import by_model
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.cache import prefixes
+from fastgen.optimizer.transformers.generate import chunked_prefill
 
 pytestmark = pytest.mark.skipif(not versions.PREFILLS, reason="4.57 reads prompts otherwise")
 NAMES = [name for name in zoo.DECODERS if name in zoo.ACCELERATED]
@@ -146,6 +147,15 @@ def test_chunks(read: list[int]) -> None:
     model = zoo.load("llama")
     for seed in range(2):
         harness.compare(model, prompts(seed), num_beams=3, prefill_chunk_size=5, **DETAILS)
+    assert read == ([0, SAVED] if versions.chunks_the_rest() else [])
+
+
+def test_chunks_where_memory_is_short(read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_prefill, "_SHORTEST", 4)
+    monkeypatch.setattr(chunked_prefill, "_free_memory", lambda device: 1)
+    model = zoo.load("llama")
+    for seed in range(2):
+        harness.compare(model, prompts(seed), num_beams=3, **DETAILS)
     assert read == [0, SAVED]
 
 

@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 import fastgen
 from fastgen.decoding import front
 from fastgen.optimizer import beam_streaming
+from fastgen.optimizer.transformers import versions
 
 MODELS = ("bart", "t5", "marian", "gpt2", "llama")
 REFUSED = r"`streamer` cannot be used with beam search \(yet!\)"
@@ -171,6 +172,8 @@ def test_drawn_options(name: str, seed: int) -> None:
 def test_tokens_come_before_the_end(name: str, lags: Lags) -> None:
     for seed in range(4):
         check(zoo.load(name), zoo.inputs_for(name, seed, batch=1), num_beams=3, max_new_tokens=30)
+    if name == "marian" and not versions.PREFILLS:
+        pytest.skip("the random weights of 4.57 are others, and decide late")
     assert lags.before > lags.told / 4, "next to nothing is told before the last step"
 
 
@@ -333,6 +336,7 @@ def refused() -> Iterator[Recorder]:
     assert not streamer.puts and not streamer.ends
 
 
+@pytest.mark.skipif(not versions.PREFILLS, reason="stock 4.57 gives the streamer to the model, which raises")
 def test_beam_sampling_is_left_to_stock_as_it_is() -> None:
     """Stock does not refuse it: the prompt comes once for each beam, and nothing after it."""
     model, inputs = zoo.load("bart"), zoo.inputs_for("bart", batch=1)

@@ -144,6 +144,8 @@ def unusable(request: Request, cache: Any) -> str | None:
         return f"the prompt is more than its tokens ({request.multimodal[0]})"
     if not _rotations(model.config) <= _FIXED_ROTATIONS:
         return "its position embeddings depend on the length of the text"
+    if request.generation_config.prefill_chunk_size is not None and not versions.chunks_the_rest():
+        return "this version of transformers reads the whole prompt in chunks"
     if not users_cache.takes_up(request):
         return "called without generate and without a mask, the host would read the whole prompt again"
     if not _has_plain_positions(request):

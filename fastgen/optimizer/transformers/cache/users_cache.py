@@ -46,6 +46,8 @@ def unreadable(request: Request) -> str | None:
         return "this model has not been compared with stock where a prompt is read in parts"
     if request.calls_back or request.diverse or request.foreign:
         return "code of yours, which may look into it, runs between the steps"
+    if request.generation_config.prefill_chunk_size is not None and not versions.chunks_the_rest():
+        return "this version of transformers reads the whole prompt in chunks"
     if not _has_the_models_layers(cache, model):
         return "its layers are not those of DynamicCache(config=model.config)"
     if not _has_whole_prompts(request):

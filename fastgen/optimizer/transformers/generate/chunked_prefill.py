@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fastgen import report
+from fastgen.config import current
 from fastgen.memory import limits
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.families import FAMILIES
@@ -26,6 +27,9 @@ def configuration(request: Request) -> Any:
     length = request.input_ids.shape[1]
     if config.prefill_chunk_size is not None or length <= _SHORTEST or not versions.PREFILLS:
         return config  # 4.57 has it for some searches only, and counts positions differently
+    begins = request.users_cache is not None or current().prefix_cache > 0  # a part of the prompt may be known
+    if begins and not versions.chunks_the_rest():
+        return config
     family = FAMILIES.get(request.model.config.model_type)
     if family is None or not family.chunks_prompts or not request.facts.is_hosts_own:
         return config
