@@ -19,6 +19,7 @@ _TASKS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("text in images", "captions-trocr", "captions-trocr-base", ()),
     ("captions", "captions", "captions-blip-base", ()),
     ("captions, a large image tower", "captions", "captions-florence2-base", ()),
+    ("retrieval, many beams over a trie", "wide", "t5-small-beams-400", ()),
     ("chat, one prompt, greedy", "greedy", "greedy-smollm-64", ("ctranslate2", "llamacpp")),
 )
 

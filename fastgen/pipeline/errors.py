@@ -44,6 +44,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text can be written in UTF-8: of bytes that are none, Python makes halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of the message of `error`, without the full stop."""
     lines = str(error).strip().splitlines()

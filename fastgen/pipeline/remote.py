@@ -17,7 +17,8 @@ from typing import Any
 from fastgen import installing
 from fastgen.pipeline.errors import InputError, first_line
 
-_SECRETS = re.compile(r"(?<=://)[^/@]*@|[?#].*")  # a user with a password, and what a signed address is signed with
+_SECRETS = re.compile(r"(?<=://)[^/?#]*@|[?#].*")  # a user with a password, and what a signed address is signed with
+_URI = re.compile(r"\w+://\S+?(?=['\")\]>,.;:]*(?:\s|$))")  # without the quotes and signs behind it
 _READ_ONLY = ("http", "https")  # fsspec would send a file there by POST, which no server of files expects
 
 
@@ -119,4 +120,4 @@ def _refusing(what: str) -> Iterator[None]:
         raise InputError(f"{what}: there is no such file.") from error
     except Exception as error:  # each package that fsspec calls has errors of its own
         why = getattr(error, "strerror", None) or first_line(error)
-        raise InputError(f"{what}: {why}.") from error
+        raise InputError(f"{what}: {_URI.sub(lambda uri: shown(uri[0]), str(why))}.") from error

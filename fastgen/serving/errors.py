@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from fastapi.exceptions import RequestValidationError
 
 from fastgen.pipeline.transformers.generation_fields import field_types
+from fastgen.serving.options import MOST_FIELDS, TOO_MANY
 
 # Errors of type, for a value that may have several types.
 _KINDS = ("string_type", "list_type", "bool_type", "int_type", "float_type", "literal_error")
+_MOST = 100  # errors that are looked at
 _WHAT = re.compile(r"\w+ should")
 _INSTEAD = {
     "max_length": "max_new_tokens counts without the prompt",
@@ -46,15 +48,17 @@ def of_validation(error: RequestValidationError, content_type: str, path: str) -
     Args:
         path: the endpoint's.
     """
-    errors = error.errors()
+    errors = error.errors()[:_MOST]
     if errors[0]["type"] == "json_invalid":
         return Invalid(400, _no_json(error.body, errors[0]["loc"][-1], errors[0]["ctx"]["error"]))
     # If a value may have several types there is an error for each: the one that came furthest is the most useful, and
     # one that is not about the type says more.
     has_type = {one["loc"][1:2] for one in errors if one["type"] not in _KINDS}
     useful = [one for one in errors if one["type"] not in _KINDS or one["loc"][1:2] not in has_type]
-    first = max(useful, key=lambda one: len(_indices(one)))
+    first = max(useful, key=lambda one: (len(_indices(one)), _indices(one)))
     place = _place(first, error.body)
+    if first["type"] == TOO_MANY:
+        return Invalid(422, _too_many(place), place or None)
     if not place:
         return Invalid(422, _no_object(first["type"] == "missing", content_type, _NEEDED.get(path, "text")))
     alike = [one for one in errors if _place(one, error.body) == place]
@@ -96,6 +100,10 @@ def of_unreadable(cause: BaseException | None) -> str:
     if isinstance(cause, ValueError):
         return "The body is no JSON that can be read: a number has too many digits."
     return "The body is no JSON that can be read."
+
+
+def _too_many(place: str) -> str:
+    return f"{place or 'The body'} should have at most {MOST_FIELDS:,} fields."
 
 
 def _indices(error: Mapping[str, Any]) -> Sequence[int]:

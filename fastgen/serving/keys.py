@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.errors import InputError, is_utf8
 
 _KEY = re.compile(r"[!-~]+")  # what a header can hold
 
@@ -14,8 +14,11 @@ def keys_of(token: str | None, path: str | None) -> tuple[str, ...] | None:
     """The keys that open the service: `token`, and those in the file at `path`, one a line; None without either.
 
     Raises:
-        InputError: the file can't be read, has no key, or has a line that is none. The sentence quotes no line.
+        InputError: the token is no text, or the file can't be read, has no key, or has a line that is none. The
+            sentence quotes no key.
     """
+    if token is not None and not is_utf8(token):
+        raise InputError("FASTGEN_SERVE_TOKEN is no text in UTF-8: choose letters, digits and signs of ASCII.")
     keys = [] if token is None else [token]
     if path is None:
         return tuple(keys) or None

@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fastgen.pipeline.transformers.growing_text import GrowingText, stable, stop_in, tokens_until_stop
 from fastgen.pipeline.transformers.hypotheses import Hypotheses
 from fastgen.serving.generation_request import Finished, Grown
-from fastgen.serving.growing_text import GrowingText, stable, stop_in, tokens_until_stop
 from fastgen.serving.observed import Work
 from fastgen.serving.openai_errors import problem, status_of
 from fastgen.serving.openai_search import SearchRequest

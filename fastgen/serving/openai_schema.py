@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr, create_model
 
 from fastgen.serving.limits import Limits
-from fastgen.serving.options import of_any_search, offered
+from fastgen.serving.options import MOST_FIELDS, VALIDATORS, of_any_search, offered, with_few_fields
 
 MOST_STOPS, LONGEST_STOP = 4, 200
 # Options of the search that have another name or another range here.
@@ -43,6 +43,7 @@ _ONLY_CHAT = """audio function_call functions modalities prediction reasoning_ef
 _STOP = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _BIAS = Annotated[float, Field(ge=-100.0, le=100.0)]
 _TOKEN = Annotated[StrictInt, Field(ge=0, lt=2**31)]
+_FEW = BeforeValidator(with_few_fields)
 
 
 class StreamOptions(BaseModel):
@@ -65,7 +66,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant"]
-    content: StrictStr | Annotated[list[TextPart], Field(max_length=1000)]
+    content: StrictStr | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
 
     def as_text(self) -> dict[str, Any]:
         """The message as chat templates read it; models know a developer's messages as the system's."""
@@ -175,12 +176,13 @@ class Models(BaseModel):
 def completion(limits: Limits) -> type[BaseModel]:
     """The class of a body for /v1/completions."""
     text = Annotated[str, Field(min_length=1, max_length=limits.body_bytes)]
-    tokens = Annotated[list[_TOKEN], Field(min_length=1, max_length=limits.body_bytes)]
-    several = Field(min_length=1, max_length=limits.inputs)
+    tokens = Annotated[list[_TOKEN], Field(min_length=1, max_length=limits.body_bytes, fail_fast=True)]
+    several = Field(min_length=1, max_length=limits.inputs, fail_fast=True)
     prompt: Any = text | Annotated[list[text], several] | tokens | Annotated[list[tokens], several]
     return create_model(
         "CompletionRequest",
         __config__=_config({"prompt": "order 4213", "num_beams": min(4, limits.beams)}, limits),
+        __validators__=VALIDATORS,
         prompt=(prompt, Field(description="a text, several, the tokens of one, or the tokens of several")),
         best_of=(_number(limits), Field(None, description="n of so many beams or samples are returned")),
         echo=(StrictBool | None, Field(None, description="begin each text with its prompt")),
@@ -193,7 +195,8 @@ def chat(limits: Limits) -> type[BaseModel]:
     return create_model(
         "ChatRequest",
         __config__=_config({"messages": [{"role": "user", "content": "order 4213"}]}, limits),
-        messages=(Annotated[list[Message], Field(min_length=1, max_length=1000)], ...),
+        __validators__=VALIDATORS,
+        messages=(Annotated[list[Message], Field(min_length=1, max_length=1000, fail_fast=True)], ...),
         **_common(limits, _ONLY_COMPLETIONS),
     )
 
@@ -225,15 +228,15 @@ def _common(limits: Limits, elsewhere: list[str] | tuple[str, ...]) -> dict[str,
         "top_k": (Annotated[StrictInt, Field(ge=-1, lt=2**31)] | None, Field(None, description="0, -1: all tokens")),
         "n": (_number(limits), Field(None, description="texts for each input, best first")),
         "stop": (
-            _STOP | Annotated[list[_STOP], Field(max_length=MOST_STOPS)] | None,
+            _STOP | Annotated[list[_STOP], Field(max_length=MOST_STOPS, fail_fast=True)] | None,
             Field(None, description="texts that end the output, which is without them"),
         ),
         "logit_bias": (
-            Annotated[dict[ids, _BIAS], Field(max_length=1000)] | None,
+            Annotated[dict[ids, _BIAS], Field(max_length=MOST_FIELDS), _FEW] | None,
             Field(None, description="what is added to the logits of tokens"),
         ),
         "stream": (StrictBool | None, Field(None, description="server-sent events, then [DONE]")),
-        "stream_options": (StreamOptions | None, None),
+        "stream_options": (Annotated[StreamOptions, _FEW] | None, None),
         **of_any_search(limits),
         **{name: (kind | None, None) for name, kind in search.items() if name not in _REPLACED},
     }

@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, create_model, model_validator
+from pydantic_core import PydanticCustomError
 
 from fastgen.pipeline.transformers.generation_fields import field_types
 from fastgen.serving.limits import Limits
 
 _TOKEN = Annotated[StrictInt, Field(ge=0, lt=2**31)]
-_TOKENS = Annotated[list[_TOKEN], Field(max_length=1000)]
+# Of a long list the first error says enough: a million of them would take seconds.
+_TOKENS = Annotated[list[_TOKEN], Field(max_length=1000, fail_fast=True)]
 _SHARE = Annotated[float, Field(ge=0.0, le=1.0)]
 _COUNT = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 _BIAS = tuple[Annotated[_TOKENS, Field(min_length=1)], Annotated[float, Field(ge=-1e6, le=1e6)]]
@@ -39,8 +41,8 @@ _OFFERED: dict[str, Any] = {
     "typical_p": Annotated[float, Field(gt=0.0, le=1.0)],
     "epsilon_cutoff": Annotated[float, Field(ge=0.0, lt=1.0)],
     "eta_cutoff": Annotated[float, Field(ge=0.0, lt=1.0)],
-    "bad_words_ids": Annotated[list[Annotated[_TOKENS, Field(min_length=1)]], Field(max_length=1000)],
-    "sequence_bias": Annotated[list[_BIAS], Field(min_length=1, max_length=1000)],
+    "bad_words_ids": Annotated[list[Annotated[_TOKENS, Field(min_length=1)]], Field(max_length=1000, fail_fast=True)],
+    "sequence_bias": Annotated[list[_BIAS], Field(min_length=1, max_length=1000, fail_fast=True)],
     "suppress_tokens": _TOKENS,
     "begin_suppress_tokens": _TOKENS,
     "forced_bos_token_id": _TOKEN,
@@ -49,6 +51,19 @@ _OFFERED: dict[str, Any] = {
     "renormalize_logits": StrictBool,
     "remove_invalid_values": StrictBool,
 }
+
+MOST_FIELDS = 1000
+TOO_MANY = "too_many_fields"  # the type of the error
+
+
+def with_few_fields(value: Any) -> Any:
+    """A value as it is; raises before pydantic makes an error of each field, if it is an object with too many."""
+    if isinstance(value, dict) and len(value) > MOST_FIELDS:
+        raise PydanticCustomError(TOO_MANY, "has too many fields")
+    return value
+
+
+VALIDATORS: dict[str, Any] = {"few_fields": model_validator(mode="before")(with_few_fields)}  # of a whole body
 
 
 class Hypothesis(BaseModel):
@@ -95,7 +110,8 @@ def question(limits: Limits) -> type[BaseModel]:
     return create_model(
         "Question",
         __config__=ConfigDict(extra="forbid", json_schema_extra={"example": example}),
-        text=(text | Annotated[list[text], Field(min_length=1, max_length=limits.inputs)], ...),
+        __validators__=VALIDATORS,
+        text=(text | Annotated[list[text], Field(min_length=1, max_length=limits.inputs, fail_fast=True)], ...),
         stream=(StrictBool, Field(False, description="server-sent events; beams stream what is decided")),
         **of_any_search(limits),
         **fields,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from fastgen.pipeline.errors import InputError, WorkerError, counted, first_line
 from fastgen.pipeline.transformers import generation_fields, prepare, tokenizing
+from fastgen.pipeline.transformers.growing_text import settled
 from fastgen.pipeline.transformers.load import decoder_room, generation_config, load_model
 from fastgen.pipeline.transformers.settings import ModelSettings
 from fastgen.pipeline.workers import WorkerPool
@@ -146,7 +147,7 @@ class Service:
             async for event in self.events_of(asked, events):
                 if isinstance(event, Grown):
                     (text,) = await asyncio.to_thread(self.decoded, [event.tokens])
-                    text = text[: text.rfind(" ") + 1]  # the last word may go on
+                    text = settled(text, self._known.tokenizer)
                     # Some tokenizers change a space later on: then the new text is not sent yet.
                     if len(text) > len(sent[event.which]) and text.startswith(sent[event.which]):
                         yield _event({"index": event.which, "delta": text[len(sent[event.which]) :]})

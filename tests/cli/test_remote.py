@@ -31,7 +31,7 @@ def memory() -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where copies lie during a run."""
+    """Where copies lie during a run, in folders whose names begin with fastgen-: other packages have theirs there."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -51,7 +51,7 @@ def test_a_run_elsewhere_writes_what_one_here_writes(
     assert run(MODEL, "memory://corpus/in.txt", "memory://results/out.jsonl", *FLAGS) == 0
     assert memory.cat("/results/out.jsonl") == (tmp_path / "out.jsonl").read_bytes()
     assert memory.ls("/results", detail=False) == ["/results/out.jsonl"]  # no journal
-    assert list(temporary.iterdir()) == []
+    assert list(temporary.glob("fastgen-*")) == []
 
 
 def test_an_input_of_a_web_server(source: Path, tmp_path: Path, temporary: Path) -> None:
@@ -62,7 +62,7 @@ def test_an_input_of_a_web_server(source: Path, tmp_path: Path, temporary: Path)
         assert (tmp_path / "there.txt").read_bytes() == (tmp_path / "here.txt").read_bytes()
         # The output is here: the run can be gone on with, and knows its input again.
         assert run(MODEL, f"{address}/in.txt", tmp_path / "there.txt", *FLAGS, "--resume") == 0
-    assert list(temporary.iterdir()) == []
+    assert list(temporary.glob("fastgen-*")) == []
 
 
 def test_messages_and_results_name_the_uri(
@@ -80,7 +80,7 @@ def test_messages_and_results_name_the_uri(
     memory.pipe("/empty.txt", b"")
     assert run(MODEL, "memory://empty.txt", tmp_path / "out.txt", *FLAGS) == 1
     assert "memory://empty.txt is empty" in capsys.readouterr().err
-    assert list(temporary.iterdir()) == []
+    assert list(temporary.glob("fastgen-*")) == []
 
 
 def test_what_is_there_is_replaced_only_if_asked(source: Path, memory: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +162,34 @@ def test_a_page_that_is_not_there(source: Path, capsys: pytest.CaptureFixture[st
         assert f"Cannot read {address}/no.txt: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["in.txt?X-Amz-Signature=SESAME", "a(in).txt?key='SESAME')", "in.txt?a=b&c=SESAME."])
+def test_a_server_that_refuses_does_not_make_secrets_public(
+    name: str, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("aiohttp", reason="fsspec reads http with aiohttp")
+    with web.served(source.parent, status=403) as address:
+        assert run(MODEL, f"{address}/{name}", source.parent / "out.txt", *FLAGS) == 1
+    said = capsys.readouterr().err
+    assert f"Cannot read {address}/{name.partition('?')[0]}: " in said and "403" in said and "SESAME" not in said
+    assert f"{address}/{name.partition('?')[0]}" in said.partition("message=")[2], "aiohttp names the file, too"
+
+
+@pytest.mark.parametrize(
+    ("why", "wanted"),
+    [
+        ("cannot open 'https://user:word@host/a?key=word'", "cannot open 'https://host/a'"),
+        ("(http://host/a#word), http://user:w@rd@host/b: no", "(http://host/a), http://host/b: no"),
+        ('URL("s3://bucket/a?key=word")', 'URL("s3://bucket/a")'),
+        ("s3://bucket/a,http://user:word@host/b", "s3://bucket/a,http://host/b"),
+        ("no address", "no address"),
+    ],
+)
+def test_reasons_are_without_secrets(why: str, wanted: str) -> None:
+    with pytest.raises(InputError) as error, remote._refusing("Cannot"):
+        raise ValueError(why)
+    assert str(error.value) == f"Cannot: {wanted}."
+
+
 # ---------------------------------------------------------------------------------------------- parts
 @pytest.mark.parametrize(
     ("path", "shown"),
@@ -169,6 +197,9 @@ def test_a_page_that_is_not_there(source: Path, capsys: pytest.CaptureFixture[st
         ("a/b?c.txt", "a/b?c.txt"),
         ("s3://bucket/in.txt", "s3://bucket/in.txt"),
         ("https://user:word@host/in.txt", "https://host/in.txt"),
+        ("http://user:SEC@RETPW@host/x", "http://host/x"),
+        ("http://host/a@b", "http://host/a@b"),
+        ("https://host/in.txt?mail=a@b", "https://host/in.txt"),
         ("https://host/in.txt?X-Signature=abc#x", "https://host/in.txt"),
         ("hf://datasets/user/repo@main/in.txt", "hf://datasets/user/repo@main/in.txt"),
     ],
@@ -188,7 +219,7 @@ def test_a_copy_is_removed_whatever_happens(memory: Any, temporary: Path) -> Non
         assert found.read_bytes() == b"1\n" and found.name == "in.txt" and found.is_relative_to(temporary)
         assert found.parent.stat().st_mode & 0o777 == 0o700
         raise ValueError("x")
-    assert list(temporary.iterdir()) == []
+    assert list(temporary.glob("fastgen-*")) == []
 
 
 def test_a_run_of_ray_is_asked_for_by_its_flag(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers_kit import MODEL, run
 
 import fastgen
 from fastgen.demo import task
+from fastgen.pipeline.transformers import streaming
 
 FLAGS = ["--stream", "--max-new-tokens", "24", "--device", "cpu"]
 
@@ -107,6 +108,28 @@ def test_what_does_not_go_together_is_a_sentence(
     monkeypatch.setattr(sys, "stdin", io.StringIO("room 12\n"))
     assert run(MODEL, *arguments) == 1
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_text_without_spaces_comes_in_pieces(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded = streaming._Answers._decoded
+    text = "before 17:08, page 12, order 4213"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming._Answers, "_decoded", lambda self, tokens: decoded(self, tokens).replace(" ", ""))
+        code, output = streamed(monkeypatch, f"{text}\n", "--num-beams", beams)
+    assert (code, output.getvalue()) == (0, stock([text], beams)[0].replace(" ", "") + "\n")
+    assert len([piece for piece in output.pieces if piece.strip()]) > 4
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # of locales
+def test_a_line_that_is_not_utf8(
+    errors: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"room 12\nroom \xff\n"), "utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", lines)
+    assert run(MODEL, "-", "-", *FLAGS) == 1
+    said = capsys.readouterr()
+    assert said.err.endswith("Line 2 is not UTF-8.\n") and said.out == stock(["room 12"], 1)[0] + "\n"
 
 
 def test_a_call_that_is_not_accelerated(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

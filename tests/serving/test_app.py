@@ -89,6 +89,18 @@ def test_a_stream_is_the_answer_in_pieces(
     assert len(list(_events(answer.text))) > 6
 
 
+def test_a_text_without_spaces_is_streamed_in_pieces(
+    client: Any, service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly(monkeypatch)
+    decoded = service.decoded
+    monkeypatch.setattr(service, "decoded", lambda rows: [text.replace(" ", "") for text in decoded(rows)])
+    text = max(TEXTS, key=len)
+    *deltas, end = _events(ask(client, text=text, stream=True, max_new_tokens=40).text)
+    assert "".join(event["delta"] for event in deltas) == end["text"]
+    assert end["text"] == stock(text, max_new_tokens=40)[0][0].replace(" ", "") and len(deltas) > 4
+
+
 @pytest.mark.parametrize(
     "body, status, what",
     (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.serving.growing_text import GrowingText, stop_in, tokens_until_stop
+from fastgen.pipeline.transformers.growing_text import GrowingText, settled, stop_in, tokens_until_stop
 
 
 def pieces(texts: Sequence[str], stop: Sequence[str] = (), *, cleans_up: bool = False) -> tuple[list[str], bool]:
@@ -72,3 +74,16 @@ def test_tokens_are_counted_up_to_the_one_that_completes_a_stop_string() -> None
     tokens = list(range(37))
     for last in tokens:
         assert tokens_until_stop(tokens, lambda row, last=last: last in row) == last + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ({}, ["天", "天", "天 a", "天 a b"]),
+        ({"clean_up_tokenization_spaces": True}, ["天", "天", "天", "天"]),
+        ({"moses_detokenize": None}, ["", "天", "天", "天 a"]),
+    ],
+)
+def test_what_may_be_sent_is_without_the_space_behind_it(kind: dict[str, Any], wanted: list[str]) -> None:
+    tokenizer = SimpleNamespace(**kind)
+    assert [settled(text, tokenizer) for text in ("天", "天 ", "天 a\ufffd", "天 a b")] == wanted

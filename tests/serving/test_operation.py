@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import logging
+import os
 import re
 import socket
 import subprocess
@@ -73,6 +74,16 @@ def test_a_file_without_keys_is_a_sentence_that_quotes_none(
     said = capsys.readouterr().err
     assert f"--api-key-file {file}" in said and what in said and len(said.splitlines()) == 1
     assert "secret" not in said and "good" not in said
+
+
+def test_a_token_that_is_no_text_is_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(os.environb, b"FASTGEN_SERVE_TOKEN", b"ses\xffame")
+    assert serve.main([str(SHIPPED_MODEL), "--local"]) == 1
+    said = capsys.readouterr().err
+    assert "FASTGEN_SERVE_TOKEN is no text in UTF-8" in said and len(said.splitlines()) == 1 and "ses" not in said
+    assert keys_of("schlüssel", None) == ("schlüssel",)
 
 
 def test_each_of_several_keys_opens_all_pages_but_those_of_health(service: Any) -> None:

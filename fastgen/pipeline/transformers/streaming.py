@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import sys
 from collections.abc import Callable, Iterable
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 
 from fastgen.optimizer import streams
-from fastgen.pipeline.errors import DONE, InputError, counted, first_line, writing
+from fastgen.pipeline.errors import DONE, InputError, counted, first_line, is_utf8, writing
 from fastgen.pipeline.offline import padded
 from fastgen.pipeline.transformers import allowed_outputs, prepare, tokenizing
+from fastgen.pipeline.transformers.growing_text import settled
 from fastgen.pipeline.transformers.load import generation_config, load_model
 from fastgen.pipeline.transformers.settings import RunSettings
 
@@ -33,7 +35,9 @@ def run(settings: RunSettings, warn: Callable[[str], None]) -> int:
         options["prefix_allowed_tokens_fn"] = allowed_outputs.load(
             settings.allowed_outputs, known.tokenizer, settings.target_lang, model, config
         )
-    answer = _Answers(model, options, tokenizing.handler(known.tokenizer, known.spec), known.limit)
+    answer = _Answers(model, options, known.tokenizer, known.spec, known.limit)
+    if isinstance(sys.stdin, io.TextIOWrapper):  # or the error for other bytes depends on the locale
+        sys.stdin.reconfigure(errors="surrogateescape")
     for number, line in enumerate(sys.stdin, 1):
         for piece in answer.pieces(number, line.rstrip("\r\n")):
             _write(piece)
@@ -49,18 +53,23 @@ def _write(text: str) -> None:
 class _Answers:
     """Generates for one line at a time."""
 
-    def __init__(self, model: Any, options: dict[str, Any], handle: Callable[[Any], Any], limit: int | None) -> None:
-        """`options`: of `generate`; `handle`: encodes and decodes; `limit`: most tokens of a line."""
-        self._model, self._options, self._handle, self._limit = model, options, handle, limit
+    def __init__(
+        self, model: Any, options: dict[str, Any], tokenizer: Any, spec: tokenizing.TokenizerSpec, limit: int | None
+    ) -> None:
+        """`options`: of `generate`; `spec`: how the tokenizer is used; `limit`: most tokens of a line."""
+        self._model, self._options, self._tokenizer, self._limit = model, options, tokenizer, limit
+        self._handle = tokenizing.handler(tokenizer, spec)
 
     def pieces(self, number: int, text: str) -> Iterable[str]:
         """The pieces of the line that answers line `number`; none for a blank one.
 
-        Words come whole, and each with the space before it: a tokenizer may still change the space after the last one.
+        A word comes with the space before it: a tokenizer may still change the space after the last one.
         Should it change what is written already, that stays, and the line goes on behind what both begin with.
         """
         if not text.strip():
             return
+        if not is_utf8(text):
+            raise InputError(f"Line {number} is not UTF-8.")
         (tokens,) = self._handle(tokenizing.Encode([text]))
         if self._limit is not None and len(tokens) > self._limit:
             has = counted(len(tokens), "token")
@@ -70,8 +79,7 @@ class _Answers:
         try:
             for token in streams.stream(self._model, (), inputs):
                 found.append(token)
-                grown = self._decoded(found)
-                grown = grown[: max(grown.rfind(" "), 0)]
+                grown = settled(self._decoded(found), self._tokenizer)
                 if len(grown) > len(sent) and grown.startswith(sent):
                     yield grown[len(sent) :]
                     sent = grown

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _INCOMPLETE = "\ufffd"  # what tokenizers write for a character of which tokens are missing
 # Tokenizers that clean up spaces join " n't", " 've" and the like to the word before: by at most so many characters.
@@ -51,6 +51,17 @@ def stable(text: str, *, cleans_up: bool) -> str:
         place = text.find(" ", max(0, len(text) - _CLEANED))
         text = text if place < 0 else text[:place]
     return text
+
+
+def settled(text: str, tokenizer: Any) -> str:
+    """The part of a growing text that may be sent, without spaces at the end: what follows may remove them.
+
+    Of tokenizers that put punctuation together again (Moses), whole words: there a character may be several tokens,
+    such as `&apos;`.
+    """
+    if hasattr(tokenizer, "moses_detokenize"):
+        return text[: max(text.rfind(" "), 0)]
+    return stable(text, cleans_up=bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))).rstrip(" ")
 
 
 def stop_in(text: str, stop: Sequence[str]) -> int | None:
