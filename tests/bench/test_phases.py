@@ -108,6 +108,7 @@ def test_every_rule_fits_something() -> None:
     assert missing <= expected
     # What other options, models or devices reach; `_prefill` of the host is inside of ours.
     elsewhere = {"cache/batch_tree.py", "cache/row_pool.py", "layers/attention_kernels.py", "cache/slim/latent.py"}
+    elsewhere |= {"cache/wide_tree.py", "decoding/sparse_topk.py", "decoding/trie_rows.py"}
     elsewhere |= {f"decoding/{name}_beam_search.py" for name in ("fairseq", "diverse", "static")}
     elsewhere |= {f"optimizer/transformers/{name}.py" for name in ("generate/diverse_beam_search", "model/streams")}
     elsewhere |= {"optimizer/transformers/generate/argmax_head.py", "optimizer/transformers/versions.py prefill"}
@@ -213,7 +214,7 @@ def test_little_is_left_over(side: str) -> None:
                 bench_models.generate(model, **call)
     each = shares(phases.seconds)
     assert sum(each.values()) == pytest.approx(1)
-    assert each["other"] < 0.1
+    assert each.get("other", 0.0) < 0.1  # a fast machine may leave it without any sample
 
 
 def test_nothing_stays_behind() -> None:
