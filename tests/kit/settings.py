@@ -66,6 +66,8 @@ def tensors() -> Names:
         value=torch.randn(2, 2, 20, 8),
         mask=torch.zeros(2, 1, 4, 20),
         scale=8**-0.5,
+        shared=15,
+        paths=torch.randint(15, 20, (8, 5), dtype=torch.int32),
         rows=torch.randn(8, 32),
         weight=weight,
         q_weight=weight[:32],
