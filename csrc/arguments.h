@@ -106,6 +106,15 @@ inline void check_linear_bias(
   }
 }
 
+inline void check_fits_scores(const std::optional<at::Tensor>& bias, at::IntArrayRef sizes) {
+  bool fits = !bias || bias->dim() == 4;
+  for (size_t i = 0; fits && bias && i < 4; ++i) {
+    fits = bias->size(i) == 1 || bias->size(i) == sizes[i];
+  }
+  TORCH_CHECK_VALUE(
+      fits, "bias must be broadcastable to ", sizes, ", not of shape ", bias ? bias->sizes() : at::IntArrayRef(), ".");
+}
+
 inline void check_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& bias) {
   const int64_t batch = key.dim() == 4 ? key.size(0) : 0, key_heads = key.dim() == 4 ? key.size(1) : 0;
@@ -118,14 +127,7 @@ inline void check_attention(
   TORCH_CHECK_VALUE(
       value.dim() == 4 && value.size(0) == batch && value.size(1) == key_heads && value.size(2) == key.size(2),
       "value must be [", batch, ", ", key_heads, ", ", key.size(2), ", size], not of shape ", value.sizes(), ".");
-  const int64_t sizes[] = {batch, query.size(1), query.size(0) / batch, key.size(2)};
-  bool fits = !bias || bias->dim() == 4;
-  for (int64_t i = 0; fits && bias && i < 4; ++i) {
-    fits = bias->size(i) == 1 || bias->size(i) == sizes[i];
-  }
-  TORCH_CHECK_VALUE(
-      fits, "bias must be broadcastable to ", at::IntArrayRef(sizes), ", not of shape ",
-      bias ? bias->sizes() : at::IntArrayRef(), ".");
+  check_fits_scores(bias, {batch, query.size(1), query.size(0) / batch, key.size(2)});
   check_float("query", query, query, "query is");
   check_float("key", key, query, "query is");
   check_float("value", value, query, "query is");

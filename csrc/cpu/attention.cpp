@@ -1,6 +1,6 @@
 // fastgen::beam_attention on the CPU, in float32.
 #include "../arguments.h"
-#include "attention_rows.h"
+#include "attention_tensors.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
@@ -36,40 +36,18 @@ void run(const Attention& all) {
   });
 }
 
-at::Tensor with_dense_last(const at::Tensor& tensor) {
-  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
-}
-
 at::Tensor beam_attention(
     const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& bias,
     double scale) {
   check_attention(query, key, value, bias);
-  const int64_t heads = query.size(1);
-  at::Tensor output = at::empty({query.size(0), 1, heads, value.size(3)}, query.options());
+  at::Tensor output = at::empty({query.size(0), 1, query.size(1), value.size(3)}, query.options());
   if (output.numel() == 0 || key.size(2) == 0) {
     return output.zero_();
   }
   const at::Tensor q = with_dense_last(query), k = with_dense_last(key), v = with_dense_last(value);
-  const int64_t batch = k.size(0), beams = q.size(0) / batch, key_heads = k.size(1), keys = k.size(2);
   Attention all{};
-  all.query = q.const_data_ptr<float>();
-  all.key = k.const_data_ptr<float>();
-  all.value = v.const_data_ptr<float>();
-  all.output = output.mutable_data_ptr<float>();
-  all.batch = batch, all.beams = beams, all.key_heads = key_heads, all.group = heads / key_heads;
-  all.keys = keys, all.size = k.size(3), all.value_size = v.size(3);
-  all.query_row = q.stride(0), all.query_head = q.stride(1);
-  all.key_batch = k.stride(0), all.key_head = k.stride(1), all.key_slot = k.stride(2);
-  all.value_batch = v.stride(0), all.value_head = v.stride(1), all.value_slot = v.stride(2);
-  all.scale = static_cast<float>(scale);
-  at::Tensor b;
-  if (bias) {
-    b = bias->size(3) == keys ? with_dense_last(*bias) : bias->expand({-1, -1, -1, keys}).contiguous();
-    all.bias = b.const_data_ptr<float>();
-    all.bias_batch = b.size(0) == 1 ? 0 : b.stride(0);
-    all.bias_head = b.size(1) == 1 ? 0 : b.stride(1);
-    all.bias_beam = b.size(2) == 1 ? 0 : b.stride(2);
-  }
+  describe(q, k, v, output, scale, &all);
+  const at::Tensor b = bias ? describe_bias(*bias, all.keys, &all) : at::Tensor();
   run(all);
   return output;
 }

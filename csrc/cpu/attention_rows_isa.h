@@ -7,22 +7,21 @@ namespace FASTGEN_ISA {
 constexpr int64_t kTileVectors = 4;
 constexpr int64_t kValuesAtOnce = 32; // they stay in the first-level cache from one tile to the next
 
-template <int Rows>
+template <int Rows, typename Values>
 FASTGEN_TARGET inline void add_values(
-    const float* weights, const float* values, int64_t slot, int64_t count, int64_t size, float* outputs,
-    int64_t stride) {
+    const float* weights, Values values, int64_t count, int64_t size, float* outputs, int64_t stride) {
   int64_t i = 0;
   for (; i + kTileVectors * kLanes <= size; i += kTileVectors * kLanes) {
-    value_tile<Rows, kTileVectors>(weights, kSlots, values + i, slot, count, outputs + i, stride);
+    value_tile<Rows, kTileVectors>(weights, kSlots, values.from(i), count, outputs + i, stride);
   }
   for (; i + 2 * kLanes <= size; i += 2 * kLanes) {
-    value_tile<Rows, 2>(weights, kSlots, values + i, slot, count, outputs + i, stride);
+    value_tile<Rows, 2>(weights, kSlots, values.from(i), count, outputs + i, stride);
   }
   for (; i + kLanes <= size; i += kLanes) {
-    value_tile<Rows, 1>(weights, kSlots, values + i, slot, count, outputs + i, stride);
+    value_tile<Rows, 1>(weights, kSlots, values.from(i), count, outputs + i, stride);
   }
   if (i < size) {
-    value_tile<Rows, 1, true>(weights, kSlots, values + i, slot, count, outputs + i, stride, size - i);
+    value_tile<Rows, 1, true>(weights, kSlots, values.from(i), count, outputs + i, stride, size - i);
   }
 }
 
@@ -131,7 +130,7 @@ FASTGEN_TARGET inline void see_keys(const Attention& all, int64_t pair, int64_t 
       }
       for_tiles<kTileRows>(count, [&](auto number, int64_t row) FASTGEN_TARGET {
         add_values<decltype(number)::value>(
-            rows.scores + row * kSlots + k, values + (first + k) * all.value_slot, all.value_slot,
+            rows.scores + row * kSlots + k, Spaced{values + (first + k) * all.value_slot, all.value_slot},
             std::min(kValuesAtOnce, slots - k), all.value_size, rows.outputs + row * output_stride, output_stride);
       });
     }

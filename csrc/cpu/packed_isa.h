@@ -16,7 +16,7 @@ FASTGEN_TARGET inline void panel_tile(const float* rows, int64_t size, const flo
   std::fill(output, output + Rows * kWidth, 0.0f);
   for (int64_t first = 0; first < size; first += kSummed) {
     value_tile<Rows, kVectorsAtOnce, false, LinesAhead>(
-        rows + first, size, panel + first * kPanel, kPanel, std::min(kSummed, size - first), output, kWidth, 0,
+        rows + first, size, Spaced{panel + first * kPanel, kPanel}, std::min(kSummed, size - first), output, kWidth, 0,
         kPanelAhead * kPanel);
   }
 }

@@ -1,5 +1,6 @@
 // fastgen::path_attention on the CPU, in float32.
 #include "../arguments.h"
+#include "attention_tensors.h"
 #include "path_attention.h"
 
 #include <ATen/Parallel.h>
@@ -43,22 +44,10 @@ void check_paths(
   TORCH_CHECK_TYPE(paths.scalar_type() == at::kInt, "paths must be int32, not ", paths.dtype().name(), ".");
   TORCH_CHECK_VALUE(
       paths.device() == query.device(), "query is on ", query.device(), " and paths on ", paths.device(), ".");
-  const int64_t sizes[] = {
-      key.size(0), query.size(1), query.size(0) / key.size(0), shared + paths.size(1)};
-  bool fits = !bias || bias->dim() == 4;
-  for (int64_t i = 0; fits && bias && i < 4; ++i) {
-    fits = bias->size(i) == 1 || bias->size(i) == sizes[i];
-  }
-  TORCH_CHECK_VALUE(
-      fits, "bias must be broadcastable to ", at::IntArrayRef(sizes), ", not of shape ",
-      bias ? bias->sizes() : at::IntArrayRef(), ".");
+  check_fits_scores(bias, {key.size(0), query.size(1), query.size(0) / key.size(0), shared + paths.size(1)});
   if (bias) {
     check_float("bias", *bias, query, "query is");
   }
-}
-
-at::Tensor dense(const at::Tensor& tensor) {
-  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
 at::Tensor path_attention(
@@ -66,26 +55,18 @@ at::Tensor path_attention(
     const std::optional<at::Tensor>& bias, double scale, int64_t shared) {
   check_attention(query, key, value, std::nullopt);
   check_paths(query, key, paths, bias, shared);
-  const int64_t heads = query.size(1), depth = paths.size(1), slots = key.size(2);
-  at::Tensor output = at::empty({query.size(0), 1, heads, value.size(3)}, query.options());
+  const int64_t depth = paths.size(1), slots = key.size(2);
+  at::Tensor output = at::empty({query.size(0), 1, query.size(1), value.size(3)}, query.options());
   if (output.numel() == 0) {
     return output;
   }
-  const at::Tensor q = dense(query), k = dense(key), v = dense(value), p = dense(paths);
+  const at::Tensor q = with_dense_last(query), k = with_dense_last(key), v = with_dense_last(value);
+  const at::Tensor p = with_dense_last(paths);
   PathAttention all{};
-  all.query = q.const_data_ptr<float>();
-  all.key = k.const_data_ptr<float>();
-  all.value = v.const_data_ptr<float>();
-  all.output = output.mutable_data_ptr<float>();
+  describe(q, k, v, output, scale, &all);
+  all.keys = shared;
   all.paths = p.const_data_ptr<int32_t>();
   all.paths_row = p.stride(0), all.depth = depth;
-  all.batch = k.size(0), all.beams = q.size(0) / k.size(0);
-  all.key_heads = k.size(1), all.group = heads / k.size(1);
-  all.keys = shared, all.size = k.size(3), all.value_size = v.size(3);
-  all.query_row = q.stride(0), all.query_head = q.stride(1);
-  all.key_batch = k.stride(0), all.key_head = k.stride(1), all.key_slot = k.stride(2);
-  all.value_batch = v.stride(0), all.value_head = v.stride(1), all.value_slot = v.stride(2);
-  all.scale = static_cast<float>(scale);
   for (int64_t row = 0; row < q.size(0); ++row) {
     const int32_t* const path = all.paths + row * all.paths_row;
     const int64_t length = all.length_of(path);
@@ -94,15 +75,7 @@ at::Tensor path_attention(
         beyond == path + length, "paths must hold slots below ", slots, ", not ", beyond == path + length ? 0 : *beyond,
         ".");
   }
-  at::Tensor b;
-  if (bias) {
-    const int64_t width = shared + depth;
-    b = bias->size(3) == width ? dense(*bias) : bias->expand({-1, -1, -1, width}).contiguous();
-    all.bias = b.const_data_ptr<float>();
-    all.bias_batch = b.size(0) == 1 ? 0 : b.stride(0);
-    all.bias_head = b.size(1) == 1 ? 0 : b.stride(1);
-    all.bias_beam = b.size(2) == 1 ? 0 : b.stride(2);
-  }
+  const at::Tensor b = bias ? describe_bias(*bias, shared + depth, &all) : at::Tensor();
   run(all);
   return output;
 }

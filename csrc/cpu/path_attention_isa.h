@@ -4,53 +4,14 @@
 namespace fastgen {
 namespace FASTGEN_ISA {
 
-// As `value_tile`, for values in these slots.
-template <int Rows, int Vectors, bool IsPart = false>
-FASTGEN_TARGET inline void slot_tile(
-    const float* weights, const float* values, const int32_t* slots, int64_t slot_stride, int64_t count, float* outputs,
-    int64_t stride, int64_t part = 0) {
-  Floats sums[Rows][Vectors] = {};
-  for (int64_t k = 0; k < count; ++k) {
-    const float* const value = values + slots[k] * slot_stride;
-    Floats v[Vectors];
-#pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) {
-      v[j] = IsPart ? load_part(value, part) : load(value + j * kLanes);
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-      const Floats weight = splat(weights[row * kSlots + k]);
-#pragma GCC unroll 8
-      for (int j = 0; j < Vectors; ++j) {
-        sums[row][j] += weight * v[j];
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 8
-    for (int j = 0; j < Vectors; ++j) {
-      float* const into = outputs + row * stride + j * kLanes;
-      store(into, load(into) + sums[row][j]);
-    }
-  }
-}
-
-template <int Rows>
-FASTGEN_TARGET inline void add_slots(
-    const float* weights, const float* values, const int32_t* slots, int64_t slot_stride, int64_t count, int64_t size,
-    float* outputs, int64_t stride) {
-  int64_t i = 0;
-  for (; i + kTileVectors * kLanes <= size; i += kTileVectors * kLanes) {
-    slot_tile<Rows, kTileVectors>(weights, values + i, slots, slot_stride, count, outputs + i, stride);
-  }
-  for (; i + kLanes <= size; i += kLanes) {
-    slot_tile<Rows, 1>(weights, values + i, slots, slot_stride, count, outputs + i, stride);
-  }
-  if (i < size) {
-    slot_tile<Rows, 1, true>(weights, values + i, slots, slot_stride, count, outputs + i, stride, size - i);
-  }
-}
+// Values in these slots.
+struct Listed {
+  const float* values;
+  const int32_t* slots;
+  int64_t slot;
+  const float* operator[](int64_t k) const { return values + slots[k] * slot; }
+  Listed from(int64_t i) const { return {values + i, slots, slot}; }
+};
 
 // The `group` rows of one beam, from `row` of the block on, see the keys on the beam's path.
 FASTGEN_TARGET inline void see_path(const PathAttention& all, int64_t pair, int64_t begin, int64_t row, Rows& rows) {
@@ -83,8 +44,8 @@ FASTGEN_TARGET inline void see_path(const PathAttention& all, int64_t pair, int6
           &rows.maxima[of_beam], &rows.sums[of_beam], rows.outputs + of_beam * output_stride, output_stride);
     }
     for_tiles<kTileRows>(all.group, [&](auto number, int64_t of_beam) FASTGEN_TARGET {
-      add_slots<decltype(number)::value>(
-          rows.scores + (row + of_beam) * kSlots, values, slots, all.value_slot, count, all.value_size,
+      add_values<decltype(number)::value>(
+          rows.scores + (row + of_beam) * kSlots, Listed{values, slots, all.value_slot}, count, all.value_size,
           rows.outputs + (row + of_beam) * output_stride, output_stride);
     });
   }

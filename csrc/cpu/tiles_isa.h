@@ -30,22 +30,31 @@ FASTGEN_TARGET inline void for_tiles(int64_t rows, const Tile& tile) {
   }
 }
 
+// Values at every `slot` floats.
+struct Spaced {
+  const float* values;
+  int64_t slot;
+  const float* operator[](int64_t k) const { return values + k * slot; }
+  Spaced from(int64_t i) const { return {values + i, slot}; } // without the first `i` floats of each
+};
+
 // Adds `count` values, weighted, to `Vectors` vectors of `Rows` rows; `part`: floats of a last vector, if not all.
 // `LinesAhead`: cache lines that are asked for, from `ahead` floats further on.
-template <int Rows, int Vectors, bool IsPart = false, int LinesAhead = 0>
+template <int Rows, int Vectors, bool IsPart = false, int LinesAhead = 0, typename Values>
 FASTGEN_TARGET inline void value_tile(
-    const float* weights, int64_t weights_stride, const float* values, int64_t slot, int64_t count, float* outputs,
-    int64_t stride, int64_t part = 0, int64_t ahead = 0) {
+    const float* weights, int64_t weights_stride, Values values, int64_t count, float* outputs, int64_t stride,
+    int64_t part = 0, int64_t ahead = 0) {
   Floats sums[Rows][Vectors] = {}; // sums of few, then of these: less is lost to rounding than in one long sum
   for (int64_t k = 0; k < count; ++k) {
+    const float* const value = values[k];
     Floats v[Vectors];
 #pragma GCC unroll 8
     for (int j = 0; j < Vectors; ++j) {
-      v[j] = IsPart ? load_part(values + k * slot, part) : load(values + k * slot + j * kLanes);
+      v[j] = IsPart ? load_part(value, part) : load(value + j * kLanes);
     }
 #pragma GCC unroll 8
     for (int line = 0; line < LinesAhead; ++line) {
-      __builtin_prefetch(values + k * slot + ahead + line * 16, 0, 2); // into the second-level cache
+      __builtin_prefetch(value + ahead + line * 16, 0, 2); // into the second-level cache
     }
 #pragma GCC unroll 8
     for (int row = 0; row < Rows; ++row) {

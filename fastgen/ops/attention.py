@@ -55,12 +55,15 @@ def check_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | No
         )
     if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
         raise ValueError(f"value must be [{batch}, {key_heads}, {keys}, size], not of shape {list(value.shape)}.")
-    shape = (batch, heads, rows // batch, keys)
+    check_fits_scores(bias, (batch, heads, rows // batch, keys))
+    check_floats("query is", query, ("query", query), ("key", key), ("value", value), ("bias", bias))
+
+
+def check_fits_scores(bias: Tensor | None, shape: tuple[int, int, int, int]) -> None:
     if bias is not None and (
         bias.dim() != 4 or any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True))
     ):
         raise ValueError(f"bias must be broadcastable to {list(shape)}, not of shape {list(bias.shape)}.")
-    check_floats("query is", query, ("query", query), ("key", key), ("value", value), ("bias", bias))
 
 
 def reference_beam_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> Tensor:

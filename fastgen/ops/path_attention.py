@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
-from fastgen.ops.attention import check_attention
+from fastgen.ops.attention import check_attention, check_fits_scores
 from fastgen.ops.checks import check_floats
 from fastgen.ops.operator import define
 
@@ -57,11 +57,7 @@ def check_path_attention(
         raise TypeError(f"paths must be int32, not {paths.dtype}.")
     if paths.device != query.device:
         raise ValueError(f"query is on {query.device} and paths on {paths.device}.")
-    shape = (batch, heads, rows // batch, shared + paths.shape[1])
-    if bias is not None and (
-        bias.dim() != 4 or any(have not in (1, want) for have, want in zip(bias.shape, shape, strict=True))
-    ):
-        raise ValueError(f"bias must be broadcastable to {list(shape)}, not of shape {list(bias.shape)}.")
+    check_fits_scores(bias, (batch, heads, rows // batch, shared + paths.shape[1]))
     check_floats("query is", query, ("bias", bias))
 
 

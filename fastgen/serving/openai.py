@@ -2,7 +2,7 @@
 
 # No postponed annotations here: FastAPI could not look up the class of a body, which is made within a function.
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -46,7 +46,16 @@ def add_endpoints(app: FastAPI, service: Service, dependencies: Sequence[Any]) -
             what = f"The service has no model {asked[:80]!a}: it has {name!a}."
             raise Refusal(404, what, "model", "model_not_found")
 
-    async def answer(form: Form, body: Any, inputs: Inputs, request: Request) -> Any:
+    async def answer(form: Form, body: Any, inputs_of: Callable[..., Awaitable[Inputs]], request: Request) -> Any:
+        service.check_open()
+        service.running += 1
+        try:
+            check_model(body.model)
+            return await begun(form, body, await inputs_of(service, body), request)
+        finally:
+            service.running -= 1
+
+    async def begun(form: Form, body: Any, inputs: Inputs, request: Request) -> Any:
         search = search_of(body.model_dump(exclude_unset=True), service.own_generation_config, service.limits)
         found = Answer(service, search, inputs, work_of(request.scope))
         if not search.stream:
@@ -58,24 +67,12 @@ def add_endpoints(app: FastAPI, service: Service, dependencies: Sequence[Any]) -
     @app.post("/v1/completions", response_model=openai_schema.Completion, **common)
     async def completions(body: CompletionRequest, request: Request) -> Any:  # type: ignore[valid-type]
         """Go on with prompts or, with an encoder-decoder, answer them, as OpenAI's endpoint of this name does."""
-        service.check_open()
-        service.running += 1
-        try:
-            check_model(body.model)  # type: ignore[attr-defined]
-            return await answer(TEXT, body, await _prompts(service, body), request)
-        finally:
-            service.running -= 1
+        return await answer(TEXT, body, _prompts, request)
 
     @app.post("/v1/chat/completions", response_model=openai_schema.ChatCompletion, **common)
     async def chat_completions(body: ChatRequest, request: Request) -> Any:  # type: ignore[valid-type]
         """Answer a conversation, for models with a chat template, as OpenAI's endpoint of this name does."""
-        service.check_open()
-        service.running += 1
-        try:
-            check_model(body.model)  # type: ignore[attr-defined]
-            return await answer(CHAT, body, await _conversation(service, body), request)
-        finally:
-            service.running -= 1
+        return await answer(CHAT, body, _conversation, request)
 
     @app.get("/v1/models", response_model=openai_schema.Models, **common)
     async def list_models() -> Any:

@@ -6,10 +6,11 @@ number and shapes of score tensors, and proof from fastgen's own report that the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,11 +19,23 @@ from both_hosts import configured as configured
 
 import fastgen
 from fastgen import report
+from fastgen.cache import by_model
 
 TOLERANCE = 1e-4
 SEED = 123
 TIERS = ("fast", "compat")
 Generate = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def keeping_prefixes() -> Iterator[None]:
+    """Inside the block prefixes are kept, from none on; nothing stays."""
+    by_model.release()
+    by_model.reset()
+    with configured(prefix_cache=2**24):
+        yield
+    by_model.release()
+    by_model.reset()
 
 
 def request(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,45 @@ def until(what: Any, seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
+# As long as the model can: 64 rows take more than a second.
+LONG = dict(num_beams=8, min_new_tokens=110, max_new_tokens=112)
+
+
+def check_a_client_that_goes_away(server: Server) -> None:
+    """Its rows are freed."""
+    freed, cancelled = server.metric("freed_rows_total"), server.metric("cancelled_total")
+    connection = raw_request(server, dict(text=TEXTS[:8], **LONG))
+    until(lambda: server.metric("running") == 64)
+    connection.close()
+    until(lambda: server.metric("freed_rows_total") - freed == 64)
+    assert server.metric("cancelled_total") - cancelled == 1
+
+
+def check_a_stream_whose_client_goes_away(server: Server) -> None:
+    """Its row is freed."""
+    freed = server.metric("freed_rows_total")
+    beside = raw_request(server, dict(text=TEXTS[:7], **LONG))  # with which a step takes its time
+    until(lambda: server.metric("running") == 56)
+    connection = raw_request(server, dict(text=TEXTS[0], stream=True, min_new_tokens=110, max_new_tokens=112))
+    assert b"200 OK" in connection.recv(1000)
+    until(lambda: server.metric("running") == 57)
+    connection.close()
+    until(lambda: server.metric("freed_rows_total") - freed == 1)
+    beside.close()
+    until(lambda: server.metric("running") == 0)
+
+
+def check_who_sends_nothing_or_too_slowly(server: Server) -> None:
+    """They are not waited for."""
+    silent = socket.create_connection(("127.0.0.1", server.port), timeout=120)
+    slow = socket.create_connection(("127.0.0.1", server.port), timeout=120)
+    slow.sendall(HEAD.format(15).encode() + b"{")
+    assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+    assert silent.recv(1000) == b""
+    for connection in (silent, slow):
+        connection.close()
+
+
 def asked_by_openais_client(server: Server) -> None:
     """Texts, a stream and an error, as OpenAI's client reads them."""
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")

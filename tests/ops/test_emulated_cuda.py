@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ngram_cases import laid_out, sizes, tokens_of
+from ngram_cases import check_repeated, check_source, sizes
 from references import reference
 from topk_cases import bans_of, cases, logits_of
 from topk_cases import laid_out as with_layout
@@ -72,16 +72,6 @@ def test_sizes(emulated: Any, values: str, rows: int, vocabulary: int, k: int) -
     oracle.assert_topk(emulated.topk_log_softmax(logits, k), logits, k)
 
 
-def check_repeated(operators: Any, case: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(case["seed"])
-    tokens = tokens_of(case, case["rows"], case["length"] + case["padding"], generator)
-    scores = torch.randn(case["rows"], case["vocabulary"], generator=generator).to(case["dtype"])
-    expected = oracle.ban_repeated(tokens, scores, case["n"], case["length"])
-    actual = laid_out(scores, case["layout"])
-    operators.ban_repeated_ngrams_(tokens, actual, case["n"], case["length"])
-    assert torch.equal(actual, expected)
-
-
 @CASES
 @given(case=sizes)
 def test_repeated_ngrams(emulated: Any, case: dict[str, Any]) -> None:
@@ -91,15 +81,7 @@ def test_repeated_ngrams(emulated: Any, case: dict[str, Any]) -> None:
 @CASES
 @given(case=sizes, beams=st.integers(1, 5), source_length=st.integers(0, 40))
 def test_source_ngrams(emulated: Any, case: dict[str, Any], beams: int, source_length: int) -> None:
-    generator = torch.Generator().manual_seed(case["seed"])
-    rows = case["rows"] * beams
-    source = tokens_of(case, case["rows"], source_length, generator)
-    tokens = tokens_of(case, rows, case["length"] + case["padding"], generator).long()  # types may differ
-    scores = torch.randn(rows, case["vocabulary"], generator=generator).to(case["dtype"])
-    expected = oracle.ban_source(source, tokens, scores, case["n"], case["length"], beams)
-    actual = laid_out(scores, case["layout"])
-    emulated.ban_source_ngrams_(source, tokens, actual, case["n"], case["length"], beams)
-    assert torch.equal(actual, expected)
+    check_source(emulated, case, beams, source_length)
 
 
 @pytest.mark.parametrize("length", [1, 2047, 2048, 2049, 5000])

@@ -10,23 +10,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ngram_cases import laid_out, sizes, tokens_of
+from ngram_cases import check_repeated, check_source, laid_out, sizes, tokens_of
 from references import reference
 from torch import Tensor
 
 CASES = settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def check_repeated(operators: Any, case: dict[str, Any]) -> None:
-    generator = torch.Generator().manual_seed(case["seed"])
-    tokens = tokens_of(case, case["rows"], case["length"] + case["padding"], generator)
-    scores = torch.randn(case["rows"], case["vocabulary"], generator=generator).to(case["dtype"])
-    expected = oracle.ban_repeated(tokens, scores, case["n"], case["length"])
-    actual = laid_out(scores, case["layout"])
-    before = tokens.clone()
-    assert operators.ban_repeated_ngrams_(tokens, actual, case["n"], case["length"]) is None
-    assert torch.equal(actual, expected)
-    assert torch.equal(tokens, before)
 
 
 @CASES
@@ -38,15 +26,7 @@ def test_repeated_ngrams(operators: Any, case: dict[str, Any]) -> None:
 @CASES
 @given(case=sizes, beams=st.integers(1, 5), source_length=st.integers(0, 40))
 def test_source_ngrams(operators: Any, case: dict[str, Any], beams: int, source_length: int) -> None:
-    generator = torch.Generator().manual_seed(case["seed"])
-    rows = case["rows"] * beams
-    source = tokens_of(case, case["rows"], source_length, generator)
-    tokens = tokens_of(case, rows, case["length"] + case["padding"], generator).long()  # types may differ
-    scores = torch.randn(rows, case["vocabulary"], generator=generator).to(case["dtype"])
-    expected = oracle.ban_source(source, tokens, scores, case["n"], case["length"], beams)
-    actual = laid_out(scores, case["layout"])
-    operators.ban_source_ngrams_(source, tokens, actual, case["n"], case["length"], beams)
-    assert torch.equal(actual, expected)
+    check_source(operators, case, beams, source_length)
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 1023, 1024, 1025, 2047, 2048, 2049, 5000])

@@ -20,12 +20,8 @@ from fastgen.cache import by_model  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def _on() -> Iterator[None]:
-    by_model.release()
-    by_model.reset()
-    with harness.configured(prefix_cache=2**24):
+    with harness.keeping_prefixes():
         yield
-    by_model.release()
-    by_model.reset()
 
 
 def build() -> Any:

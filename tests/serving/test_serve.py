@@ -19,10 +19,13 @@ import certificate
 import listening
 import pytest
 from serve_process import (
-    HEAD,
+    LONG,
     Server,
     asked_by_openais_client,
     asked_with_keys_over_tls,
+    check_a_client_that_goes_away,
+    check_a_stream_whose_client_goes_away,
+    check_who_sends_nothing_or_too_slowly,
     flags_of_keys_and_tls,
     logged,
     raw_request,
@@ -73,30 +76,12 @@ def test_its_page_shows_in_a_browser(server: Server) -> None:
         assert shown in dom
 
 
-# As long as the model can: 64 rows take more than a second.
-LONG = dict(num_beams=8, min_new_tokens=110, max_new_tokens=112)
-
-
 def test_a_client_that_goes_away_frees_its_rows(server: Server) -> None:
-    freed, cancelled = server.metric("freed_rows_total"), server.metric("cancelled_total")
-    connection = raw_request(server, dict(text=TEXTS[:8], **LONG))
-    until(lambda: server.metric("running") == 64)
-    connection.close()
-    until(lambda: server.metric("freed_rows_total") - freed == 64)
-    assert server.metric("cancelled_total") - cancelled == 1
+    check_a_client_that_goes_away(server)
 
 
 def test_a_stream_whose_client_goes_away_frees_its_row(server: Server) -> None:
-    freed = server.metric("freed_rows_total")
-    beside = raw_request(server, dict(text=TEXTS[:7], **LONG))  # with which a step takes its time
-    until(lambda: server.metric("running") == 56)
-    connection = raw_request(server, dict(text=TEXTS[0], stream=True, min_new_tokens=110, max_new_tokens=112))
-    assert b"200 OK" in connection.recv(1000)
-    until(lambda: server.metric("running") == 57)
-    connection.close()
-    until(lambda: server.metric("freed_rows_total") - freed == 1)
-    beside.close()
-    until(lambda: server.metric("running") == 0)
+    check_a_stream_whose_client_goes_away(server)
 
 
 def test_a_request_beyond_its_time_frees_its_rows(server: Server) -> None:
@@ -122,13 +107,7 @@ def test_a_slow_client_holds_no_row(server: Server) -> None:
 
 
 def test_who_sends_nothing_or_too_slowly_is_not_waited_for(server: Server) -> None:
-    silent = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    slow = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    slow.sendall(HEAD.format(15).encode() + b"{")
-    assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
-    assert silent.recv(1000) == b""
-    for connection in (silent, slow):
-        connection.close()
+    check_who_sends_nothing_or_too_slowly(server)
     assert server.send("GET", "/health/ready")[0] == 200
 
 

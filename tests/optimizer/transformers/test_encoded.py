@@ -27,12 +27,8 @@ LENGTH = 20
 
 @pytest.fixture(autouse=True)
 def _on() -> Iterator[None]:
-    by_model.release()
-    by_model.reset()
-    with harness.configured(prefix_cache=2**24):
+    with harness.keeping_prefixes():
         yield
-    by_model.release()
-    by_model.reset()
 
 
 @pytest.fixture

@@ -36,12 +36,8 @@ SAVED = 24 + 21 + 19  # of three prompts of 32, 29 and 27 tokens: the columns up
 
 @pytest.fixture(autouse=True)
 def _on() -> Iterator[None]:
-    by_model.release()
-    by_model.reset()
-    with harness.configured(prefix_cache=2**24):
+    with harness.keeping_prefixes():
         yield
-    by_model.release()
-    by_model.reset()
 
 
 def prompts(seed: int, lengths: tuple[int, ...] = (LENGTH, LENGTH - 3, LENGTH - 5), common: int = COMMON) -> Any:
