@@ -31,6 +31,10 @@ def _main(argv: Sequence[str] | None) -> int:
         with needing("FastAPI and uvicorn", "serve"):
             import transformers
             import uvicorn  # noqa: F401
+        from fastgen.serving import logs
+
+        if args.log_format == logs.JSON:
+            logs.log_others_as_json()  # before the imports below load libraries that warn of something
         from fastgen.serving import local
 
         return local.run(settings_of(args, token))

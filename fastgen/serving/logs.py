@@ -42,3 +42,23 @@ def log_to_stderr(form: str) -> None:
     handler.setFormatter(JsonLines() if form == JSON else _Lines())
     LOG.handlers, LOG.propagate = [handler], False
     LOG.setLevel(logging.INFO)
+
+
+def log_others_as_json() -> None:
+    """Send what other libraries log, and warnings, to standard error as lines of JSON as well.
+
+    Some have handlers of their own for standard error: those go, so that each record reaches the root logger's, once.
+    """
+    import torch  # noqa: F401 (sets up loggers, and would again after this)
+    import transformers.utils.logging
+
+    transformers.utils.logging.get_logger()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for logger in [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]:
+        own = [one for one in logger.handlers if isinstance(one, logging.StreamHandler) and one.stream is sys.stderr]
+        if own:
+            logger.handlers = [one for one in logger.handlers if one not in own]
+            logger.propagate = True
+    logging.root.handlers = [handler]
+    logging.captureWarnings(True)

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -163,6 +164,30 @@ def test_a_log_of_json_has_an_object_a_line(
     assert [request[name] for name in ("method", "path", "status", "inputs")] == ["POST", "/v1/generate", 200, 2]
     assert request["message"].startswith("POST /v1/generate 200 ") and request["tokens"] > 2
     assert failure["error"].endswith("ValueError: two\nlines") and "request_id" not in failure
+
+
+OTHERS = """
+import logging, sys, warnings
+from fastgen.serving import logs
+
+own = logging.getLogger("own")
+own.addHandler(logging.StreamHandler(sys.stderr))  # beside the root logger's, which would write the record again
+logs.log_others_as_json()
+for name in sys.argv[1:]:
+    logging.getLogger(name).warning("of %s", name)
+from transformers.utils.logging import get_logger
+get_logger("transformers.x").warning("of transformers.x")
+warnings.warn("a warning")
+"""
+
+
+def test_a_log_of_json_has_what_other_libraries_say_once() -> None:
+    names = ["own", "torch.utils._pytree", "torch._dynamo", "without.handlers"]
+    done = subprocess.run([sys.executable, "-c", OTHERS, *names], capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    said = [f"of {name}" for name in (*names, "transformers.x")]
+    assert [line["message"] for line in lines[:-1]] == said
+    assert "UserWarning: a warning" in lines[-1]["message"]
 
 
 def test_a_log_of_text_has_the_id_before_the_message(
