@@ -177,6 +177,16 @@ inline void check_quantized(
   check_linear_bias(bias, width, rows);
 }
 
+constexpr int64_t kLongestSum = (int64_t{1} << 31) / (127 * 127); // of products of codes, in 32 bits
+
+inline void check_dynamic(
+    const at::Tensor& rows, const at::Tensor& codes, const at::Tensor& scales, const std::optional<at::Tensor>& bias) {
+  check_quantized(rows, codes, scales, bias);
+  TORCH_CHECK_VALUE(
+      codes.size(1) <= kLongestSum, "codes must be [width, size] with a size of at most ", kLongestSum, ", not ",
+      codes.size(1), ".");
+}
+
 inline void check_rows(const at::Tensor& rows) {
   TORCH_CHECK_VALUE(rows.dim() == 2, "rows must be [count, size], not of shape ", rows.sizes(), ".");
   check_float("rows", rows, rows);

@@ -39,6 +39,16 @@ struct Screened {
   float tiny; // what a product may lose to numbers too small for float32
 };
 
+// Of codes with codes: `output[row][i] = sum_k rows[row][k] * weight[i][k] * row_scales[row] * scales[i] + bias[i]`, with a
+// sum of integers.
+struct Coded {
+  const int16_t* rows; // [count, stride], -127 to 127, zeros from `size` on
+  const int8_t* weight; // [width, size], -127 to 127
+  const float *row_scales, *scales, *bias; // [count], [width], [width] or null
+  float* output; // [count, width]
+  int64_t count, size, stride, width;
+};
+
 // With a weight in panels: the numbers that one step of the loops needs lie side by side, in its order.
 // `output[row][i] = sum_k rows[row][k] * weight[i / 64][k][i % 64] + bias[i]`
 struct Packed {

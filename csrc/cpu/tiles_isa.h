@@ -14,12 +14,16 @@ FASTGEN_TARGET inline void for_tiles(int64_t rows, const Tile& tile) {
   const int64_t tiles = (rows + Most - 1) / Most;
   for (int64_t i = 0, row = 0; i < tiles; ++i) {
     const int64_t in_tile = rows / tiles + (i < rows % tiles);
-    if constexpr (Most > 2) {
+    if constexpr (Most > 3) {
       switch (in_tile) {
-        case 3: tile(std::integral_constant<int, 3>(), row); break;
         case 4: tile(std::integral_constant<int, 4>(), row); break;
         case 5: tile(std::integral_constant<int, 5>(), row); break;
         case 6: tile(std::integral_constant<int, 6>(), row); break;
+      }
+    }
+    if constexpr (Most > 2) {
+      if (in_tile == 3) {
+        tile(std::integral_constant<int, 3>(), row);
       }
     }
     switch (in_tile) {

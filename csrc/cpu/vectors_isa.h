@@ -123,13 +123,14 @@ FASTGEN_TARGET inline Floats load_part(const Number* from, int64_t count) {
 #endif
 #define FASTGEN_N FASTGEN_LANES
 
-// The sums of the lanes of a, b, c and d. First inside each 128 bits, where shuffles are cheap.
-FASTGEN_TARGET inline Four sums_of_lanes(Floats a, Floats b, Floats c, Floats d) {
-  const Floats ab = FASTGEN_SHUFFLE(a, b, FASTGEN_EACH(0, FASTGEN_N, 1, FASTGEN_N + 1)) +
+// The sums of the lanes of a, b, c and d, floats or integers. First inside each 128 bits, where shuffles are cheap.
+template <typename Quad = Four, typename Vector>
+FASTGEN_TARGET inline Quad sums_of_lanes(Vector a, Vector b, Vector c, Vector d) {
+  const Vector ab = FASTGEN_SHUFFLE(a, b, FASTGEN_EACH(0, FASTGEN_N, 1, FASTGEN_N + 1)) +
       FASTGEN_SHUFFLE(a, b, FASTGEN_EACH(2, FASTGEN_N + 2, 3, FASTGEN_N + 3));
-  const Floats cd = FASTGEN_SHUFFLE(c, d, FASTGEN_EACH(0, FASTGEN_N, 1, FASTGEN_N + 1)) +
+  const Vector cd = FASTGEN_SHUFFLE(c, d, FASTGEN_EACH(0, FASTGEN_N, 1, FASTGEN_N + 1)) +
       FASTGEN_SHUFFLE(c, d, FASTGEN_EACH(2, FASTGEN_N + 2, 3, FASTGEN_N + 3));
-  Floats sums = FASTGEN_SHUFFLE(ab, cd, FASTGEN_EACH(0, 1, FASTGEN_N, FASTGEN_N + 1)) +
+  Vector sums = FASTGEN_SHUFFLE(ab, cd, FASTGEN_EACH(0, 1, FASTGEN_N, FASTGEN_N + 1)) +
       FASTGEN_SHUFFLE(ab, cd, FASTGEN_EACH(2, 3, FASTGEN_N + 2, FASTGEN_N + 3));
 #if FASTGEN_LANES == 16
   sums += FASTGEN_SHUFFLE(sums, sums, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -137,7 +138,7 @@ FASTGEN_TARGET inline Four sums_of_lanes(Floats a, Floats b, Floats c, Floats d)
 #if FASTGEN_LANES >= 8
   sums += FASTGEN_SHUFFLE(sums, sums, FASTGEN_EACH(4, 5, 6, 7)); // beyond the end the second one follows: the same
 #endif
-  Four first;
+  Quad first;
   __builtin_memcpy(&first, &sums, sizeof first);
   return first;
 }

@@ -2,9 +2,10 @@
 
 With few rows a product takes as long as reading the weight: then only the weight is rounded, to 8 bits, a quarter of
 the bytes, or to bfloat16, half of them. With more, arithmetic takes longer: then the rows are rounded too. In 8 bits
-each row has a scale of its own, and torch multiplies integers (dynamic quantization, as in Jacob et al. 2018,
-https://arxiv.org/abs/1712.05877, section 2, with zero points of 0); in bfloat16 oneDNN multiplies, sums
-in float32, and rounds the sums. Where that loses too much, the weight stays in float32.
+each row has a scale of its own (dynamic quantization, as in Jacob et al. 2018, https://arxiv.org/abs/1712.05877,
+section 2, with zero points of 0), and torch multiplies integers, or `dynamic_quantized_linear` where torch can't; in
+bfloat16 oneDNN multiplies, sums in float32, and rounds the sums. Where that loses too much, the weight stays in
+float32.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from fastgen.layers import packed_weights
 from fastgen.layers.packed_weights import Rounded
 from fastgen.layers.timing import Product
 from fastgen.memory import arena
+from fastgen.ops.quantized import LONGEST_SUM
 
 # How far a product may be off, in lengths of vectors: what 8 bits lose is 0.5% to 2% on trained models.
 LARGEST_ERROR = 0.05
@@ -41,9 +43,13 @@ def multiply_rows(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
 def multiply_codes(rows: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
     """`linear` with one weight in 8 bits, a list of one `Rounded`, and rows that are rounded to 8 bits."""
     (weight,) = weights
+    output: Tensor
+    if _are_integers_wrong():
+        output = torch.ops.fastgen.dynamic_quantized_linear.default(rows, weight.numbers, weight.scales, bias)
+        return output
     rounded, row_scales = torch.ops.fastgen.quantize_rows.default(rows.flatten(0, -2))
     products = torch._int_mm(rounded, weight.numbers.t())
-    output: Tensor = torch.ops.fastgen.dequantize.default(products, row_scales, weight.scales, bias)
+    output = torch.ops.fastgen.dequantize.default(products, row_scales, weight.scales, bias)
     return output.unflatten(0, rows.shape[:-1])
 
 
@@ -52,8 +58,9 @@ def to_8_bits(weight: Tensor) -> Rounded:
     return Rounded(*ops.quantize_weight(weight), {}, set())
 
 
-def _wrong_integers() -> str | None:
-    """Why torch's product of integers is of no use, or None.
+@functools.cache
+def _are_integers_wrong() -> bool:
+    """Whether torch's product of integers is wrong, or there is none.
 
     Without VNNI or AMX oneDNN adds pairs of products in 16 bits, which is wrong for large numbers and does not say so.
     """
@@ -64,11 +71,11 @@ def _wrong_integers() -> str | None:
         try:
             with arena.outside():
                 products = torch._int_mm(a, b.t())
-        except (AttributeError, RuntimeError, NotImplementedError) as error:
-            return f"this torch multiplies no integers ({(str(error).splitlines() or [''])[0][:100]})"
+        except (AttributeError, RuntimeError, NotImplementedError):
+            return True
         if not torch.equal(products.double(), a.double() @ b.double().t()):
-            return "torch multiplies integers wrongly on this processor, which has neither VNNI nor AMX"
-    return None
+            return True
+    return False
 
 
 # ---------------------------------------------------------------------------------------------- bfloat16
@@ -149,8 +156,6 @@ def unavailable(product: Product) -> str | None:
     """Why a product can't be used here, or None."""
     if not ops.is_native(torch.device("cpu")):
         return "products with weights in fewer bits need the native operators"
-    if product is multiply_codes:
-        return _wrong_integers()
     return _wrong_bfloat16() if product is multiply_packed_bfloat16 else None
 
 
@@ -167,6 +172,8 @@ def is_near(layer: nn.Module, copy: Rounded, product: Product, rows: Tensor, tra
 
 
 def _error(layer: Any, copy: Rounded, product: Product, rows: Tensor, transposed: bool) -> float:
+    if product is multiply_codes and rows.shape[-1] > LONGEST_SUM:
+        return math.inf  # a sum of integers might be
     weight = layer.weight.t() if transposed else layer.weight
     expected = F.linear(rows, weight, layer.bias).double()
     found = product(rows, [copy], layer.bias).double()

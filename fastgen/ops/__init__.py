@@ -22,7 +22,13 @@ from fastgen.ops.linear import pack_weight, packed_linear, skinny_linear
 from fastgen.ops.multinomial import multinomial
 from fastgen.ops.ngrams import ban_repeated_ngrams_, ban_source_ngrams_
 from fastgen.ops.path_attention import path_attention
-from fastgen.ops.quantized import dequantize, quantize_rows, quantize_weight, quantized_linear
+from fastgen.ops.quantized import (
+    dequantize,
+    dynamic_quantized_linear,
+    quantize_rows,
+    quantize_weight,
+    quantized_linear,
+)
 from fastgen.ops.screened import screen_weight, screened_linear
 from fastgen.ops.topk import topk_log_softmax
 
@@ -31,6 +37,7 @@ __all__ = [
     "ban_source_ngrams_",
     "beam_attention",
     "dequantize",
+    "dynamic_quantized_linear",
     "fingerprint",
     "is_native",
     "multinomial",

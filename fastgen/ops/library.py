@@ -32,6 +32,7 @@ _UNWRITTEN = {  # operators without a kernel, and what runs instead
     ("quantize_rows", "cuda"): "torch's own operators",
     ("dequantize", "cuda"): "torch's own operators",
     ("quantized_linear", "cuda"): "torch's own products",
+    ("dynamic_quantized_linear", "cuda"): "torch's own products",
 }
 
 _lock = threading.Lock()

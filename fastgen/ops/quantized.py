@@ -12,6 +12,7 @@ from fastgen.ops.checks import check_codes, check_floats, check_width
 from fastgen.ops.operator import define
 
 _ROWS = 1024  # of a weight, at a time: temporaries stay small
+LONGEST_SUM = 2**31 // 127**2  # of products of codes, in 32 bits
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +101,49 @@ def fake_quantized_linear(
 ) -> Tensor:
     check_quantized(rows, codes, scales, bias)
     return rows.new_empty(*rows.shape[:-1], sum(len(each) for each in codes))
+
+
+def dynamic_quantized_linear(rows: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply many rows by a weight in 8 bits; the rows are rounded to 8 bits as well, each with a scale of its own.
+
+    Products of integers are summed exactly, in 32 bits. With many rows arithmetic takes longest: natively, one
+    instruction multiplies twice as many integers of 16 bits as floats. Processors with VNNI or AMX have faster ones, of
+    8 bits, which torch's product of integers uses: `quantize_rows`, `torch._int_mm` and `dequantize` yield the same.
+
+    Args:
+        rows: float32 `[..., size]`.
+        codes, scales: `quantize_weight(weight)`: int8 `[width, size]` and float32 `[width]`.
+        bias: float32 `[width]`, or None.
+
+    Returns: float32 `[..., width]`: `dequantize(row_codes @ codes.T, row_scales, scales, bias)`, where
+        `row_codes, row_scales = quantize_rows(rows)` (dynamic quantization: Jacob et al. 2018,
+        https://arxiv.org/abs/1712.05877, section 2, with zero points of 0); no gradient passes through it.
+
+    Raises:
+        ValueError: for shapes or devices other than these, and for a size above 133,144, whose sums need more bits.
+        TypeError: for other dtypes.
+    """
+    output: Tensor = _dynamic_quantized_linear(rows, codes, scales, bias)
+    return output
+
+
+def check_dynamic(rows: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    check_quantized(rows, [codes], [scales], bias)
+    if codes.shape[1] > LONGEST_SUM:
+        raise ValueError(f"codes must be [width, size] with a size of at most {LONGEST_SUM}, not {codes.shape[1]}.")
+
+
+def reference_dynamic_quantized_linear(rows: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    check_dynamic(rows, codes, scales, bias)
+    row_codes, row_scales = reference_quantize_rows(rows.flatten(0, -2) if rows.dim() > 1 else rows[None])
+    products = (row_codes.double() @ codes.double().t()).int()  # exact: below 2**53
+    output = reference_dequantize(products, row_scales, scales, bias)
+    return output.view(*rows.shape[:-1], len(codes))
+
+
+def fake_dynamic_quantized_linear(rows: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    check_dynamic(rows, codes, scales, bias)
+    return rows.new_empty(*rows.shape[:-1], len(codes))
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,4 +237,10 @@ _quantized_linear = define(
     "(Tensor rows, Tensor[] codes, Tensor[] scales, Tensor? bias) -> Tensor",
     reference_quantized_linear,
     fake_quantized_linear,
+)
+_dynamic_quantized_linear = define(
+    "dynamic_quantized_linear",
+    "(Tensor rows, Tensor codes, Tensor scales, Tensor? bias) -> Tensor",
+    reference_dynamic_quantized_linear,
+    fake_dynamic_quantized_linear,
 )

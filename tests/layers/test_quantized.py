@@ -17,6 +17,7 @@ from fastgen.config import WORDS_OF_WEIGHTS
 from fastgen.layers import linear, packed_weights, quantized
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import limits
+from fastgen.ops.quantized import LONGEST_SUM
 
 FEW, MANY = linear._SKINNY_ROWS, 40
 
@@ -188,6 +189,7 @@ def test_bfloat16_that_is_multiplied_wrongly_or_slowly_is_not_used(fault: str, m
         return torch.zeros(33, 48)
 
     monkeypatch.setattr(quantized, "multiply_packed_bfloat16", wrong)
+    monkeypatch.setattr(quantized, "to_packed_bfloat16", lambda weight: weight)  # some processors have none
     why = {"processor": "this processor", "operator": r"this torch .*\(no such primitive\)", "numbers": "is wrong by"}
     found = quantized._wrong_bfloat16()
     assert found is not None and re.search(why[fault], found)
@@ -251,22 +253,33 @@ def test_float32_where_memory_is_short_or_the_clock_against_it(
     assert quantized.summary() == "" and packed_weights.count() == 0
 
 
-def test_integers_that_are_multiplied_wrongly_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.no_grad()
+def test_integers_that_torch_multiplies_wrongly_are_multiplied_by_our_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     """What oneDNN does without VNNI: rows made positive by adding 128, and sums of two products that end at 32767."""
     right = torch._int_mm
+    are_wrong = quantized._are_integers_wrong
 
     def saturated(a: Tensor, b: Tensor) -> Tensor:
         pairs = ((a.int() + 128)[:, :, None] * b.int()[None]).unflatten(1, (-1, 2)).sum(2).clamp(-32768, 32767)
         return (pairs.sum(1) - 128 * b.int().sum(0)).int()
 
-    for product, is_right in ((saturated, False), (right, quantized._wrong_integers() is None)):
-        monkeypatch.setattr(torch, "_int_mm", product)
-        assert (quantized._wrong_integers() is None) is is_right
-    monkeypatch.setattr(torch, "_int_mm", saturated)
-    quantized.unavailable.cache_clear()
+    def missing(a: Tensor, b: Tensor) -> Tensor:
+        raise RuntimeError("no product of integers")
+
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(48, 64), torch.randn(3, MANY, 48)
+    expected, here = multiply(layer, rows), are_wrong()
     try:
-        layer, rows = nn.Linear(48, 64), torch.randn(MANY, 48)
-        torch.testing.assert_close(multiply(layer, rows), stock(layer, rows).detach())
-        assert quantized.summary() == ""
+        for product, is_wrong in ((saturated, True), (missing, True), (right, here)):
+            monkeypatch.setattr(torch, "_int_mm", product)
+            are_wrong.cache_clear()
+            assert are_wrong() is is_wrong
+            torch.testing.assert_close(multiply(layer, rows), expected, rtol=1e-6, atol=1e-6)
     finally:
-        quantized.unavailable.cache_clear()
+        are_wrong.cache_clear()
+
+
+def test_a_sum_of_integers_that_may_not_fit_stays_in_float32() -> None:
+    layer, rows = nn.Linear(LONGEST_SUM + 1, 1), torch.randn(MANY, LONGEST_SUM + 1)
+    torch.testing.assert_close(multiply(layer, rows), stock(layer, rows).detach(), rtol=1e-4, atol=1e-4)
+    assert quantized.summary().startswith("0 linear layers")

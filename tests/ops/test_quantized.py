@@ -1,4 +1,4 @@
-"""quantize_weight, and quantized_linear against float64 with the same codes."""
+"""quantize_weight; quantized_linear and dynamic_quantized_linear against float64 with the same codes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from oracle import EXAMPLES
 from torch import Tensor
 
 from fastgen import ops
+from fastgen.ops.quantized import LONGEST_SUM
 
 CASES = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -203,3 +204,89 @@ def test_bad_arguments_of_quantize_rows(operators: Any) -> None:
         operators.quantize_rows(torch.zeros(4))
     with pytest.raises(TypeError, match=r"rows must be float32, not .*([Dd]ouble|float64)"):
         operators.quantize_rows(torch.zeros(4, 4).double())
+
+
+# ---------------------------------------------------------------------------------------------- rows in 8 bits as well
+@CASES
+@given(case=cases, count=st.integers(1, 60))
+@example(case=dict(seed=0, rows=1, size=1, widths=[1], bias=True, threads=1), count=1)
+@example(case=dict(seed=0, rows=1, size=4100, widths=[9], bias=True, threads=2), count=40)
+def test_dynamic_product(operators: Any, threads: Any, case: dict[str, Any], count: int) -> None:
+    """The products of integers, exactly; then each is rounded to float32, at most three times."""
+    threads(case["threads"])
+    _, codes, scales, _ = inputs(case)
+    generator = torch.Generator().manual_seed(case["seed"])
+    rows = torch.randn(count, case["size"], generator=generator)
+    bias = torch.randn(len(codes[0]), generator=generator) if case["bias"] else None
+    output = operators.dynamic_quantized_linear(rows, codes[0], scales[0], bias)
+    assert output.is_contiguous() and output.dtype == torch.float32
+    row_codes, row_scales = ops.quantize_weight(rows)
+    exact = (row_codes.double() @ codes[0].double().t()) * row_scales.double()[:, None] * scales[0].double()
+    added = 0.0 if bias is None else bias.double()
+    bound = 3e-7 * (exact.abs() + (exact + added).abs()) + 1e-37
+    assert ((output.double() - exact - added).abs() <= bound).all()
+
+
+def test_dynamic_products_of_the_largest_codes_are_exact(operators: Any) -> None:
+    """All pairs of products have the largest sum there is, which 16 bits do not hold."""
+    for size in (1, 16, 31, 500, LONGEST_SUM):
+        codes, scales = torch.full((5, size), -127, dtype=torch.int8), torch.ones(5)
+        output = operators.dynamic_quantized_linear(torch.full((4, size), 127.0), codes, scales, None)
+        assert (output == float(torch.tensor(-127.0 * 127 * size))).all()
+
+
+def test_dynamic_rows_are_the_same_whatever_the_others_are(native: Any, threads: Any) -> None:
+    rows, (codes,), (scales,), bias = inputs(dict(seed=1, rows=18, size=530, widths=[301], bias=True))
+    threads(1)
+    together = native.dynamic_quantized_linear(rows, codes, scales, bias)
+    threads(2)
+    for count in range(1, 19):
+        assert torch.equal(native.dynamic_quantized_linear(rows[:count], codes, scales, bias), together[:count])
+
+
+def test_dynamic_shapes_and_strides(operators: Any) -> None:
+    codes, scales = ops.quantize_weight(torch.ones(5, 4))
+    assert operators.dynamic_quantized_linear(torch.ones(2, 3, 4), codes, scales, None).shape == (2, 3, 5)
+    assert operators.dynamic_quantized_linear(torch.ones(4), codes, scales, None).shape == (5,)
+    assert operators.dynamic_quantized_linear(torch.ones(0, 4), codes, scales, None).shape == (0, 5)
+    assert operators.dynamic_quantized_linear(torch.ones(2, 4), codes[:0], scales[:0], None).shape == (2, 0)
+    output = operators.dynamic_quantized_linear(torch.ones(2, 0), codes[:, :0], scales, torch.ones(5))
+    assert torch.equal(output, torch.ones(2, 5))
+    rows, apart = torch.randn(3, 33), torch.full((41, 35), 99, dtype=torch.int8)
+    apart[:40, :33], scales = ops.quantize_weight(torch.randn(40, 33))
+    found = operators.dynamic_quantized_linear(rows.t().contiguous().t(), apart[:40, :33], scales, None)
+    assert torch.equal(found, operators.dynamic_quantized_linear(rows, apart[:40, :33].contiguous(), scales, None))
+
+
+def test_dynamic_rows_that_are_not_finite(operators: Any) -> None:
+    rows = torch.ones(4, 37)
+    rows[1, 36], rows[2, 0], rows[3, 5] = math.inf, math.nan, -math.inf
+    output = operators.dynamic_quantized_linear(rows, *ops.quantize_weight(torch.ones(6, 37)), None)
+    torch.testing.assert_close(output[0], torch.full((6,), 37.0))
+    assert output[1:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "codes", "scales", "bias", "error", "message"),
+    [
+        (torch.tensor(1.0), CODES, SCALES, None, ValueError, r"rows must be \[..., size\], not of shape \[\]"),
+        (ROWS, CODES.t(), SCALES, None, ValueError, r"codes must be \[width, 4\], not of shape \[4, 5\]"),
+        (ROWS, CODES, SCALES[:4], None, ValueError, r"scales must be \[5\], not of shape \[4\]"),
+        (ROWS, CODES, SCALES, torch.zeros(4), ValueError, r"bias must be \[5\], not of shape \[4\]"),
+        (ROWS, CODES.float(), SCALES, None, TypeError, r"codes must be int8, not .*(float|float32)"),
+        (ROWS.double(), CODES, SCALES, None, TypeError, r"rows must be float32, not .*(double|float64)"),
+        (
+            torch.zeros(1, LONGEST_SUM + 1),
+            torch.zeros(1, LONGEST_SUM + 1, dtype=torch.int8),
+            SCALES[:1],
+            None,
+            ValueError,
+            rf"codes must be \[width, size\] with a size of at most {LONGEST_SUM}, not {LONGEST_SUM + 1}",
+        ),
+    ],
+)
+def test_bad_arguments_of_dynamic_quantized_linear(
+    operators: Any, rows: Tensor, codes: Tensor, scales: Tensor, bias: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        operators.dynamic_quantized_linear(rows, codes, scales, bias)
