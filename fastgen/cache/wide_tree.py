@@ -14,10 +14,13 @@ from torch import Tensor
 
 from fastgen import phases
 from fastgen.cache.tree import BeamTree, additive_mask
+from fastgen.cache.tree_layer import TreeLayer
+from fastgen.layers.attention import is_plain
 from fastgen.memory.buffers import Buffers
 
 __phase__ = phases.CACHE
 
+WIDE_FROM = 32  # beams: benchmarks/bench_wide.py measures from how many on paths win
 FIRST_STEPS = 16  # steps allocated at first: of many beams few ancestors stay, so pruning soon frees most slots
 
 
@@ -147,3 +150,13 @@ class WideTree(BeamTree):
     @property
     def _depth(self) -> int:
         return self.max_steps if self.is_static else self.steps
+
+
+def sees_paths(tree: BeamTree, layer: TreeLayer | None, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether this self-attention can be to paths: its keys and values are those of the layer, as they are stored."""
+    if layer is None or layer.slim is not None or not isinstance(tree, WideTree):
+        return False
+    if query.dtype != torch.float32 or not is_plain(query):
+        return False
+    shown = zip((key, value), layer.stored(), strict=True)
+    return all(x.data_ptr() == own.data_ptr() and x.stride() == own.stride() for x, own in shown)

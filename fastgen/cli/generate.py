@@ -35,16 +35,18 @@ def _main(arguments: list[str]) -> int:
         raise InputError(f"fairseq is needed: {how} ({first_line(error)}).") from error
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
+    args, own = parse(arguments)
+    if own.stream:
+        from fastgen.pipeline.fairseq import streaming
+
+        return streaming.run(convert_namespace_to_omegaconf(args))
     from fastgen.pipeline.fairseq.run import run
 
-    args, own = parse(arguments)
     return run(convert_namespace_to_omegaconf(args), own)
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, Settings]:
-    """fairseq's arguments, from its own parser, and fastgen's: `workers`, `resume`, `overwrite`, `refill`, and in
-    `auto` the dest of the flags that say so.
-    """
+    """The arguments of fairseq's own parser, and fastgen's flags; in `auto` the dest of flags that say so."""
     from fairseq import options
 
     with _command_line(arguments):
@@ -66,9 +68,12 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Settings]:
         overwrite=args.fastgen_overwrite,
         refill=args.fastgen_refill,
         allowed_outputs=args.allowed_outputs,
+        stream=args.fastgen_stream,
         auto=[name for name in ("batch_size", "max_tokens") if getattr(args, name) == AUTO],
     )
-    del args.fastgen_workers, args.fastgen_resume, args.fastgen_overwrite, args.fastgen_refill, args.allowed_outputs
+    for name in ("fastgen_workers", "fastgen_resume", "fastgen_overwrite", "fastgen_refill", "fastgen_stream"):
+        delattr(args, name)
+    del args.allowed_outputs
     if len(own.auto) == 2:
         raise InputError("Only one of --batch-size and --max-tokens can be auto.")
     for name in own.auto:
@@ -80,7 +85,26 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, Settings]:
     for flag, given in (("--resume", own.resume), ("--overwrite", own.overwrite)):
         if given and not args.results_path:
             raise InputError(f"{flag} needs --results-path, the folder of the run that it is about.")
+    if own.stream:
+        _check_stream(args, own)
     return args, own
+
+
+def _check_stream(args: argparse.Namespace, own: Settings) -> None:
+    for flag, is_given in (
+        ("--results-path", bool(args.results_path)),
+        ("--batch-size auto and --max-tokens auto", bool(own.auto)),
+        ("--prefix-size", args.prefix_size > 0),
+        ("--score-reference", args.score_reference),
+        ("--constraints", bool(args.constraints)),
+        ("--replace-unk", args.replace_unk is not None),
+    ):
+        if is_given:
+            raise InputError(f"{flag} is for data: leave it out with --stream, which reads standard input.")
+    if args.nbest > 1:
+        raise InputError("--stream writes one line for each input: leave out --nbest.")
+    if own.allowed_outputs is not None:
+        raise InputError("--stream needs plain beam search, which --allowed-outputs is not: leave out one of the two.")
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +142,12 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
         "--allowed-outputs",
         metavar="FILE",
         help="one a line: each output is one of these; words of the dictionary, unless --tokenizer and --bpe make them",
+    )
+    group.add_argument(
+        "--stream",
+        dest="fastgen_stream",
+        action="store_true",
+        help="answer each line of standard input on standard output, word by word, instead of the data's subset",
     )
 
 

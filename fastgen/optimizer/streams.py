@@ -33,6 +33,11 @@ def stream(model: Any, args: Sequence[Any], inputs: Mapping[str, Any]) -> Genera
     return _running(_fairseq if is_fairseq else _transformers, model, args, dict(inputs))
 
 
+def stream_search(search: Callable[[], Any]) -> Generator[int, None, Any]:
+    """As `fastgen.stream`: the tokens of any call that runs one of fairseq's searches, such as a task's."""
+    return _running(lambda ask, *_: _listened(ask, search), None, (), {})
+
+
 def _classes_of_fairseq() -> tuple[type, ...]:
     """The generator and the hub interfaces, if fairseq has been imported."""
     places = {"fairseq.sequence_generator": "SequenceGenerator", "fairseq.hub_utils": "GeneratorHubInterface"}
@@ -96,11 +101,15 @@ def _transformers(ask: Callable[[int], Any], model: Any, args: Sequence[Any], in
 
 
 def _fairseq(ask: Callable[[int], Any], model: Any, args: Sequence[Any], inputs: dict[str, Any]) -> Any:
+    return _listened(ask, lambda: model.generate(*args, **inputs))
+
+
+def _listened(ask: Callable[[int], Any], search: Callable[[], Any]) -> Any:
     with (
         beam_streaming.listening(lambda column: ask(int(column[0]))) as listener,
         torch.no_grad(),
     ):  # fairseq's own tasks decode so
-        result = model.generate(*args, **inputs)
+        result = search()
     if not listener.has_begun:
         raise ValueError("fastgen.stream needs fastgen's own beam search, and fastgen is disabled or has not run it.")
     return result

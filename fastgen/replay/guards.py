@@ -85,6 +85,13 @@ class ModelGuards:
             identity.is_of(tensor) for identity, tensor in zip(self._tensors, self._tensors_now(), strict=True)
         )
 
+    def is_same_memory(self) -> bool:
+        """Whether all of it is the same but for the numbers in tensors, which may have been written to where they are;
+        asked only of what is complete."""
+        return self.is_same_code() and all(
+            identity.has_memory_of(tensor) for identity, tensor in zip(self._tensors, self._tensors_now(), strict=True)
+        )
+
     def is_same_code(self) -> bool:
         """Whether all of it is the same but for what is in tensors; asked only of what is complete."""
         return (
@@ -231,15 +238,21 @@ class _Identity:
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = StorageWeakRef(tensor.untyped_storage())  # no other has this address while we hold it
-        self._rest = _version_and_shape(tensor)
+        self._place, self._version = _place(tensor), _version(tensor)
 
     def is_of(self, tensor: Tensor) -> bool:
-        return self._storage.cdata == tensor.untyped_storage()._cdata and self._rest == _version_and_shape(tensor)
+        return self.has_memory_of(tensor) and self._version == _version(tensor)
+
+    def has_memory_of(self, tensor: Tensor) -> bool:
+        return self._storage.cdata == tensor.untyped_storage()._cdata and self._place == _place(tensor)
 
 
-def _version_and_shape(tensor: Tensor) -> tuple[Any, ...]:
-    version = None if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.shape, tensor.stride(), tensor.dtype
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 # ---------------------------------------------------------------------------------------------- classes and functions

@@ -59,7 +59,7 @@ class RecordedCall:
             tree: the tree of `state`.
             guards: makes guards of all that the model's steps read, called if the model has none yet.
         """
-        if not tree.retained.is_on or not self._replayer.captured:
+        if not tree.retained.is_on or not self._replayer.captured or not self._replayer.is_current():
             return
         state.restore_first_buffers()
         if self._key_of(state, how) == self._key:

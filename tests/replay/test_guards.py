@@ -119,7 +119,7 @@ def test_other_code(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Decoder()
     guards = guards_of(model)
     change(model, monkeypatch)
-    assert not guards.is_same_code() and not guards.is_current()
+    assert not guards.is_same_code() and not guards.is_current() and not guards.is_same_memory()
 
 
 def write(tensor: Tensor) -> None:
@@ -143,6 +143,8 @@ def test_other_values(change: Callable[[Any], Any]) -> None:
     guards = guards_of(model)
     change(model)
     assert guards.is_same_code() and not guards.is_current()
+    is_in_place = change in (VALUES["weight"], VALUES["buffer"], VALUES["tensor in a dict"])
+    assert guards.is_same_memory() == is_in_place
 
 
 def test_a_weight_at_the_same_address() -> None:
@@ -152,7 +154,7 @@ def test_a_weight_at_the_same_address() -> None:
     for _ in range(20):
         model[0].weight.data = torch.empty(0)
         model[0].weight.data = torch.empty(40, 40)
-        assert guards.is_same_code() and not guards.is_current()
+        assert guards.is_same_code() and not guards.is_current() and not guards.is_same_memory()
     for _ in range(20):
         held = weakref.ref(model[0].weight)
         del model[0].weight

@@ -16,6 +16,7 @@ from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import EnsembleModel, EnsembleModelWithAlignment
 from torch import Tensor
 
+from fastgen.decoding.trie import Trie
 from fastgen.optimizer import verification
 from fastgen.optimizer.fairseq import foreign_code
 from fastgen.optimizer.fairseq.model import streams
@@ -95,8 +96,10 @@ class Request:
 
 
 def calls_back(request: Request) -> bool:
-    """Whether code of the user's runs between two steps: a prefix-constrained search calls a function."""
-    return type(request.generator.search) is search.PrefixConstrainedBeamSearch
+    """Whether code of the user's runs between two steps: a prefix-constrained search calls a function, or our trie."""
+    strategy = request.generator.search
+    is_constrained = type(strategy) is search.PrefixConstrainedBeamSearch
+    return is_constrained and type(strategy.prefix_allowed_tokens_fn) is not Trie
 
 
 def is_interrupted(request: Request) -> bool:

@@ -67,5 +67,6 @@ def plan_call(request: Request, stock: Callable[..., Any]) -> Plan:
         return Plan(decision, off_tree)
     replayer, is_users = replayer_for(request, stock), request.users_cache is not None
     caches = Caches({}) if is_users else plan_for(request, stock)
-    policy = None if replayer is None or caches.layer_caches or is_users else policy_for(request)
+    drafts = replayer is not None and not (caches.layer_caches or is_users or request.calls_back)
+    policy = policy_for(request) if drafts else None
     return Plan(decision, None, replayer, may_use_argmax_head(request, stock), policy, caches)

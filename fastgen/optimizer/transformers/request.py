@@ -236,7 +236,7 @@ class Request:
 
     @property
     def chooses_by_numbers(self) -> bool:
-        """Whether the next tokens depend only on float32 scores, last tokens and lengths."""
+        """Whether the next tokens depend only on float32 scores, last tokens and lengths, and no code of the user's."""
         processors = [type(processor).__module__ for processor in self.logits_processor]
         is_stock = type(self.logits_processor) is logits_process.LogitsProcessorList
         return (
@@ -245,6 +245,7 @@ class Request:
             and is_stock
             and set(processors) <= {logits_process.__name__}
             and not tries.has_trie(self.logits_processor)
+            and not self.calls_back
         )
 
     def stopper(self) -> Callable[..., Tensor]:

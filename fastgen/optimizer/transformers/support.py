@@ -33,8 +33,8 @@ def may_be_replayed(request: Request) -> bool:
         return False
     if settings.current().cache_threshold:  # which weights are left out differs from step to step
         return False
-    # Code that watches, has replaced or may change parts of the model while it decodes expects them to be called.
-    return not (request.calls_back or request.foreign or request.facts.is_watched)
+    # Code that watches or has replaced parts of the model expects them to be called.
+    return not (request.foreign or request.facts.is_watched)
 
 
 def _one_row_gains(request: Request) -> bool:

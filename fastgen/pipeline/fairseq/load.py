@@ -9,7 +9,6 @@ import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from logging import Logger
 from typing import Any
 
@@ -32,7 +31,7 @@ class Loaded:
     task: Any
     models: list[Any]
     generator: Any
-    batches: Any  # EpochBatchIterator, or what the task makes of it
+    batches: Any  # EpochBatchIterator, or what the task makes of it; None for texts that are not in the data
     scorer: Any
     device: torch.device
     form: lines.Format
@@ -48,20 +47,53 @@ def load(cfg: Any, logger: Logger, outputs: str | None = None) -> Loaded:
 
     `outputs`: the file of `--allowed-outputs`.
     """
+    device, task = _begin(cfg)
+    data, subset = getattr(cfg.task, "data", None), cfg.dataset.gen_subset
+    with _loading(f"the scorer of --scoring {_name(cfg.scoring)}"):  # before the models: a package may be missing
+        scorer = scoring.build_scorer(cfg.scoring, task.target_dictionary)
+    models, saved = _ensemble(cfg, task, logger)
+    with _loading(f"the subset {subset} of {data}"):
+        task.load_dataset(subset, task_cfg=saved.task)
+    _check_data(task.dataset(subset), f"the subset {subset} of {data}")
+    language_model = _language_model(cfg)
+    _prepare([*models, language_model], cfg, device)
+    with _loading(f"the alignment dictionary {cfg.generation.replace_unk}"):
+        align_dict = utils.load_align_dict(cfg.generation.replace_unk)
+    with _loading(f"the subset {subset} of {data}"):  # a sentence longer than the model's positions is named here
+        batches = _batches(cfg, task, models)
+    generator = _generator(cfg, task, models, language_model, outputs)
+    form = _format(cfg, task, generator, *_codecs(cfg, task), align_dict)
+    return Loaded(cfg, task, models, generator, batches, scorer, device, form)
+
+
+def load_for_lines(cfg: Any, logger: Logger) -> Loaded:
+    """Load what is needed for texts that are not in the data: no batches and no scorer; see `load`."""
+    device, task = _begin(cfg)
+    models, _ = _ensemble(cfg, task, logger)
+    language_model = _language_model(cfg)
+    _prepare([*models, language_model], cfg, device)
+    generator = _generator(cfg, task, models, language_model, None)
+    form = _format(cfg, task, generator, *_codecs(cfg, task), None)
+    return Loaded(cfg, task, models, generator, None, None, device, form)
+
+
+def _begin(cfg: Any) -> tuple[torch.device, Any]:
+    """Set the seed; returns the device and the task."""
     utils.import_user_module(cfg.common)
     if cfg.common.seed is not None and not cfg.generation.no_seed_provided:
         np.random.seed(cfg.common.seed)
         utils.set_torch_seed(cfg.common.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() and not cfg.common.cpu else "cpu")
-    data, subset = getattr(cfg.task, "data", None), cfg.dataset.gen_subset
-    with _loading(f"the data of {data}"):
+    with _loading(f"the data of {getattr(cfg.task, 'data', None)}"):
         task = tasks.setup_task(cfg.task)
     _check_post_process(task.target_dictionary, cfg.common_eval.post_process)
-    with _loading(f"the scorer of --scoring {_name(cfg.scoring)}"):  # before the models: a package may be missing
-        scorer = scoring.build_scorer(cfg.scoring, task.target_dictionary)
+    return torch.device("cuda" if torch.cuda.is_available() and not cfg.common.cpu else "cpu"), task
+
+
+def _ensemble(cfg: Any, task: Any, logger: Logger) -> tuple[list[Any], Any]:
+    """The models of --path, and the settings that they were saved with."""
     overrides = _overrides(cfg)
     logger.info("loading model(s) from %s", cfg.common_eval.path)
-    models, saved = _load_models(
+    return _load_models(
         utils.split_paths(cfg.common_eval.path),
         arg_overrides=overrides,
         task=task,
@@ -69,34 +101,29 @@ def load(cfg: Any, logger: Logger, outputs: str | None = None) -> Loaded:
         strict=cfg.checkpoint.checkpoint_shard_count == 1,
         num_shards=cfg.checkpoint.checkpoint_shard_count,
     )
-    with _loading(f"the subset {subset} of {data}"):
-        task.load_dataset(subset, task_cfg=saved.task)
-    _check_data(task.dataset(subset), f"the subset {subset} of {data}")
-    language_models: list[Any] = [None]
-    if cfg.generation.lm_path is not None:
-        overrides["data"] = cfg.task.data
-        language_models, _ = _load_models([cfg.generation.lm_path], arg_overrides=overrides, task=None)
-        if isinstance(language_models[0], FairseqEncoderDecoderModel):
-            raise InputError(f"--lm-path {cfg.generation.lm_path} is no language model: it has an encoder.")
-    for model in chain(models, language_models):
-        if model is not None:
-            _prepare(model, cfg, device)
-    with _loading(f"the alignment dictionary {cfg.generation.replace_unk}"):
-        align_dict = utils.load_align_dict(cfg.generation.replace_unk)
-    with _loading(f"the subset {subset} of {data}"):  # a sentence longer than the model's positions is named here
-        batches = _batches(cfg, task, models)
-    generator = _generator(cfg, task, models, language_models[0], outputs)
+
+
+def _language_model(cfg: Any) -> Any:
+    """The model of --lm-path, or None."""
+    if cfg.generation.lm_path is None:
+        return None
+    overrides = {**_overrides(cfg), "data": cfg.task.data}
+    (model, *_), _ = _load_models([cfg.generation.lm_path], arg_overrides=overrides, task=None)
+    if isinstance(model, FairseqEncoderDecoderModel):
+        raise InputError(f"--lm-path {cfg.generation.lm_path} is no language model: it has an encoder.")
+    return model
+
+
+def _codecs(cfg: Any, task: Any) -> tuple[Any, Any]:
+    """What --tokenizer and --bpe name, None for none."""
     with _loading("the tokenizer or the subword model"):
-        tokenizer, subwords = task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)
-    form = _format(cfg, task, generator, tokenizer, subwords, align_dict)
-    return Loaded(cfg, task, models, generator, batches, scorer, device, form)
+        return task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)
 
 
 def _generator(cfg: Any, task: Any, models: list[Any], language_model: Any, outputs: str | None) -> Any:
     more: dict[str, Any] = {}
     if outputs is not None:
-        with _loading("the tokenizer or the subword model"):
-            codecs = [task.build_tokenizer(cfg.tokenizer), task.build_bpe(cfg.bpe)]
+        codecs = [*_codecs(cfg, task)]
         more["prefix_allowed_tokens_fn"] = allowed_outputs.load(outputs, task.target_dictionary, codecs)
     extra = {"lm_model": language_model, "lm_weight": cfg.generation.lm_weight}
     try:
@@ -183,12 +210,15 @@ def _overrides(cfg: Any) -> dict[str, Any]:
     return overrides
 
 
-def _prepare(model: Any, cfg: Any, device: torch.device) -> None:
-    if cfg.common.fp16:
-        model.half()
-    if device.type == "cuda" and not cfg.distributed_training.pipeline_model_parallel:
-        model.cuda()
-    model.prepare_for_inference_(cfg)
+def _prepare(models: list[Any], cfg: Any, device: torch.device) -> None:
+    for model in models:
+        if model is None:
+            continue
+        if cfg.common.fp16:
+            model.half()
+        if device.type == "cuda" and not cfg.distributed_training.pipeline_model_parallel:
+            model.cuda()
+        model.prepare_for_inference_(cfg)
 
 
 def _format(cfg: Any, task: Any, generator: Any, tokenizer: Any, subwords: Any, align_dict: Any) -> lines.Format:

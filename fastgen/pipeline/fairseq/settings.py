@@ -14,4 +14,5 @@ class Settings:
     overwrite: bool
     refill: str
     allowed_outputs: str | None = None  # a file that lists them, one a line
+    stream: bool = False  # standard input is answered on standard output
     auto: list[str] = field(default_factory=list)  # which of "batch_size" and "max_tokens" is found by doubling

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from fastgen.optimizer import streams
 from fastgen.pipeline.errors import DONE, InputError, counted, first_line, is_utf8, writing
+from fastgen.pipeline.growing_line import GrowingLine
 from fastgen.pipeline.offline import padded
 from fastgen.pipeline.transformers import allowed_outputs, prepare, tokenizing
 from fastgen.pipeline.transformers.growing_text import settled
@@ -39,7 +39,7 @@ def run(settings: RunSettings, warn: Callable[[str], None]) -> int:
     if isinstance(sys.stdin, io.TextIOWrapper):  # or the error for other bytes depends on the locale
         sys.stdin.reconfigure(errors="surrogateescape")
     for number, line in enumerate(sys.stdin, 1):
-        for piece in answer.pieces(number, line.rstrip("\r\n")):
+        for piece in filter(None, answer.pieces(number, line.rstrip("\r\n"))):
             _write(piece)
         _write("\n")
     return DONE
@@ -64,7 +64,6 @@ class _Answers:
         """The pieces of the line that answers line `number`; none for a blank one.
 
         A word comes with the space before it: a tokenizer may still change the space after the last one.
-        Should it change what is written already, that stays, and the line goes on behind what both begin with.
         """
         if not text.strip():
             return
@@ -75,19 +74,14 @@ class _Answers:
             has = counted(len(tokens), "token")
             raise InputError(f"Line {number} has {has}, and the model has room for {self._limit}: --truncate cuts it.")
         inputs = padded(self._model, [list(tokens)], self._options)
-        sent, found = "", list[int]()
+        written, found = GrowingLine(), list[int]()
         try:
             for token in streams.stream(self._model, (), inputs):
                 found.append(token)
-                grown = settled(self._decoded(found), self._tokenizer)
-                if len(grown) > len(sent) and grown.startswith(sent):
-                    yield grown[len(sent) :]
-                    sent = grown
+                yield written.grow(settled(self._decoded(found), self._tokenizer))
         except ValueError as error:
             raise InputError(f"Line {number}: {first_line(error)}.") from error
-        whole = self._decoded(found)
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(sent, whole, strict=False))
-        yield whole[len(list(same)) :]
+        yield written.end(self._decoded(found))
 
     def _decoded(self, tokens: list[int]) -> str:
         (text,) = self._handle(tokenizing.Decode([tokens]))

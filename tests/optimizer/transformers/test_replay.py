@@ -16,7 +16,6 @@ import torch
 import transformers
 import zoo
 from emulated_graph import Graph
-from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
 from fastgen.cache import tree
@@ -119,35 +118,6 @@ def test_an_embedding_that_encoder_and_decoder_share() -> None:
     model.get_encoder().layers[0].register_forward_hook(lambda *_: None)  # no step calls it
     harness.compare(model, _inputs("bart"), **options)
     assert _counts(model)[1] > 5
-
-
-class _Changing(LogitsProcessor):
-    """Changes the model at its fifth call."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.calls = model, 0
-        self.weight = model.lm_head.weight.detach().clone()
-        model.lm_head.weight.data.copy_(self.weight)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls == 5:
-            self.model.lm_head = copy.deepcopy(self.model.lm_head)
-            self.model.lm_head.weight.data.mul_(-1)
-        return scores
-
-
-def test_code_of_the_users_between_steps() -> None:
-    source = zoo.load("llama")
-    outputs = []
-    for run in (harness.run_stock, lambda *args, **options: harness.run_fastgen(*args, **options)[0]):
-        model = copy.deepcopy(source)
-        processors = LogitsProcessorList([_Changing(model)])
-        outputs.append(
-            run(model, _inputs("llama"), num_beams=3, max_new_tokens=14, logits_processor=lambda p=processors: p)
-        )
-        assert _counts(model) == (0, 0)
-    assert torch.equal(*outputs)
 
 
 class _Counting(transformers.LlamaForCausalLM):

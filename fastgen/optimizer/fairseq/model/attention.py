@@ -15,7 +15,9 @@ from fastgen import phases
 from fastgen.cache.slim.latent import Slim, attend, keys_and_values
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.cache.tree_layer import TreeLayer
+from fastgen.cache.wide_tree import WideTree, sees_paths
 from fastgen.layers.attention import fold_beams, unfold_beams
+from fastgen.ops import path_attention
 from fastgen.optimizer.fairseq.model.session import Session, Source
 
 __phase__ = phases.BY_LINE
@@ -75,8 +77,13 @@ class TreeSelfAttention(_TreeAttention):
         if self.layer is None:
             self._prefill(*(each[:, :, :0] for each in new))
         assert self.layer is not None
-        stored, mask = self.layer.append(*new), tree.mask(None, query.dtype)
-        return self._output(attend(queries, stored, self.slim, mask, self._scale)), None
+        stored = self.layer.append(*new)
+        if isinstance(tree, WideTree) and self.slim is None and sees_paths(tree, self.layer, queries, *stored):
+            (keys, values), paths = stored, tree.slots_on_paths()
+            bias = tree.path_bias(None, query.dtype)
+            rows = path_attention(queries, keys, values, paths, bias, self._scale, tree.prompt_length)
+            return self._output(rows), None
+        return self._output(attend(queries, stored, self.slim, tree.mask(None, query.dtype), self._scale)), None
 
     def _new(self, query: Tensor) -> tuple[Tensor, ...]:
         """The tensors that a step stores, each `[B, H, M, D]`."""

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fastgen import config, phases
 from fastgen.cache.slim.latent import Choice, Slim, identity_of
-from fastgen.cache.tree import BeamTree
 from fastgen.decoding.fairseq_beam_search import CollectingPolicy, FairseqBeamSearch
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import arena
@@ -24,6 +23,7 @@ from fastgen.optimizer.fairseq.model.encoder import with_own_products
 from fastgen.optimizer.fairseq.model.session import Session
 from fastgen.optimizer.fairseq.model.streams import TreeStreamAttention, attends_in_streams
 from fastgen.optimizer.fairseq.model.views import replaced, standing_in, with_layers, with_products
+from fastgen.optimizer.fairseq.model.wide import tree_class
 from fastgen.optimizer.fairseq.replay.guards import guards_of_steps
 from fastgen.optimizer.fairseq.replay.step_state import State
 from fastgen.optimizer.fairseq.replay.steps import ReplayedSteps, replayer_for, source_of
@@ -79,11 +79,12 @@ class TreeEnsemble(StandIn):
         assert source is not None
         self._device = source.device
         self.replayer, self.request = replayer_for(request), request
+        self.choice, self.plan = plan_for(request, source)  # which caches are slim, and why
         buffers, is_static = Buffers(self.inner.models[0]), self.replayer is not None
-        tree = BeamTree(request.batch, request.beams, request.max_steps, buffers, is_static)
+        make = tree_class(request, self.choice)
+        tree = make(request.batch, request.beams, request.max_steps, buffers, is_static)
         self.session = Session(tree, request.generator.pad, source.device)
         self._products = products_for(request)
-        self.choice, self.plan = plan_for(request, source)  # which caches are slim, and why
         models = [
             standing_in(model, decoder=over_the_tree(model.decoder, self.session, self.choice, self._products))
             for model in self.inner.models
@@ -192,7 +193,8 @@ class TreeEnsemble(StandIn):
         temperature, averaged = self.request.generator.temperature, type(self.inner).forward_decoder
         # The models in an ensemble may be exchanged while other code holds on to the old ones.
         models = tuple(map(id, self.inner.models))
-        return temperature, averaged, models, self.shortlist is None, self._own_caches
+        rest = self.shortlist is None, self._own_caches, calls_back(self.request)
+        return temperature, averaged, models, *rest
 
     @phases.marked(phases.CACHE)
     def reorder_incremental_state(self, incremental_states: Any, new_order: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from fastgen import phases
 from fastgen.cache.slim.latent import Slim, kind_of
 from fastgen.cache.tree import BeamTree
+from fastgen.cache.wide_tree import WideTree
 
 __phase__ = phases.CACHE
 
@@ -40,6 +41,8 @@ class Session:
         """Open the next step, in which every beam reads its last token, int64 `[B*M]`."""
         tree = self.tree
         tree.advance()
+        if isinstance(tree, WideTree):
+            return  # paths hide nothing: only beams with a score of -inf are fed padding, and nobody sees those
         # A beam that was fed padding writes keys that no beam may see, not even the beam itself.
         own = tree.ancestry()[:, :, tree.used - tree.beams : tree.used]
         own &= last.ne(self._pad).view(tree.batch, 1, tree.beams)

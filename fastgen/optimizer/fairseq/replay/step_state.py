@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from fastgen.cache.slim.latent import identity_of
+from fastgen.cache.wide_tree import WideTree
 from fastgen.decoding.fairseq_beam_search import FairseqBeamSearch
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.optimizer.fairseq.model.session import Session
@@ -39,8 +40,9 @@ class State:
     def shape(self) -> Hashable:
         """A key that must be equal for two states if one is to be filled from the other."""
         tree = self.session.tree
+        depth = tree.max_steps if isinstance(tree, WideTree) else None  # paths have a place for each step
         return (
-            (tree.batch, tree.beams, tree.capacity, tree.prompt_length),
+            (type(tree), depth, tree.batch, tree.beams, tree.capacity, tree.prompt_length),
             tuple((identity_of(source.slim), source.bias is None) for source in self.session.sources),
             tuple((x.shape, x.dtype, x.device, x.is_inference()) for x in self.session.stored()),
         )

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fairseq import search
 from torch import Tensor
 
 from fastgen import config
 from fastgen.optimizer.fairseq.foreign_code import called_one_by_one, layers_of
 from fastgen.optimizer.fairseq.model.streams import has_streams
 from fastgen.optimizer.fairseq.model.views import replaced, standing_in
-from fastgen.optimizer.fairseq.request import Request
+from fastgen.optimizer.fairseq.replay.guards import guards_of_steps
+from fastgen.optimizer.fairseq.request import Request, calls_back
 from fastgen.patching.replaced_code import are_of, is_watched
 from fastgen.replay import statistics
+from fastgen.replay.guarded import GuardedReplayer
+from fastgen.replay.guards import ModelGuards
 from fastgen.replay.replayer import Replayer
 
 
@@ -31,13 +34,26 @@ def replayer_for(request: Request) -> Replayer | None:
         return None
     if torch.is_autocast_enabled(source.device.type):  # a replay would not cast weights again
         return None
-    # Code that watches the model expects it to be called; so does this search's function, which may change the model.
-    if type(request.generator.search) is search.PrefixConstrainedBeamSearch:
+    if _is_foreign(ensemble):
         return None
+    if not calls_back(request):
+        return Replayer(source.device)
+    guarded = GuardedReplayer(source.device, functools.partial(_look, ensemble))
+    return guarded if guarded.may_replay else None
+
+
+def _is_foreign(ensemble: Any) -> bool:
+    """Whether code of the user's sees the steps: it expects the model to be called."""
     if called_one_by_one(ensemble):
-        return None
+        return True
     modules = [module for model in ensemble.models for module in model.decoder.modules()]
-    return None if is_watched(modules) or not are_of({"fairseq", "fastgen"}, modules) else Replayer(source.device)
+    return is_watched(modules) or not are_of({"fairseq", "fastgen"}, modules)
+
+
+def _look(ensemble: Any) -> ModelGuards | None:
+    """Guards of the models' steps; None if code of the user's sees them, or if a change could not be seen."""
+    guards = None if _is_foreign(ensemble) else guards_of_steps(ensemble.models)
+    return guards if guards is not None and guards.is_complete else None
 
 
 class ReplayedSteps:

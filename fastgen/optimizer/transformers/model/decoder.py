@@ -61,7 +61,8 @@ class TreeDecoder(Decoder):
             tree = kind(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
         self.session, self._arena = Session(self.tree, request.facts, layer_caches), arena.of(self.model)
-        if request.calls_back or request.facts.is_interrupted:
+        self._calls_back = request.calls_back
+        if self._calls_back or request.facts.is_interrupted:
             self.session.products.expect_edits()
         self.cache = tree_cache(self.session, request.model_kwargs[versions.CACHE])
         self.encoder_outputs: Any = None
@@ -121,7 +122,7 @@ class TreeDecoder(Decoder):
         """Take over the captured steps of an earlier call, if there are some for these shapes."""
         assert self._recorded is not None
         self._widen_source()
-        reused = self._recorded.reuse(self._state(), self._is_screened, self._own_source)
+        reused = self._recorded.reuse(self._state(), (self._is_screened, self._calls_back), self._own_source)
         if not self._recorded.may_share:
             return
         if reused is not None:
@@ -139,7 +140,8 @@ class TreeDecoder(Decoder):
     def store_graph(self) -> None:
         if self._recorded is not None:
             state = self._whole or self._state()
-            self._recorded.store(self.tree, state, self._is_screened, lambda: guards_of_steps(self.model))
+            how = self._is_screened, self._calls_back
+            self._recorded.store(self.tree, state, how, lambda: guards_of_steps(self.model))
 
     def _state(self) -> State:
         source = self.encoder_outputs, self.source_mask, self.prepared_mask

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from fastgen import phases
 from fastgen.cache.tree import BeamTree, additive_mask
 from fastgen.cache.tree_layer import TreeLayer
-from fastgen.cache.wide_tree import WideTree
+from fastgen.cache.wide_tree import WideTree, sees_paths
 from fastgen.layers.attention import as_beams, beam_attention, fold_beams
 from fastgen.layers.linear import LinearDispatcher, multiply, using
 from fastgen.memory import arena
@@ -25,7 +25,6 @@ from fastgen.optimizer.transformers import interception, versions
 from fastgen.optimizer.transformers.cache import slim
 from fastgen.optimizer.transformers.cache.slim import LayerCaches, SlimCaches
 from fastgen.optimizer.transformers.interception import Wrapper, redirected
-from fastgen.optimizer.transformers.model import wide
 from fastgen.optimizer.transformers.model.facts import ModelFacts
 from fastgen.patching.replaced_code import is_of
 
@@ -146,7 +145,7 @@ class Session:
             rows, _ = self.attend(inner, module, as_beams(query), key, value, attention_mask, *args, **kwargs)
             return rows.view(query.shape[0], tokens, *rows.shape[2:]), None
         layer, scale = self.folded(), scale_of(query, kwargs)
-        if inner is sdpa_attention_forward and wide.sees_paths(self.tree, layer, query, key, value):
+        if inner is sdpa_attention_forward and sees_paths(self.tree, layer, query, key, value):
             return self._attend_to_paths(layer, query, key, value, scale, kwargs), None
         bias = self._bias(module, layer, query.dtype, attention_mask, kwargs)
         if (attended := self.slim.source_layer(module) if layer is None else layer) and attended.slim is not None:

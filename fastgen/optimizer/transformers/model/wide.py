@@ -6,14 +6,10 @@ import torch
 from torch import Tensor
 
 from fastgen.cache.tree import BeamTree
-from fastgen.cache.tree_layer import TreeLayer
-from fastgen.cache.wide_tree import WideTree
-from fastgen.layers.attention import is_plain
+from fastgen.cache.wide_tree import WIDE_FROM, WideTree
 from fastgen.ops import native_operator
 from fastgen.optimizer.transformers.model.modules import decoder_modules
 from fastgen.optimizer.transformers.request import Request
-
-WIDE_FROM = 32  # beams: benchmarks/bench_wide.py measures from how many on paths win
 
 
 def is_wide(request: Request) -> bool:
@@ -30,13 +26,3 @@ def is_wide(request: Request) -> bool:
 def mask_for_model(tree: BeamTree) -> Tensor:
     """Which slots each beam sees, bool `[B, M, width]`, as the model gets it; with a `WideTree` nothing reads it."""
     return tree.everything() if isinstance(tree, WideTree) else tree.ancestry()
-
-
-def sees_paths(tree: BeamTree, layer: TreeLayer | None, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether this self-attention can be to paths: its keys and values are those of the layer, as they are stored."""
-    if layer is None or layer.slim is not None or not isinstance(tree, WideTree):
-        return False
-    if query.dtype != torch.float32 or not is_plain(query):
-        return False
-    shown = zip((key, value), layer.stored(), strict=True)
-    return all(x.data_ptr() == own.data_ptr() and x.stride() == own.stride() for x, own in shown)
