@@ -26,9 +26,9 @@ import transformers
 
 from fastgen.demo import task
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "serving"))
-from kit import stock
-from test_serve import Server
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "kit"))
+from serve_process import Server
+from serving_kit import stock
 
 TEXTS = [" ".join(next(task.sentences(seed, held_out=True))[0].split()[: 3 + 2 * seed % 19]) for seed in range(200)]
 LENGTHS = (20, 40, 80)

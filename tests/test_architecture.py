@@ -73,7 +73,10 @@ CATCHES_ALL = {
     "pipeline.workers": "is raised again where the result is asked for",
     "replay.tape": "puts the random numbers back, and raises it again",
     "serving.engine": "a request that fails ends alone: the service goes on",
+    "serving.failures": "a device is tried",
+    "serving.openai_logprobs": "a model that fails ends its own request",
     "serving.observed": "a status is logged, and it is raised again",
+    "serving.speech_engine": "a recording that fails ends alone: the service goes on",
 }
 # Which attribute of an object of the host's is written to, and why.
 WRITES_TO_HOST = {

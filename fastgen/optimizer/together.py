@@ -45,7 +45,7 @@ def outside(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def run(
-    calls: Iterable[Callable[[], Any]],
+    calls: Iterable[Callable[[], Any] | None],
     size: int,
     answer: Callable[[dict[int, Any]], Mapping[int, Any]],
     done: Callable[[int, Any, Exception | None], None],
@@ -58,7 +58,7 @@ def run(
     torch has a mode, or autocast, of this thread alone.
 
     Args:
-        calls: taken one by one, when there is room.
+        calls: taken one by one, when there is room. None stands for: there is none at present, ask again later.
         answer: from what the calls need, by the call's number, to an answer for each. What it raises is raised in each
             of these calls.
         done: called with a call's number and the result, or the error that it ended with.
@@ -70,11 +70,16 @@ def run(
     ):  # as the hosts decode, in other threads
         if size < 1 or is_inside() or is_apart(device):
             for number, call in upcoming:
+                if call is None:
+                    break
                 running.alone(number, call)
             return
         while True:
-            while running.size < size and (following := next(upcoming, None)) is not None:
-                running.begin(*following)
+            while running.size < size:
+                number, call = next(upcoming, (0, None))
+                if call is None:
+                    break
+                running.begin(number, call)
             if not running.needs:
                 return
             for number, found in _answers(running.needs, answer).items():

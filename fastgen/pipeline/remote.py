@@ -17,7 +17,9 @@ from typing import Any
 from fastgen import installing
 from fastgen.pipeline.errors import InputError, first_line
 
-_SECRETS = re.compile(r"(?<=://)[^/?#]*@|[?#].*")  # a user with a password, and what a signed address is signed with
+_USER = re.compile(r"(?<=://)[^/?#]*@")  # with a password
+_QUERY = re.compile(r"\?.*")  # what a signed address is signed with
+_QUERY_OR_FRAGMENT = re.compile(r"[?#].*")
 _URI = re.compile(r"\w+://\S+?(?=['\")\]>,.;:]*(?:\s|$))")  # without the quotes and signs behind it
 _READ_ONLY = ("http", "https")  # fsspec would send a file there by POST, which no server of files expects
 
@@ -28,8 +30,14 @@ def is_remote(path: str) -> bool:
 
 
 def shown(path: str) -> str:
-    """A path or URI as messages, results and journals may have it: without passwords and signatures."""
-    return _SECRETS.sub("", path) if is_remote(path) else path
+    """A path or URI as messages, results and journals may have it: without passwords and signatures.
+
+    An object's name may have a #, which begins a fragment only on the web.
+    """
+    if not is_remote(path):
+        return path
+    last = _QUERY_OR_FRAGMENT if path.partition("://")[0].lower() in _READ_ONLY else _QUERY
+    return last.sub("", _USER.sub("", path))
 
 
 def opened(path: str) -> tuple[Any, str]:

@@ -10,17 +10,19 @@ from fastapi.responses import PlainTextResponse, Response, StreamingResponse
 from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import fastgen
-from fastgen.serving import errors, metrics, openai
+from fastgen.serving import errors, metrics, openai, openai_speech
 from fastgen.serving.authorization import Guarded
 from fastgen.serving.disconnects import EndedWithClient
 from fastgen.serving.limited import Limited, refusal
-from fastgen.serving.observed import Observed, work_of
+from fastgen.serving.observed import GONE, Observed, work_of
 from fastgen.serving.openai_errors import OpenAIErrors, note
 from fastgen.serving.options import Answer, Problem, question
 from fastgen.serving.request_ids import RequestIds
-from fastgen.serving.service import Refusal, Service
+from fastgen.serving.service import BaseService, Refusal
+from fastgen.serving.services import of_texts
 
 _PROBLEMS = {
     400: "the body is no JSON",
@@ -35,7 +37,7 @@ _PROBLEMS = {
 }
 
 
-def build(service: Service, token: str | Sequence[str] | None, *, behind_ray: bool = False) -> FastAPI:
+def build(service: BaseService, token: str | Sequence[str] | None, *, behind_ray: bool = False) -> FastAPI:
     """Make the application; with `token`, all pages but /health need it, or one of several, as a bearer token.
 
     Args:
@@ -58,10 +60,11 @@ def build(service: Service, token: str | Sequence[str] | None, *, behind_ray: bo
         """Generate for one text or several. With `stream`, server-sent events: `delta`s, then each input's `text`."""
         asked, work = body.model_dump(exclude_unset=True), work_of(request.scope)  # type: ignore[attr-defined]
         if asked.get("stream"):
-            return StreamingResponse(await service.stream(asked, work), media_type="text/event-stream")
-        return await service.generate(asked, work)
+            return StreamingResponse(await of_texts(service).stream(asked, work), media_type="text/event-stream")
+        return await of_texts(service).generate(asked, work)
 
     openai.add_endpoints(app, service, bearer)
+    openai_speech.add_endpoints(app, service, bearer)
 
     @app.get("/health/live", responses={503: {"model": Problem}})
     @app.get("/health", responses={503: {"model": Problem}})
@@ -104,9 +107,15 @@ def _handle_errors(app: FastAPI) -> None:
         note(request.scope, error.field, error.code)
         return refusal(error.status, error.message)
 
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=GONE)  # for the log: nobody reads it
+
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> Response:
         detail = str(error.detail)
+        if isinstance(error.__cause__, ClientDisconnect):  # while the body came
+            return await gone(request, error.__cause__)
         if error.status_code == 400:  # from FastAPI, about an error of json
             detail = errors.of_unreadable(error.__cause__)
         elif error.status_code == 404:

@@ -22,11 +22,11 @@ from fastgen.distributed.connection import connected, is_node_alive
 from fastgen.distributed.placement import Placement, nodes_of, placement
 from fastgen.pipeline.errors import DONE, InputError, WorkerError, first_line
 from fastgen.pipeline.transformers import prepare
-from fastgen.serving import cores, proxy, starting
+from fastgen.serving import cores, proxy, services, starting
 from fastgen.serving.app import build
 from fastgen.serving.limited import RETRY_AFTER
 from fastgen.serving.observed import LOG
-from fastgen.serving.service import Service
+from fastgen.serving.service import BaseService
 from fastgen.serving.settings import ServiceSettings
 
 _APP = "fastgen"
@@ -35,7 +35,7 @@ _LOOK_SECONDS = 0.2  # between looks at how many requests still run
 _GRACE_SECONDS = 1.0  # for answers to reach the clients
 
 
-_service: tuple[Service, str | tuple[str, ...] | None] | None = None  # of this process, which has one replica
+_service: tuple[BaseService, str | tuple[str, ...] | None] | None = None  # of this process, which has one replica
 
 
 def _app() -> FastAPI:
@@ -53,7 +53,7 @@ class Replica:
         torch.set_num_threads(settings.threads or max(1, int(assigned)))
         _listen_on_loopback()
         config.configure(prefix_cache=settings.prefix_cache)
-        self._service = Service(settings.model, settings.limits, settings.most_queued)
+        self._service = services.service_of(settings.model, settings.limits, settings.most_queued)
         _service = self._service, settings.token
         # Log to the replica's own file, to which Ray Serve logs, too.
         LOG.handlers, LOG.propagate = logging.getLogger("ray.serve").handlers, False
@@ -88,6 +88,7 @@ def run(settings: ServiceSettings) -> int:
     """
     limits = settings.limits
     prepare.prepared(settings.model, starting.say)  # refuses bad settings in a sentence, before anything is started
+    services.check(settings.model)
     starting.warn_if_open(settings)
     is_alone = not settings.ray and "RAY_ADDRESS" not in os.environ  # otherwise other machines may listen and work
     if is_alone:
@@ -111,7 +112,7 @@ def run(settings: ServiceSettings) -> int:
                 what = first_line(getattr(error, "cause", error))
                 raise InputError(f"Cannot start the service: {what}.") from error
             with starting.stop_signals() as stopped:
-                starting.say_ready(settings)
+                starting.say_ready(settings, services.path_of(settings.model))
                 while not stopped.wait(_HEALTH_SECONDS):
                     if not is_node_alive():
                         raise WorkerError("Ray's node on this machine has died: start the command again")

@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Hashable
+from collections import deque
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -21,8 +23,8 @@ from fastgen.optimizer.transformers.generate.shareable import unrefillable
 from fastgen.optimizer.transformers.generate.suspended_call import Call, Found
 from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
-from fastgen.pipeline.errors import first_line
 from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
+from fastgen.serving import failures
 from fastgen.serving.apart import generate_apart
 from fastgen.serving.counts import Counts
 from fastgen.serving.generation_request import Failed, Finished, Full, GenerationRequest, Grown, Stopped
@@ -57,6 +59,7 @@ class Engine:
         self._requests: list[GenerationRequest] = []  # requests that have inputs waiting, the oldest first
         self._batches: dict[int, ContinuousBatch] = {}  # by number of rows of each input
         self._units: dict[int, list[_Unit]] = {}  # inputs by number of the call
+        self._tasks: deque[tuple[Future[Any], Callable[[Any], Any]]] = deque()  # of the model, beside all batches
         self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
         self._calls = 0
         self._changed = threading.Condition()
@@ -103,6 +106,16 @@ class Engine:
             self.counts.finished += request.is_over
         return True
 
+    def with_model(self, task: Callable[[Any], Any]) -> Future[Any]:
+        """Call `task` with the model, in the engine's thread, between two steps; the future has what it returns."""
+        future: Future[Any] = Future()
+        with self._changed:
+            if self._is_closed or not self._thread.is_alive():
+                raise Stopped
+            self._tasks.append((future, task))
+            self._changed.notify()
+        return future
+
     def close(self) -> None:
         """End the thread; unfinished requests fail."""
         with self._changed:
@@ -115,7 +128,7 @@ class Engine:
             while True:
                 with self._changed:
                     busy = any(batch.calls for batch in self._batches.values())
-                    if not (busy or self._requests or self._is_closed):
+                    if not (busy or self._requests or self._tasks or self._is_closed):
                         self._clear()
                         self._changed.wait(_IDLE_SECONDS)
                     if self._is_closed:
@@ -129,6 +142,13 @@ class Engine:
         self._fail_all(RuntimeError(STOPPED), status=503)
 
     def _turn(self) -> None:
+        while self._tasks:
+            future, task = self._tasks.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(task(self._model))
+                except Exception as error:  # raised again by whoever asked
+                    future.set_exception(error)
         self._expire()
         self._admit()
         for batch in list(self._batches.values()):
@@ -215,14 +235,11 @@ class Engine:
         if len(self._apart) > _MOST_OPTIONS:
             self._apart.clear()
         try:
-            call = self._call([request.inputs[0]], request)
+            call = _call(self._model, [request.inputs[0]], request)
             is_apart = bool(request.stop) or unrefillable(self._model, call, tokens=True) is not None
             self._apart[request.key] = is_apart
         except Exception as error:
             self._end(request, self._failure(error))
-
-    def _call(self, inputs: list[list[int]], request: GenerationRequest) -> dict[str, Any]:
-        return offline.padded(self._model, inputs, {"generation_config": request.config})
 
     def _begin(self, units: list[_Unit]) -> None:
         """Begin one call for these inputs, the longest first, in the batch for their number of rows."""
@@ -235,7 +252,7 @@ class Engine:
         self._units[self._calls] = units
         try:
             call = batch.admit(
-                self._calls, self._call(inputs, request), tokens=True, seeds=[one.seed for one, _ in units]
+                self._calls, _call(self._model, inputs, request), tokens=True, seeds=[one.seed for one, _ in units]
             )
         except Exception as error:
             del self._units[self._calls]
@@ -297,7 +314,7 @@ class Engine:
         inputs = [one.inputs[index] for one, index in units]
         try:
             requests = [one for one, _ in units]
-            found = generate_apart(self._model, self._tokenizer, self._call(inputs, request), requests)
+            found = generate_apart(self._model, self._tokenizer, _call(self._model, inputs, request), requests)
         except Exception as error:
             self._fail(units, error)
             return
@@ -324,13 +341,9 @@ class Engine:
             self._end(request, failed)
 
     def _failure(self, error: Exception) -> Failed:
-        if is_out_of_memory(error):
-            release_memory()
-            return Failed(503, "The memory is full: send fewer or shorter inputs, or send them again later.")
-        if isinstance(error, (ValueError, ArithmeticError)):
-            return Failed(422, f"transformers refuses to generate: {first_line(error)}.")
-        self._is_lost = self._is_lost or not _answers(self._model.device)
-        return Failed(500, f"The model failed with {type(error).__name__}: {first_line(error)}.")
+        failed = failures.failed_by(error)
+        self._is_lost = self._is_lost or failures.is_lost(failed, self._model.device)
+        return failed
 
     def _fail_all(self, error: Exception, status: int = 500) -> None:
         """Fail the requests of all batches, whose state is unknown after an error; when stopping, waiting ones, too."""
@@ -347,6 +360,10 @@ class Engine:
             waiting, self._requests = self._requests, []
         for request in [*(request for request, _ in units), *waiting]:
             self._end(request, Failed(status, STOPPED))
+        while self._tasks:
+            future, _ = self._tasks.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(Stopped())
 
     def _end(self, request: GenerationRequest, failed: Failed) -> None:
         with self._changed:  # locked, or the listener might cancel it, too
@@ -364,6 +381,11 @@ class Engine:
         self.counts.running = 0
 
 
+def _call(model: Any, inputs: list[list[int]], request: GenerationRequest) -> dict[str, Any]:
+    """The arguments of `generate` for these inputs."""
+    return offline.padded(model, inputs, {"generation_config": request.config})
+
+
 def _groups(model: Any, units: list[_Unit]) -> list[list[_Unit]]:
     """Split inputs into calls, by length if n-grams are banned: a ban would see the padding of a shorter prompt."""
     request, _ = units[0]
@@ -372,11 +394,3 @@ def _groups(model: Any, units: list[_Unit]) -> list[list[_Unit]]:
         return [units]
     by_length = itertools.groupby(units, key=lambda unit: len(unit[0].inputs[unit[1]]))
     return [list(group) for _, group in by_length]
-
-
-def _answers(device: torch.device) -> bool:
-    """Whether the device still works: after some failures a GPU only returns errors to this process."""
-    try:
-        return bool(torch.zeros(1, device=device).item() == 0)
-    except Exception:
-        return False

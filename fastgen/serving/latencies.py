@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Protocol
 
 from fastgen.serving.generation_request import GenerationRequest
 from fastgen.serving.histograms import Histogram
@@ -11,6 +12,12 @@ from fastgen.serving.histograms import Histogram
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 _SECONDS_OF_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _Unit = tuple[GenerationRequest, int]  # an input of a request
+
+
+class Waiting(Protocol):
+    """A request, of whichever kind."""
+
+    since: float  # of time.monotonic(): when it came
 
 
 class Latencies:
@@ -30,7 +37,7 @@ class Latencies:
         )
         self.histograms = (self._queue, self._first, self._others)
 
-    def left_queue(self, units: Iterable[_Unit]) -> None:
+    def left_queue(self, units: Iterable[tuple[Waiting, int]]) -> None:
         """These inputs begin now."""
         now = time.monotonic()
         for request, _ in units:

@@ -14,11 +14,11 @@ from uvicorn.protocols.http import auto
 from fastgen import config
 from fastgen.pipeline.errors import DONE, WorkerError
 from fastgen.pipeline.transformers import prepare
-from fastgen.serving import cores, logs, starting
+from fastgen.serving import cores, logs, services, starting
 from fastgen.serving.app import build
 from fastgen.serving.observed import LOG
 from fastgen.serving.proxy import watched
-from fastgen.serving.service import Service
+from fastgen.serving.service import BaseService
 from fastgen.serving.settings import ServiceSettings
 
 _LOOK_SECONDS = 0.05  # between looks at how many requests still run
@@ -34,6 +34,7 @@ def run(settings: ServiceSettings) -> int:
         WorkerError: the engine, or the server, has stopped.
     """
     prepare.prepared(settings.model, starting.say)  # refuses bad settings in a sentence, before anything is started
+    services.check(settings.model)
     starting.warn_if_open(settings)
     threads = settings.threads or max(1, int(cores.available()))
     if words := cores.oversubscribed(1, threads):
@@ -42,7 +43,7 @@ def run(settings: ServiceSettings) -> int:
     torch.set_num_threads(threads)
     config.configure(prefix_cache=settings.prefix_cache)
     _log_to_stderr(settings.log_format)
-    service = Service(settings.model, settings.limits, settings.most_queued)
+    service = services.service_of(settings.model, settings.limits, settings.most_queued)
     server = _server(service, settings)
     thread = threading.Thread(target=server.run, args=([listener],), name="fastgen-http", daemon=True)
     thread.start()
@@ -52,7 +53,7 @@ def run(settings: ServiceSettings) -> int:
                 if not thread.is_alive():
                     raise WorkerError("The HTTP server has not started: another service may have taken the port")
                 time.sleep(_LOOK_SECONDS)
-            starting.say_ready(settings)
+            starting.say_ready(settings, services.path_of(settings.model))
             while not stopped.wait(_HEALTH_SECONDS):
                 if not (service.engine.is_alive and thread.is_alive()):
                     raise WorkerError("The engine or the HTTP server has stopped: start the command again")
@@ -65,7 +66,7 @@ def run(settings: ServiceSettings) -> int:
     return DONE
 
 
-def _server(service: Service, settings: ServiceSettings) -> uvicorn.Server:
+def _server(service: BaseService, settings: ServiceSettings) -> uvicorn.Server:
     limits = settings.limits
     return uvicorn.Server(
         uvicorn.Config(
@@ -84,7 +85,7 @@ def _server(service: Service, settings: ServiceSettings) -> uvicorn.Server:
     )
 
 
-def _drain(service: Service, seconds: float) -> None:
+def _drain(service: BaseService, seconds: float) -> None:
     """Let the service refuse requests, and wait for running ones, at most as long as they may take."""
     service.stop()
     end = time.monotonic() + seconds

@@ -14,10 +14,11 @@ from fastgen.serving.observed import work_of
 from fastgen.serving.openai_answers import CHAT, CONTEXT, TEXT, Answer, Form, Inputs, streamed, whole
 from fastgen.serving.openai_schema import RENAMED
 from fastgen.serving.openai_search import search_of
-from fastgen.serving.service import Names, Refusal, Service
+from fastgen.serving.service import BaseService, Names, Refusal, Service
+from fastgen.serving.services import check_model, of_texts
 
-_PROBLEMS = {
-    400: "the body is no JSON, or a field or a text can't be used",
+PROBLEMS = {
+    400: "the body can't be read, or a field or a text can't be used",
     401: "without the bearer token",
     404: "another model",
     408: "the body took too long",
@@ -29,7 +30,7 @@ _PROBLEMS = {
 }
 
 
-def add_endpoints(app: FastAPI, service: Service, dependencies: Sequence[Any]) -> None:
+def add_endpoints(app: FastAPI, service: BaseService, dependencies: Sequence[Any]) -> None:
     """Add the endpoints to the application; `dependencies`: FastAPI's, of each of them."""
     started, name = int(time.time()), metrics.shown(service.name)
     models = openai_schema.Models(data=[openai_schema.Model(id=name, created=started)])
@@ -37,27 +38,23 @@ def add_endpoints(app: FastAPI, service: Service, dependencies: Sequence[Any]) -
     common: dict[str, Any] = {
         "dependencies": dependencies,
         "responses": {
-            code: {"model": openai_schema.ProblemOfOpenAI, "description": what} for code, what in _PROBLEMS.items()
+            code: {"model": openai_schema.ProblemOfOpenAI, "description": what} for code, what in PROBLEMS.items()
         },
     }
 
-    def check_model(asked: str | None) -> None:
-        if asked is not None and asked not in (name, service.name):
-            what = f"The service has no model {asked[:80]!a}: it has {name!a}."
-            raise Refusal(404, what, "model", "model_not_found")
-
     async def answer(form: Form, body: Any, inputs_of: Callable[..., Awaitable[Inputs]], request: Request) -> Any:
-        service.check_open()
-        service.running += 1
+        texts = of_texts(service)
+        texts.check_open()
+        texts.running += 1
         try:
-            check_model(body.model)
-            return await begun(form, body, await inputs_of(service, body), request)
+            check_model(texts, body.model)
+            return await begun(texts, form, body, await inputs_of(texts, body), request)
         finally:
-            service.running -= 1
+            texts.running -= 1
 
-    async def begun(form: Form, body: Any, inputs: Inputs, request: Request) -> Any:
+    async def begun(service: Service, form: Form, body: Any, inputs: Inputs, request: Request) -> Any:
         search = search_of(body.model_dump(exclude_unset=True), service.own_generation_config, service.limits)
-        found = Answer(service, search, inputs, work_of(request.scope))
+        found = Answer(service, search, inputs, work_of(request.scope), form)
         if not search.stream:
             return await whole(found, form, name)
         events = streamed(service, found, form, name, include_usage=search.include_usage)
@@ -82,7 +79,7 @@ def add_endpoints(app: FastAPI, service: Service, dependencies: Sequence[Any]) -
     @app.get("/v1/models/{model:path}", response_model=openai_schema.Model, **common)
     async def retrieve_model(model: str) -> Any:
         """The model of the service, by the name."""
-        check_model(model)
+        check_model(service, model)
         return models.data[0]
 
 
@@ -123,7 +120,7 @@ async def _conversation(service: Service, body: Any) -> Inputs:
         if (field := message.not_offered()) is not None:
             place = f"messages[{index}].{field[:80]}"
             raise Refusal(422, f"{place} is not offered: leave it out.", place)
-    names = Names(lambda index: "The conversation in messages", _renamed)
+    names = Names(lambda index: "The conversation in messages", _renamed, "messages")
     tokens = await service.tokens_of(EncodeChat([message.as_text() for message in body.messages]), names)
     return Inputs(tokens, names)
 

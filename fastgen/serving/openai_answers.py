@@ -15,6 +15,7 @@ from fastgen.pipeline.transformers.hypotheses import Hypotheses
 from fastgen.serving.generation_request import Finished, Grown
 from fastgen.serving.observed import Work
 from fastgen.serving.openai_errors import problem, status_of
+from fastgen.serving.openai_logprobs import in_chats, in_texts, scored
 from fastgen.serving.openai_search import SearchRequest
 from fastgen.serving.options import finite
 from fastgen.serving.service import Names, Refusal, Service
@@ -30,6 +31,8 @@ class Piece(NamedTuple):
     finish_reason: str | None = None  # "stop" or "length" in a choice's last piece
     tokens: int = 0  # of the whole choice, in the last piece
     score: float | None = None
+    row: Sequence[int] = ()  # the tokens of the text, in the last piece, after a decoder's start
+    logprobs: dict[str, Any] | None = None  # in the last piece, if asked for
 
 
 @dataclass
@@ -42,11 +45,26 @@ class Inputs:
     contexts: list[list[int]] = field(default_factory=list)  # the last tokens of each prompt, if the text goes on there
 
 
+@dataclass(frozen=True)
+class Form:
+    """How an endpoint writes its answers."""
+
+    object: str
+    chunk: str  # the `object` of a stream's events
+    prefix: str  # of ids
+    is_chat: bool
+
+
+TEXT = Form("text_completion", "text_completion", "cmpl-", False)
+CHAT = Form("chat.completion", "chat.completion.chunk", "chatcmpl-", True)
+
+
 class Answer:
     """A request that the engine works on."""
 
-    def __init__(self, service: Service, search: SearchRequest, inputs: Inputs, work: Work) -> None:
+    def __init__(self, service: Service, search: SearchRequest, inputs: Inputs, work: Work, form: Form) -> None:
         """Submit the request, on the event loop; Refusal if that is impossible."""
+        self._form = form
         self._service, self._search, self._inputs, self._work = service, search, inputs, work
         work.inputs = len(inputs.tokens)
         options = dict(search.options)
@@ -86,6 +104,9 @@ class Answer:
                 elif isinstance(event, Finished):
                     for piece in await asyncio.to_thread(self._finished, event):
                         self._work.tokens += piece.tokens
+                        if self._search.logprobs is not None:
+                            found = await self._logprobs(event.which, piece.row, self._search.logprobs)
+                            piece = piece._replace(logprobs=found)
                         yield piece
         finally:
             if self._request.left:
@@ -113,10 +134,20 @@ class Answer:
                 reason, count = "stop", self._tokens_until_stop(event.which, row) - self._begun
                 if self._search.rows == 1:
                     score = None  # the engine may not have got to the end, which the score is of
+                kept = row[: self._begun + count]
             else:
                 reason, count = self._end(row)
-            pieces.append(Piece(index, self._prefix(index) + new, reason, count, score))
+                kept = row[:-1] if count and row[-1] in self._ends else row
+            pieces.append(Piece(index, self._prefix(index) + new, reason, count, score, kept))
         return pieces
+
+    async def _logprobs(self, which: int, row: Sequence[int], top: int) -> dict[str, Any]:
+        """The log-probabilities of a choice's tokens, in the form of the endpoint."""
+        echoes, source = bool(self._inputs.prefixes), self._request.inputs[which]
+        found = await scored(self._service, self._request, which, row, top, whole=echoes)
+        before = [] if echoes else source if self._service.continues else row[: self._begun]
+        write = in_chats if self._form.is_chat else in_texts
+        return await asyncio.to_thread(write, self._service, before, found)
 
     def _prefix(self, index: int) -> str:
         """What a choice's text begins with, once."""
@@ -130,14 +161,19 @@ class Answer:
 
     def _end(self, row: list[int]) -> tuple[str, int]:
         """Why a row ends, and the number of new tokens, an end token among them that was cut off as padding."""
-        config = self._request.config
-        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        config, ends = self._request.config, self._ends
         count = len(row) - self._begun
         if count > 0 and row[-1] in ends:
             return "stop", count
         if count >= int(config.max_new_tokens):
             return "length", count
         return "stop", count + (config.pad_token_id in ends)
+
+    @property
+    def _ends(self) -> list[int | None]:
+        """The end tokens."""
+        ends = self._request.config.eos_token_id
+        return list(ends) if isinstance(ends, list) else [ends]
 
     def _tokens_until_stop(self, which: int, row: list[int]) -> int:
         def has_stop(tokens: list[int]) -> bool:
@@ -152,20 +188,6 @@ class Answer:
             return self._service.decoded(rows)
         context, base = self._inputs.contexts[which], self._bases[which]
         return [text[len(base) :] for text in self._service.decoded([[*context, *row] for row in rows])]
-
-
-@dataclass(frozen=True)
-class Form:
-    """How an endpoint writes its answers."""
-
-    object: str
-    chunk: str  # the `object` of a stream's events
-    prefix: str  # of ids
-    is_chat: bool
-
-
-TEXT = Form("text_completion", "text_completion", "cmpl-", False)
-CHAT = Form("chat.completion", "chat.completion.chunk", "chatcmpl-", True)
 
 
 def _usage(answer: Answer, tokens: int) -> dict[str, int]:
@@ -191,7 +213,7 @@ async def whole(answer: Answer, form: Form, model: str) -> dict[str, Any]:
         if form.is_chat:
             content = {"message": {"role": "assistant", "content": texts[index]}}
         end = {"finish_reason": last[index].finish_reason, "score": last[index].score}
-        choices.append({"index": index, **content, **end, "logprobs": None})
+        choices.append({"index": index, **content, **end, "logprobs": last[index].logprobs})
     usage = _usage(answer, sum(piece.tokens for piece in last.values()))
     return {**_head(form, form.object, model), "choices": choices, "usage": usage, "seed": answer.seed}
 

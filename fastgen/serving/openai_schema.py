@@ -10,6 +10,7 @@ from fastgen.serving.limits import Limits
 from fastgen.serving.options import MOST_FIELDS, VALIDATORS, of_any_search, offered, with_few_fields
 
 MOST_STOPS, LONGEST_STOP = 4, 200
+MOST_LOGPROBS = 20
 # Options of the search that have another name or another range here.
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "num_return_sequences": "n"}
 _REPLACED = {*RENAMED, "do_sample", "temperature", "top_k"}
@@ -23,7 +24,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "prediction": (),
     "presence_penalty": (0, 0.0),
@@ -32,13 +32,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
 _ONLY_COMPLETIONS = ("suffix",)
 _ONLY_CHAT = """audio function_call functions modalities prediction reasoning_effort response_format tool_choice tools
-    top_logprobs verbosity web_search_options""".split()
+    verbosity web_search_options""".split()
 
 _STOP = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 _BIAS = Annotated[float, Field(ge=-100.0, le=100.0)]
@@ -88,13 +87,43 @@ class Usage(BaseModel):
     total_tokens: int
 
 
+class TextLogprobs(BaseModel):
+    """The tokens of a text, and the model's log-probabilities of them: see `logprobs` of the request."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None] = Field(description="null for a token that nothing comes before")
+    top_logprobs: list[dict[str, float] | None] = Field(description="of the most likely tokens, and the token's own")
+    text_offset: list[int] = Field(description="where each token begins in the text")
+
+
+class TopLogprob(BaseModel):
+    """A token that could have stood there."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = Field(description="null for a part of a character")
+
+
+class ChatLogprob(TopLogprob):
+    """A token of a message, and the most likely ones in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """The tokens of a message, with the model's log-probabilities."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
 class TextChoice(BaseModel):
     """A text."""
 
     index: int = Field(description="of the prompt times n, plus the number among its texts, best first")
     text: str
     finish_reason: Literal["stop", "length"]
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     score: float | None = Field(
         description="as /v1/generate has it; none where a stop string ended a search of one row"
     )
@@ -126,7 +155,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     finish_reason: Literal["stop", "length"]
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     score: float | None
 
 
@@ -186,6 +215,10 @@ def completion(limits: Limits) -> type[BaseModel]:
         prompt=(prompt, Field(description="a text, several, the tokens of one, or the tokens of several")),
         best_of=(_number(limits), Field(None, description="n of so many beams or samples are returned")),
         echo=(StrictBool | None, Field(None, description="begin each text with its prompt")),
+        logprobs=(
+            Annotated[StrictInt, Field(ge=0, le=MOST_LOGPROBS)] | Literal[False] | None,
+            Field(None, description="tokens with log-probabilities, and so many of the most likely ones in each place"),
+        ),
         **_common(limits, _ONLY_CHAT),
     )
 
@@ -197,6 +230,11 @@ def chat(limits: Limits) -> type[BaseModel]:
         __config__=_config({"messages": [{"role": "user", "content": "order 4213"}]}, limits),
         __validators__=VALIDATORS,
         messages=(Annotated[list[Message], Field(min_length=1, max_length=1000, fail_fast=True)], ...),
+        logprobs=(StrictBool | None, Field(None, description="tokens with log-probabilities")),
+        top_logprobs=(
+            Annotated[StrictInt, Field(ge=0, le=MOST_LOGPROBS)] | None,
+            Field(None, description="with logprobs: so many of the most likely tokens in each place"),
+        ),
         **_common(limits, _ONLY_COMPLETIONS),
     )
 

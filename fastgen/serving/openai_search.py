@@ -29,6 +29,7 @@ class SearchRequest:
     include_usage: bool
     seed: int | None
     seconds: float | None
+    logprobs: int | None = None  # of the tokens, and of so many of the most likely ones in each place
 
     @property
     def rows(self) -> int:
@@ -93,7 +94,20 @@ def search_of(body: Mapping[str, Any], own: Any, limits: Limits) -> SearchReques
         bool((given.get("stream_options") or {}).get("include_usage")),
         given.get("seed"),
         given.get("timeout"),
+        _logprobs(given),
     )
+
+
+def _logprobs(given: Mapping[str, Any]) -> int | None:
+    """The number of alternatives whose log-probabilities are asked for beside the tokens'; None if none are."""
+    asked, top = given.get("logprobs", False), given.get("top_logprobs", 0)
+    if asked is False:
+        if top:
+            raise Refusal(422, "top_logprobs is for logprobs: ask for that, or leave it out.", "top_logprobs")
+        return None
+    if given.get("stream"):
+        raise Refusal(422, "logprobs is for whole answers: leave out stream.", "logprobs")
+    return int(top if asked is True else asked)
 
 
 def _check_neutral(given: Mapping[str, Any]) -> None:

@@ -41,6 +41,11 @@ class Names(NamedTuple):
 
     of_input: Callable[[int], str] = lambda index: f"text[{index}]"
     of_option: Callable[[str], str] = str
+    field: str | None = None  # of all inputs, if one has no field of its own
+
+    def field_of(self, index: int) -> str:
+        """The body's field that an input is in."""
+        return self.field or self.of_input(index)
 
 
 GENERATE = Names()  # of /v1/generate
@@ -76,15 +81,36 @@ def check_stream(options: Mapping[str, Any], name: str = "num_return_sequences")
         raise Refusal(422, f"stream is for one output of each input: leave out {name}.", name)
 
 
-class Service:
-    """Loads the model once; `generate` and `stream` answer requests, on an event loop."""
+class BaseService:
+    """What the services of all models have: limits, a name, counts, and an end."""
 
-    def __init__(self, settings: ModelSettings, limits: Limits, most_queued: int) -> None:
-        """`settings`: their field `generation` has the defaults of requests."""
-        self.limits, self.name = limits, settings.model
+    engine: Any  # with `counts`, `latencies`, `is_alive` and `close`
+
+    def __init__(self, name: str, limits: Limits) -> None:
+        """`name`: of the model."""
+        self.name, self.limits = name, limits
         self.statuses = Counter[int]()  # of the answers to /v1
         self.running = 0  # requests that are being answered
         self._is_stopping = False
+
+    def stop(self) -> None:
+        """Refuse requests from now on; running requests are still answered."""
+        self._is_stopping = True
+
+    def check_open(self) -> None:
+        """Raise Refusal if the service is stopping."""
+        if self._is_stopping:
+            raise Refusal(503, STOPPING)
+
+
+class Service(BaseService):
+    """Loads the model once; `generate` and `stream` answer requests, on an event loop."""
+
+    engine: Engine
+
+    def __init__(self, settings: ModelSettings, limits: Limits, most_queued: int) -> None:
+        """`settings`: their field `generation` has the defaults of requests."""
+        super().__init__(settings.model, limits)
         known = prepare.prepared(settings)
         self._known, self._tokenizer = known, WorkerPool(0, tokenizing.build, known.spec)
         self.continues = not known.config.is_encoder_decoder  # else it answers a source
@@ -95,17 +121,9 @@ class Service:
         self.own_generation_config = self._model.generation_config
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
         self.cleans_up = bool(getattr(known.tokenizer, "clean_up_tokenization_spaces", False))
+        self.special_tokens = frozenset[int](known.tokenizer.all_special_ids)
         self.has_chat_template = bool(getattr(known.tokenizer, "chat_template", None))
         self._config({})  # raises errors in the settings before the first request
-
-    def stop(self) -> None:
-        """Refuse requests from now on; running requests are still answered."""
-        self._is_stopping = True
-
-    def check_open(self) -> None:
-        """Raise Refusal if the service is stopping."""
-        if self._is_stopping:
-            raise Refusal(503, STOPPING)
 
     async def generate(self, body: dict[str, Any], work: Work) -> dict[str, Any]:
         """Answer a request, and note its size in `work`; raises Refusal if there is no answer."""
@@ -201,11 +219,14 @@ class Service:
         try:
             config = self._config(options, names.of_option)
         except InputError as error:
-            raise Refusal(422, str(error)) from None
-        rows = max(int(config.num_beams or 1), int(config.num_return_sequences or 1))
-        if rows > self.limits.rows:
+            shown = [names.of_option(name) for name in options]
+            field = next((name for name in shown if str(error).startswith(f"{name} ")), None)
+            raise Refusal(422, str(error), field) from None
+        beams, count = int(config.num_beams or 1), int(config.num_return_sequences or 1)
+        if (rows := max(beams, count)) > self.limits.rows:
             what = f"The request needs {rows} rows, and {self.limits.rows} decode together"
-            raise Refusal(422, f"{what}: ask for fewer beams or samples.")
+            field = names.of_option("num_beams" if beams > count else "num_return_sequences")
+            raise Refusal(422, f"{what}: ask for fewer beams or samples.", field)
         self._check_room(inputs, int(config.max_new_tokens), names)
         loop, events = asyncio.get_running_loop(), Events()
 
@@ -276,6 +297,7 @@ class Service:
                     f"{names.of_input(index)} has {counted(len(tokens), 'token')}, {names.of_option('max_new_tokens')} "
                     f"is {new_tokens}, and the model has room for {positions} together: "
                     "send a shorter text, or ask for fewer tokens.",
+                    names.field_of(index),
                 )
 
     def default_new_tokens(self, inputs: list[list[int]]) -> int | None:
@@ -294,7 +316,8 @@ class Service:
             found: list[list[int]] = await asyncio.to_thread(lambda: self._tokenizer.submit(task).result())
         except WorkerError as error:
             what = "tokenizer cannot read the text" if isinstance(task, tokenizing.Encode) else "chat template refuses"
-            raise Refusal(422, f"The {what}: {first_line(error)}.") from None
+            field = None if isinstance(task, tokenizing.Encode) and len(task.texts) > 1 else names.field_of(0)
+            raise Refusal(422, f"The {what}: {first_line(error)}.", field) from None
         self.check_tokens(found, names)
         return [list(tokens) for tokens in found]
 
@@ -303,14 +326,16 @@ class Service:
         room = min(self.limits.input_tokens, self._known.limit or self.limits.input_tokens)
         for index, tokens in enumerate(inputs):
             if not tokens:
-                raise Refusal(422, f"{names.of_input(index)} has no tokens: send at least one word.")
+                raise Refusal(
+                    422, f"{names.of_input(index)} has no tokens: send at least one word.", names.field_of(index)
+                )
             if len(tokens) > room:
                 what = f"{names.of_input(index)} has {counted(len(tokens), 'token')}, and there is room for {room}"
-                raise Refusal(422, f"{what}: send a shorter one.")
+                raise Refusal(422, f"{what}: send a shorter one.", names.field_of(index))
 
-    def decoded(self, rows: list[list[int]]) -> list[str]:
-        """The text of each of these rows of tokens, without special tokens."""
-        texts: list[str] = self._tokenizer.submit(tokenizing.Decode(rows)).result()
+    def decoded(self, rows: list[list[int]], *, special: bool = False) -> list[str]:
+        """The text of each of these rows of tokens; special tokens are left out, unless `special`."""
+        texts: list[str] = self._tokenizer.submit(tokenizing.Decode(rows, special)).result()
         return texts
 
 

@@ -44,10 +44,11 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
-def say_ready(settings: ServiceSettings) -> None:
+def say_ready(settings: ServiceSettings, path: str) -> None:
+    """Say where the service answers; `path`: of the endpoint."""
     scheme = "http" if settings.ssl_certfile is None else "https"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    say(f"{scheme}://{host}:{settings.port}/v1/generate answers: /docs describes it, Ctrl-C stops it.")
+    say(f"{scheme}://{host}:{settings.port}{path} answers: /docs describes it, Ctrl-C stops it.")
 
 
 def say_stopping() -> None:

@@ -54,6 +54,13 @@ def test_a_run_elsewhere_writes_what_one_here_writes(
     assert list(temporary.glob("fastgen-*")) == []
 
 
+def test_a_name_with_a_number_sign_keeps_its_format(source: Path, texts: list[str], memory: Any) -> None:
+    memory.pipe("/in #1.jsonl", b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts))
+    assert run(MODEL, "memory://in #1.jsonl", "memory://out #1.jsonl", *FLAGS) == 0
+    assert len(memory.cat("/out #1.jsonl").splitlines()) == len(texts)
+    assert all(json.loads(line) for line in memory.cat("/out #1.jsonl").splitlines())
+
+
 def test_an_input_of_a_web_server(source: Path, tmp_path: Path, temporary: Path) -> None:
     pytest.importorskip("aiohttp", reason="fsspec reads http with aiohttp")
     assert run(MODEL, source, tmp_path / "here.txt", *FLAGS) == 0
@@ -201,6 +208,8 @@ def test_reasons_are_without_secrets(why: str, wanted: str) -> None:
         ("http://host/a@b", "http://host/a@b"),
         ("https://host/in.txt?mail=a@b", "https://host/in.txt"),
         ("https://host/in.txt?X-Signature=abc#x", "https://host/in.txt"),
+        ("HTTPS://host/in.txt#x", "HTTPS://host/in.txt"),
+        ("s3://key:word@bucket/part #1.jsonl?versionId=abc", "s3://bucket/part #1.jsonl"),
         ("hf://datasets/user/repo@main/in.txt", "hf://datasets/user/repo@main/in.txt"),
     ],
 )

@@ -34,9 +34,11 @@ def _free_port() -> int:
 class Server:
     """A `fastgen-serve` in a process of its own, with a Ray of its own unless the flags have --local."""
 
-    def __init__(self, log: Path, *flags: str, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, log: Path, *flags: str, command: Sequence[str] = COMMAND, model: str | Path = SHIPPED_MODEL
+    ) -> None:
         self.port = _free_port()
-        words = [*command, str(SHIPPED_MODEL), "--port", str(self.port), *flags]
+        words = [*command, str(model), "--port", str(self.port), *flags]
         environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         self.log = log
         with open(log, "wb") as file:

@@ -329,7 +329,7 @@ def test_models_are_listed(at: Served) -> None:
         assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
-BAD: list[tuple[dict[str, Any], str, str | None]] = [
+BAD: list[tuple[dict[str, Any], str, str]] = [
     (dict(), "prompt is missing: the request needs it.", "prompt"),
     (dict(prompt=""), "prompt should have at least 1 character.", "prompt"),
     (dict(prompt=[]), "prompt should have at least 1 item", "prompt"),
@@ -338,15 +338,19 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     (dict(prompt=["a"] * 9), "at most 8 items", "prompt"),
     (dict(prompt=[1, 100_000]), "prompt[1] is 100000: the model's tokens are 0 to ", "prompt[1]"),
     (dict(prompt=[[1], [3, 999]]), "prompt[1][1] is 999: the model's tokens", "prompt[1][1]"),
-    (dict(prompt=["a", "the " * 200]), "prompt[1] has ", None),
+    (dict(prompt=["a", "the " * 200]), "prompt[1] has ", "prompt[1]"),
     (
         dict(prompt=[5] * 70, max_tokens=40),
         "prompt has 70 tokens, max_tokens is 40, and the model has room for 96 together",
-        None,
+        "prompt",
     ),
     (dict(prompt="a", max_tokens=0), "max_tokens should be greater than or equal to 1.", "max_tokens"),
     (dict(prompt="a", max_tokens=41), "max_tokens should be less than or equal to 40.", "max_tokens"),
-    (dict(prompt="a", max_tokens=4, max_completion_tokens=5), "max_tokens and max_completion_tokens differ", None),
+    (
+        dict(prompt="a", max_tokens=4, max_completion_tokens=5),
+        "max_tokens and max_completion_tokens differ",
+        "max_completion_tokens",
+    ),
     (dict(prompt="a", temperature=0.001), "temperature should be 0, or at least 0.01.", "temperature"),
     (dict(prompt="a", temperature="x"), "temperature should be a valid number", "temperature"),
     (dict(prompt="a", n=7), "n should be less than or equal to 6.", "n"),
@@ -357,7 +361,10 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
     (dict(prompt="a", best_of=3, stop="b"), "best_of with stop is for beams", "best_of"),
     (dict(prompt="a", stop=["a", ""]), "stop[1] should have at least 1 character.", "stop[1]"),
     (dict(prompt="a", stop=list("abcde")), "stop should have at most 4 items", "stop"),
-    (dict(prompt="a", logprobs=0), "logprobs is not offered: leave it out.", "logprobs"),
+    (dict(prompt="a", logprobs=21), "logprobs should be less than or equal to 20.", "logprobs"),
+    (dict(prompt="a", logprobs=True), "logprobs should be ", "logprobs"),
+    (dict(prompt="a", logprobs=1, stream=True), "logprobs is for whole answers: leave out stream.", "logprobs"),
+    (dict(prompt="a", top_logprobs=1), "top_logprobs is no field of the service", "top_logprobs"),
     (dict(prompt="a", suffix="x"), "suffix is not offered: leave it out.", "suffix"),
     (dict(prompt="a", presence_penalty=0.5), "presence_penalty is not offered", "presence_penalty"),
     (dict(prompt="a", logit_bias={"x": 1}), "logit_bias.x should match pattern", "logit_bias.x"),
@@ -398,28 +405,33 @@ BAD: list[tuple[dict[str, Any], str, str | None]] = [
         "messages[0].tool_calls is not offered: leave it out.",
         "messages[0].tool_calls",
     ),
-    (dict(messages=[{"role": "assistant", "content": "a"}]), "The chat template refuses: ", None),
+    (dict(messages=[{"role": "assistant", "content": "a"}]), "The chat template refuses: ", "messages"),
     (dict(messages=[{"role": "user", "content": "a"}], tools=[{}]), "tools is not offered", "tools"),
-    (dict(messages=[{"role": "user", "content": "a"}], logprobs=True), "logprobs is not offered", "logprobs"),
+    (dict(messages=[{"role": "user", "content": "a"}], logprobs=1), "logprobs should be a valid boolean", "logprobs"),
+    (
+        dict(messages=[{"role": "user", "content": "a"}], top_logprobs=2),
+        "top_logprobs is for logprobs: ask for that, or leave it out.",
+        "top_logprobs",
+    ),
     (dict(messages=[{"role": "user", "content": "a"}], echo=True), "echo is no field of the service", "echo"),
     (
         dict(messages=[{"role": "user", "content": "the " * 60}], max_tokens=40),
         "The conversation in messages has ",
-        None,
+        "messages",
     ),
 ]
 
 
 @pytest.mark.parametrize("body, sentence, field", BAD, ids=lambda one: str(one)[:50])
 def test_what_cannot_be_used_is_a_sentence_in_openais_form(
-    gpt2: Served, body: dict[str, Any], sentence: str, field: str | None
+    gpt2: Served, body: dict[str, Any], sentence: str, field: str
 ) -> None:
     path = "/chat/completions" if "messages" in body and "prompt" not in body else "/completions"
     with pytest.raises(openai.BadRequestError) as caught:
         gpt2.client().post(path, body=body, cast_to=object)
     error = caught.value
     assert sentence in error.body["message"], error.body
-    assert (error.param, error.type) == (field or error.param, "invalid_request_error")
+    assert (error.param, error.type) == (field, "invalid_request_error")
     assert error.response.headers["x-should-retry"] == "false" and set(error.response.json()) == {"error"}
 
 

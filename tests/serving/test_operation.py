@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -360,6 +361,20 @@ def test_a_client_that_leaves_uvicorn_is_counted_and_frees_its_rows(
     another.request("POST", "/v1/generate", json.dumps(ASK), {"Content-Type": "application/json"})
     assert another.getresponse().status == 200
     another.close()
+
+
+@pytest.mark.parametrize("path", ("/v1/generate", "/v1/completions", "/v1/chat/completions"))
+def test_a_client_that_resets_the_connection_within_the_body_is_gone(service: Any, port: int, path: str) -> None:
+    """It is no bad request: nobody was answered."""
+    before = dict(service.statuses)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing it resets it
+    connection.sendall(head.encode() + b'{"text": "')
+    time.sleep(0.2)  # or the reset overtakes the request
+    connection.close()
+    until(lambda: service.statuses[GONE] == before.get(GONE, 0) + 1)
+    assert service.statuses[400] == before.get(400, 0)
 
 
 # ---------------------------------------------------------------------------------------------- cores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+import wave
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 RATE = 16_000  # samples a second, as Whisper reads them
 FRAMES = 100  # of Whisper's spectrogram, a second
 LONG = 30 * 60 * RATE  # samples: longer sounds lie in a temporary file
+_COUNTING = {"flac", "mov,mp4,m4a,3gp,3g2,mj2"}  # formats whose headers count the samples: others' are estimates
+_UNKNOWN = 0x7FFFF000  # bytes that a WAV file has by the header, or more, if the writer did not know how many
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Audio:
 
     samples: np.ndarray[Any, Any]  # in memory or, of long sounds, on disk
     fault: str = ""  # what of the file could not be decoded, and why
+    said: float | None = None  # seconds, by a header that counts them
 
     @property
     def seconds(self) -> float:
@@ -35,16 +39,20 @@ def last_frame(samples: np.ndarray[Any, Any]) -> float:
     return len(samples) // (RATE // FRAMES) / FRAMES
 
 
-def read(source: Path | bytes) -> Audio:
+def read(source: Path | bytes, name: str = "standard input", longest: float | None = None) -> Audio:
     """Decode the first audio stream of a file, or of the bytes of one; what is damaged is left out.
 
     Samples are rounded to 16 bits, as `whisper.load_audio` has FFmpeg do it.
 
+    Args:
+        name: what messages call bytes.
+        longest: seconds, of which a file may not have more.
+
     Raises:
-        InputError: there is no file, or no audio in it, or no room for it on disk.
+        InputError: there is no file, or no audio in it, or too much, or no room for it on disk.
     """
     av = _av()
-    name = source if isinstance(source, Path) else "standard input"
+    name = str(source) if isinstance(source, Path) else name
     try:  # by Python's own open: FFmpeg would take a name with a colon for a protocol
         data: BinaryIO = source.open("rb") if isinstance(source, Path) else io.BytesIO(source)
     except OSError as error:
@@ -53,15 +61,18 @@ def read(source: Path | bytes) -> Audio:
         with data, av.open(data, metadata_errors="ignore") as file:
             if not file.streams.audio:
                 raise InputError(f"{name} has no audio stream.")
-            found, faults = _decoded(av, file)
+            found, faults = _decoded(av, file, None if longest is None else round(longest * RATE))
+            said = _said_by_wav(data) if file.format.name == "wav" else _said(file)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise InputError(f"{name} is no audio that FFmpeg knows ({_reason(error)}).") from error
+    if longest is not None and found.count > longest * RATE:
+        raise InputError(f"{name} has more than {counted(round(longest / 60), 'minute')} of sound.")
     samples = found.whole()
     if not len(samples):
         reason = f" ({faults[0]})" if faults else ""
         raise InputError(f"{name} has no audio in it{reason}.")
     fault = f"{name} is damaged: {counted(len(faults), 'part')} could not be decoded ({faults[0]})" if faults else ""
-    return Audio(samples, fault)
+    return Audio(samples, fault, said)
 
 
 class _Samples:
@@ -78,6 +89,10 @@ class _Samples:
         self._waiting += len(part)
         if self._waiting > LONG:
             self._store()
+
+    @property
+    def count(self) -> int:
+        return self._waiting + self._stored
 
     def _store(self) -> None:
         with writing(tempfile.gettempdir()):
@@ -106,8 +121,8 @@ class _Samples:
             return np.memmap(self._file, np.float32, "r", shape=(self._stored,))  # has a hold on the file of its own
 
 
-def _decoded(av: Any, file: Any) -> tuple[_Samples, list[str]]:
-    """Samples of the first audio stream, and why packets could not be decoded."""
+def _decoded(av: Any, file: Any, most: int | None) -> tuple[_Samples, list[str]]:
+    """Samples of the first audio stream, and why packets could not be decoded; hardly more than `most` samples."""
     found = _Samples()
     faults: list[str] = []
     resampler = None
@@ -119,7 +134,7 @@ def _decoded(av: Any, file: Any) -> tuple[_Samples, list[str]]:
                 found.add(each.to_ndarray()[0])
 
     packets = file.demux(file.streams.audio[0])
-    while True:
+    while most is None or found.count <= most:
         try:
             packet = next(packets, None)
             if packet is None:
@@ -142,6 +157,24 @@ def _decoded(av: Any, file: Any) -> tuple[_Samples, list[str]]:
                 found.add(each.to_ndarray()[0])
     flush()
     return found, faults
+
+
+def _said(file: Any) -> float | None:
+    """The seconds of sound that a file has by a header that counts them; None if there is none."""
+    stream = file.streams.audio[0]
+    is_counted = file.format.name in _COUNTING and stream.duration
+    return float(stream.duration * stream.time_base) if is_counted else None
+
+
+def _said_by_wav(data: BinaryIO) -> float | None:
+    """The same of a WAV file, of which FFmpeg only counts what is there."""
+    data.seek(0)
+    try:
+        with wave.open(data) as file:
+            size = file.getnframes() * file.getnchannels() * file.getsampwidth()
+            return file.getnframes() / file.getframerate() if size < _UNKNOWN else None
+    except (wave.Error, EOFError, ArithmeticError):  # another coding than plain samples
+        return None
 
 
 def seconds_of(source: Path) -> float | None:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,39 @@ def transcribe(
             yield Call(functools.partial(_transcribed, pipeline, source, options), ended)
 
     try:
-        if batch_size > 1 and _shares_steps(pipeline):
-            _run_together(pipeline, calls(), batch_size)
-        else:
-            run_all(calls(), 0, dict, pipeline.model.device)
+        with sharing_steps(pipeline, batch_size) as (size, answer):
+            run_all(calls(), size, answer, pipeline.model.device)
     finally:
         show.close()
     return found
+
+
+@contextlib.contextmanager
+def sharing_steps(
+    pipeline: Any, most: int, check: Callable[[], None] = lambda: None
+) -> Iterator[tuple[int, Callable[[dict[int, Any]], Mapping[int, Any]]]]:
+    """Inside the block, searches of calls of the pipeline that run in turn share the steps of one batch.
+
+    Yields: how many calls may run at a time, or 0 for one after the other, and what answers them: see `together.run`.
+
+    Args:
+        most: the most calls at a time.
+        check: called before each search of a call, within the call; what it raises ends the call.
+    """
+    joint = _joint_batches(most) if most > 1 and _shares_steps(pipeline) else None
+    if joint is None:
+        yield 0, dict
+        return
+    from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+
+    from fastgen.optimizer.transformers.generate.joint_calls import joining
+
+    extractor = type(pipeline.feature_extractor)
+    places = [(extractor, name) for name in _EXTRACTORS]
+    places += [(WhisperGenerationMixin, name) for name in ("detect_language", "_extract_token_timestamps")]
+    seams = {(owner, name): outside for owner, name in places if callable(getattr(owner, name, None))}
+    with redirected(seams), contextlib.closing(joint), joining(_Checked(joint, check)):
+        yield most, joint.answer
 
 
 def _shares_steps(pipeline: Any) -> bool:
@@ -65,20 +91,26 @@ def _shares_steps(pipeline: Any) -> bool:
     return is_hosts and pipeline.type == "seq2seq_whisper" and hosts.is_on() and config.current().tier != "stock"
 
 
-def _run_together(pipeline: Any, calls: Iterator[Call], batch_size: int) -> None:
+def _joint_batches(calls: int) -> Any:
+    """`JointBatches` for so many calls; None if fastgen leaves this version of transformers alone."""
     try:
-        from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
+        from transformers.models.whisper.generation_whisper import WhisperGenerationMixin  # noqa: F401
 
         from fastgen.optimizer.transformers.generate.joint_batch import JointBatches
-        from fastgen.optimizer.transformers.generate.joint_calls import joining
-    except (ImportError, AttributeError):  # fastgen leaves this version of transformers alone
-        return run_all(calls, 0, dict, pipeline.model.device)
-    extractor = type(pipeline.feature_extractor)
-    places = [(extractor, name) for name in _EXTRACTORS]
-    places += [(WhisperGenerationMixin, name) for name in ("detect_language", "_extract_token_timestamps")]
-    seams = {(owner, name): outside for owner, name in places if callable(getattr(owner, name, None))}
-    with redirected(seams), contextlib.closing(JointBatches(batch_size)) as joint, joining(joint):
-        run_all(calls, batch_size, joint.answer, pipeline.model.device)
+    except (ImportError, AttributeError):
+        return None
+    return JointBatches(calls)
+
+
+class _Checked:
+    """A `joint_calls.Joint` that calls `check` before each search."""
+
+    def __init__(self, joint: Any, check: Callable[[], None]) -> None:
+        self._joint, self._check = joint, check
+
+    def run(self, request: Any, stock: Callable[..., Any], alone: Callable[..., Any]) -> Any:
+        self._check()
+        return self._joint.run(request, stock, alone)
 
 
 def _transcribed(pipeline: Any, source: Any, options: dict[str, Any]) -> Any:

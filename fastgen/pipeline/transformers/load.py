@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.utils import logging as hub_logging
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    GenerationConfig,
+)
 
 import fastgen.models.unilm
 import fastgen.models.vae  # noqa: F401  # both register with transformers' Auto classes
@@ -65,9 +72,22 @@ def load_config(name: str) -> Any:
 
 def load_model(name: str, config: Any, dtype: str, device: torch.device) -> Any:
     """Load the model, seq2seq or causal as the config says, ready to generate."""
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return _loaded(kind, name, dtype, device)
+
+
+def load_speech_model(name: str, dtype: str, device: torch.device) -> tuple[Any, Any]:
+    """Load a model of speech, ready to generate, and what makes spectrograms for it."""
+    model = _loaded(AutoModelForSpeechSeq2Seq, name, dtype, device)
+    try:
+        return model, AutoFeatureExtractor.from_pretrained(name, trust_remote_code=False)
+    except _UNLOADABLE as error:
+        raise InputError(f"Cannot load the feature extractor of {name!r}: {first_line(error)}.") from error
+
+
+def _loaded(kind: Any, name: str, dtype: str, device: torch.device) -> Any:
     from safetensors import SafetensorError
 
-    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
         model = kind.from_pretrained(
             name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), trust_remote_code=False

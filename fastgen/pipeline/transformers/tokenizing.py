@@ -35,6 +35,7 @@ class EncodeChat:
 @dataclass(frozen=True)
 class Decode:
     rows: list[list[int]]
+    special: bool = False  # write special tokens, too
 
 
 def load_tokenizer(spec: TokenizerSpec) -> Any:
@@ -107,7 +108,7 @@ def handler(tokenizer: Any, spec: TokenizerSpec) -> Callable[[Encode | EncodeCha
 
     def handle(task: Encode | EncodeChat | Decode) -> Any:
         if isinstance(task, Decode):
-            return tokenizer.batch_decode(task.rows, skip_special_tokens=True)
+            return tokenizer.batch_decode(task.rows, skip_special_tokens=not task.special)
         if isinstance(task, EncodeChat):
             text = tokenizer.apply_chat_template(task.messages, tokenize=False, add_generation_prompt=True)
             return [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # the template wrote them

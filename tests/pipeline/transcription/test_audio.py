@@ -111,8 +111,27 @@ def test_a_truncated_file(sound: Any, tmp_path: Path, extension: str) -> None:
         path = encoded(path, tmp_path / "a.flac", "flac")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     found = audio.read(path)
-    assert 1.0 < found.seconds < 3.0
+    assert 1.0 < found.seconds < 3.0 and found.said == pytest.approx(4.0, abs=0.01)
     assert not found.fault or "is damaged: 1 part could not be decoded" in found.fault
+
+
+def test_a_length_that_no_header_says(sound: Any, tmp_path: Path) -> None:
+    """A writer that can't go back leaves a length that means nothing; of an MP3 it is an estimate."""
+    path = sound(seconds=2)
+    assert audio.read(encoded(path, tmp_path / "a.mp3", "mp3")).said is None
+    data = bytearray(path.read_bytes())
+    place = data.index(b"data") + 4
+    for length in (0, 0x7FFFFFFF, 0xFFFFFFFF):
+        data[place : place + 4] = length.to_bytes(4, "little")
+        found = audio.read(bytes(data))
+        assert found.seconds == pytest.approx(2.0, abs=0.01) and not found.said, hex(length)
+
+
+def test_no_more_than_the_longest(sound: Any) -> None:
+    data = sound(seconds=4).read_bytes()
+    assert audio.read(data, "it", 4.0).seconds == 4.0
+    with pytest.raises(InputError, match="it has more than 0 minutes of sound"):
+        audio.read(data, "it", 3.9)
 
 
 @pytest.mark.parametrize(("extension", "codec"), [("mp3", "mp3"), ("flac", "flac")])

@@ -281,7 +281,7 @@ def test_an_error_leaves_nothing_behind(pipeline: Any, error: BaseException, mon
 def test_a_recording_that_fails_ends_alone(pipeline: Any) -> None:
     """The others go on: what is raised is the first failure's, of the pipeline's own words."""
     from fastgen.pipeline.transcription import pipelines
-    from fastgen.pipeline.transcription.calls import Call
+    from fastgen.pipeline.transcription.calls import Call, run_all
 
     options = dict(TIMES, generate_kwargs=BEAMS)
     recordings: list[Any] = sounds(LONG)
@@ -295,7 +295,8 @@ def test_a_recording_that_fails_ends_alone(pipeline: Any) -> None:
 
         return Call(run, lambda result, error: found.update({number: error or result}))
 
-    pipelines._run_together(pipeline, iter([call(number) for number in range(4)]), 3)
+    with pipelines.sharing_steps(pipeline, 3) as (size, answer):
+        run_all([call(number) for number in range(4)], size, answer, pipeline.model.device)
     assert isinstance(found.pop(1), ValueError)
     assert plain([expected[0], *expected[2:]]) == [found[0], found[2], found[3]]
     with pytest.raises(ValueError, match="the dict needs to contain"):
