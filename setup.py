@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
@@ -75,10 +76,17 @@ class BuildPython(build_py):
 
 
 class BinaryDistribution(Distribution):
-    """A wheel for this platform and Python, if it may hold libraries."""
+    """A wheel for this platform, if it may hold libraries."""
 
     def has_ext_modules(self) -> bool:
         return BUILDER is not None
 
 
-setup(cmdclass={"build_py": BuildPython}, distclass=BinaryDistribution)
+class Wheel(bdist_wheel):
+    """For every Python: no library uses Python's ABI."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(cmdclass={"build_py": BuildPython, "bdist_wheel": Wheel}, distclass=BinaryDistribution)

@@ -315,15 +315,18 @@ def test_the_list_of_unwritten_operators_is_that_of_the_sources() -> None:
     """Each library registers all operators but those listed: it would be refused as incomplete."""
     pytest.importorskip("torch", reason="the operators are torch's")
     import fastgen.ops  # noqa: F401  # which defines them
-    from fastgen.ops.library import _UNWRITTEN
+    from fastgen.ops.library import _OF_RUNTIME, _UNWRITTEN
     from fastgen.ops.operator import OPERATORS
 
     operators = set(OPERATORS)
-    for library, ending in (("cpu", "cpp"), ("cuda", "cu")):
-        sources = "".join(path.read_text("utf-8") for path in (ROOT / "csrc" / library).glob(f"*.{ending}"))
-        written = set(re.findall(r'm\.impl\("(\w+)"', sources))
-        unwritten = {operator for operator, of in _UNWRITTEN if of == library}
-        assert written == operators - unwritten, library
+    written = {}
+    for library in ("cpu", "runtime", "cuda"):
+        sources = "".join(path.read_text("utf-8") for path in (ROOT / "csrc" / library).glob("*.c*"))
+        written[library] = set(re.findall(r'm\.impl\("(\w+)"', sources))
+    assert written["runtime"] == set(_OF_RUNTIME) and not written["cpu"] & written["runtime"]
+    written["cpu"] |= written.pop("runtime")
+    for device, found in written.items():
+        assert found == operators - {operator for operator, of in _UNWRITTEN if of == device}, device
 
 
 def _owner(node: ast.expr) -> str:

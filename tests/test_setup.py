@@ -98,9 +98,17 @@ def test_a_wheel_without_torch(project: Path, tmp_path: Path) -> None:
 
 def test_a_wheel_with_torch(project: Path, tmp_path: Path) -> None:
     names, _ = build(project, "wheel", CXX=script(tmp_path, "cxx", "1.0", BUILT))
-    (library,) = in_package(names, "_native")
-    assert library.startswith("fastgen/_native/cpu-") and library.endswith(".so")
+    assert_native(names)
     assert len(in_package(names, "_csrc")) == len(SOURCES)
+    (wheel,) = (tmp_path / "out").iterdir()
+    python, abi, platform = wheel.stem.split("-")[2:]
+    assert (python, abi) == ("py3", "none") and platform != "any", "for every Python, and one platform"
+
+
+def assert_native(names: list[str]) -> None:
+    libraries = in_package(names, "_native")
+    assert [Path(name).stem.partition("-")[0] for name in libraries] == ["cpu", "runtime"]
+    assert all(name.endswith(".so") for name in libraries)
 
 
 BROKEN_TORCH = 'raise RuntimeError("the driver on your system is too old")'
@@ -149,8 +157,7 @@ def test_a_library_that_fails_leaves_the_other(project: Path, tmp_path: Path) ->
         PYTHONPATH=str(tmp_path / "modules"),
     )
     assert "compiling the cuda operators with cxx failed" in output and "wrong on purpose" in output
-    (library,) = in_package(names, "_native")
-    assert library.startswith("fastgen/_native/cpu-")
+    assert_native(names)
 
 
 def test_an_editable_install_is_on_the_path(project: Path) -> None:

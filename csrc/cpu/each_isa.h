@@ -3,9 +3,8 @@
 // Each time there are FASTGEN_ISA (a namespace), FASTGEN_TARGET (a function attribute that allows the instructions),
 // FASTGEN_LANES (floats in a register), FASTGEN_FUSED (whether products are added unrounded) and
 // FASTGEN_REACHED(a, b) (bit i: a[i] >= b[i]).
-#include <ATen/Version.h>
-
 #include <cstdint>
+#include <cstdlib>
 #include <string>
 
 #if defined(__x86_64__)
@@ -61,17 +60,36 @@ inline uint32_t reached(const Vector& a, const Vector& b) {
 
 namespace fastgen {
 
-// One of three functions by torch's own choice, so that ATEN_CPU_CAPABILITY holds here too.
+// One of three functions by torch's rule, so that ATEN_CPU_CAPABILITY holds here too.
 #if defined(__x86_64__)
 #define FASTGEN_CHOOSE(function) fastgen::chosen(&avx512::function, &avx2::function, &baseline::function)
-#else
-#define FASTGEN_CHOOSE(function) (&baseline::function)
-#endif
+
+enum class InstructionSet { baseline, avx2, avx512 };
+
+// What `at::get_cpu_capability` says, which is not in torch's stable ABI.
+inline InstructionSet instruction_set() {
+  static const InstructionSet best = [] {
+    __builtin_cpu_init();
+    const char* const variable = std::getenv("ATEN_CPU_CAPABILITY");
+    const std::string most = variable == nullptr ? "" : variable;
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+    if (most == "default" || !has_avx2) {
+      return InstructionSet::baseline;
+    }
+    return most == "avx2" || !has_avx512 ? InstructionSet::avx2 : InstructionSet::avx512;
+  }();
+  return best;
+}
 
 template <typename Function>
 inline Function chosen(Function avx512, Function avx2, Function baseline) {
-  static const std::string capability = at::get_cpu_capability();
-  return capability.rfind("AVX512", 0) == 0 ? avx512 : capability == "AVX2" ? avx2 : baseline;
+  const InstructionSet set = instruction_set();
+  return set == InstructionSet::avx512 ? avx512 : set == InstructionSet::avx2 ? avx2 : baseline;
 }
+#else
+#define FASTGEN_CHOOSE(function) (&baseline::function)
+#endif
 
 } // namespace fastgen

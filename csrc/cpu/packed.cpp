@@ -1,9 +1,6 @@
 // fastgen::packed_linear on the CPU, in float32.
+#include "parallel.h"
 #include "products.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <vector>
 
@@ -13,29 +10,28 @@
 namespace fastgen {
 namespace {
 
-at::Tensor packed_linear(
-    const at::Tensor& rows, const at::Tensor& packed, int64_t width, const std::optional<at::Tensor>& bias) {
+Tensor packed_linear(
+    const Tensor& rows, const Tensor& packed, int64_t width, const std::optional<Tensor>& bias) {
   check_packed(rows, packed, width, bias);
-  at::Tensor output = at::empty(output_shape(rows, width), rows.options());
+  Tensor output = make(output_shape(rows, width), ScalarType::Float, rows);
   if (output.numel() == 0) {
     return output;
   }
-  const at::Tensor x = rows.contiguous(), w = packed.contiguous();
-  const at::Tensor b = bias ? bias->contiguous() : at::Tensor();
+  const Tensor x = dense(rows), w = dense(packed);
+  const std::optional<Tensor> b = dense(bias);
   const int64_t count = output.numel() / width, size = rows.size(-1);
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   const Packed all{
-      x.const_data_ptr<float>(),
-      w.const_data_ptr<float>(),
-      bias ? b.const_data_ptr<float>() : nullptr,
-      output.mutable_data_ptr<float>(),
+      data_of<float>(x),
+      data_of<float>(w),
+      floats_of(b),
+      mutable_data_of<float>(output),
       count,
       size,
       width,
-      rows_of_a_block(count, size, panels_of(width), threads)};
+      rows_of_a_block(count, size, panels_of(width), threads())};
   const auto multiply = FASTGEN_CHOOSE(multiply_panel);
   const int64_t grain = grain_of(kPanel * all.size);
-  at::parallel_for(0, all.tasks(), grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, all.tasks(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       multiply(all, task);
     }
@@ -45,8 +41,8 @@ at::Tensor packed_linear(
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
-  m.impl("packed_linear", &packed_linear);
+FASTGEN_LIBRARY(CPU, m) {
+  m.impl("packed_linear", FASTGEN_KERNEL(packed_linear));
 }
 
 } // namespace fastgen

@@ -1,11 +1,8 @@
 // fastgen::path_attention on the CPU, in float32.
 #include "../arguments.h"
 #include "attention_tensors.h"
+#include "parallel.h"
 #include "path_attention.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <type_traits>
 
@@ -24,7 +21,7 @@ void run(const PathAttention& all) {
   const int64_t parts = (all.rows() + of_task - 1) / of_task;
   const int64_t products = of_task * (all.keys + all.depth) * (all.size + all.value_size);
   const int64_t grain = std::max<int64_t>(1, kProductsPerTask / std::max<int64_t>(1, products));
-  at::parallel_for(0, all.pairs() * parts, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, all.pairs() * parts, grain, [&](int64_t begin, int64_t end) {
     Rows rows(std::min(of_task, all.rows()), all.size, all.value_size);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task % parts * of_task;
@@ -34,56 +31,56 @@ void run(const PathAttention& all) {
 }
 
 void check_paths(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& paths, const std::optional<at::Tensor>& bias,
+    const Tensor& query, const Tensor& key, const Tensor& paths, const std::optional<Tensor>& bias,
     int64_t shared) {
-  TORCH_CHECK_VALUE(
-      shared >= 0 && shared <= key.size(2), "shared must be 0 to ", key.size(2), ", not ", shared, ".");
-  TORCH_CHECK_VALUE(
-      paths.dim() == 2 && paths.size(0) == query.size(0), "paths must be [", query.size(0), ", depth], not of shape ",
-      paths.sizes(), ".");
-  TORCH_CHECK_TYPE(paths.scalar_type() == at::kInt, "paths must be int32, not ", paths.dtype().name(), ".");
-  TORCH_CHECK_VALUE(
-      paths.device() == query.device(), "query is on ", query.device(), " and paths on ", paths.device(), ".");
+  FASTGEN_CHECK(
+      value, shared >= 0 && shared <= key.size(2), "shared must be 0 to ", key.size(2), ", not ", shared, ".");
+  FASTGEN_CHECK(
+      value, paths.dim() == 2 && paths.size(0) == query.size(0), "paths must be [", query.size(0),
+      ", depth], not of shape ", shape_of(paths), ".");
+  FASTGEN_CHECK(type, dtype_of(paths) == ScalarType::Int, "paths must be int32, not ", type_of(paths), ".");
+  FASTGEN_CHECK(
+      value, are_together(paths, query),
+      "query is on ", device_name(query), " and paths on ", device_name(paths), ".");
   check_fits_scores(bias, {key.size(0), query.size(1), query.size(0) / key.size(0), shared + paths.size(1)});
   if (bias) {
     check_float("bias", *bias, query, "query is");
   }
 }
 
-at::Tensor path_attention(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& paths,
-    const std::optional<at::Tensor>& bias, double scale, int64_t shared) {
+Tensor path_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& paths,
+    const std::optional<Tensor>& bias, double scale, int64_t shared) {
   check_attention(query, key, value, std::nullopt);
   check_paths(query, key, paths, bias, shared);
   const int64_t depth = paths.size(1), slots = key.size(2);
-  at::Tensor output = at::empty({query.size(0), 1, query.size(1), value.size(3)}, query.options());
+  Tensor output = make({query.size(0), 1, query.size(1), value.size(3)}, ScalarType::Float, query);
   if (output.numel() == 0) {
     return output;
   }
-  const at::Tensor q = with_dense_last(query), k = with_dense_last(key), v = with_dense_last(value);
-  const at::Tensor p = with_dense_last(paths);
+  const Tensor q = with_dense_last(query), k = with_dense_last(key), v = with_dense_last(value);
+  const Tensor p = with_dense_last(paths);
   PathAttention all{};
   describe(q, k, v, output, scale, &all);
   all.keys = shared;
-  all.paths = p.const_data_ptr<int32_t>();
+  all.paths = data_of<int32_t>(p);
   all.paths_row = p.stride(0), all.depth = depth;
   for (int64_t row = 0; row < q.size(0); ++row) {
     const int32_t* const path = all.paths + row * all.paths_row;
     const int64_t length = all.length_of(path);
     const auto beyond = std::find_if(path, path + length, [slots](int32_t slot) { return slot >= slots; });
-    TORCH_CHECK_INDEX(
-        beyond == path + length, "paths must hold slots below ", slots, ", not ", beyond == path + length ? 0 : *beyond,
-        ".");
+    FASTGEN_CHECK(
+        index, beyond == path + length, "paths must hold slots below ", slots, ", not ", *beyond, ".");
   }
-  const at::Tensor b = bias ? describe_bias(*bias, shared + depth, &all) : at::Tensor();
+  const std::optional<Tensor> b = describe_bias(bias, shared + depth, &all);
   run(all);
   return output;
 }
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
-  m.impl("path_attention", &path_attention);
+FASTGEN_LIBRARY(CPU, m) {
+  m.impl("path_attention", FASTGEN_KERNEL(path_attention));
 }
 
 } // namespace fastgen

@@ -1,9 +1,6 @@
 // fastgen::screened_linear on the CPU, in float32.
+#include "parallel.h"
 #include "products.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <cmath>
 #include <limits>
@@ -34,23 +31,24 @@ std::vector<float> norms_of(const float* rows, int64_t count, int64_t size) {
   return norms;
 }
 
-at::Tensor screened_linear(
-    const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& codes, const at::Tensor& scales,
-    const at::Tensor& errors, const std::optional<at::Tensor>& bias) {
+Tensor screened_linear(
+    const Tensor& rows, const Tensor& weight, const Tensor& codes, const Tensor& scales,
+    const Tensor& errors, const std::optional<Tensor>& bias) {
   check_screened(rows, weight, codes, scales, errors, bias);
   const int64_t width = weight.size(0), size = weight.size(1);
-  at::Tensor output = at::empty(output_shape(rows, width), rows.options());
+  Tensor output = make(output_shape(rows, width), ScalarType::Float, rows);
   if (output.numel() == 0) {
     return output;
   }
   const int64_t count = output.numel() / width;
-  const at::Tensor x = rows.contiguous(), w = weight.contiguous(), c = codes.contiguous();
-  const at::Tensor s = scales.contiguous(), e = errors.contiguous(), b = bias ? bias->contiguous() : at::Tensor();
-  const std::vector<float> norms = norms_of(x.const_data_ptr<float>(), count, size);
+  const Tensor x = dense(rows), w = dense(weight), c = dense(codes);
+  const Tensor s = dense(scales), e = dense(errors);
+  const std::optional<Tensor> b = dense(bias);
+  const std::vector<float> norms = norms_of(data_of<float>(x), count, size);
   const Screened all{
-      x.const_data_ptr<float>(), w.const_data_ptr<float>(), c.const_data_ptr<int8_t>(), s.const_data_ptr<float>(),
-      e.const_data_ptr<float>(), bias ? b.const_data_ptr<float>() : nullptr, norms.data(),
-      output.mutable_data_ptr<float>(), count, size, width, 4 * (size + 1) * std::numeric_limits<float>::min()};
+      data_of<float>(x), data_of<float>(w), data_of<int8_t>(c), data_of<float>(s),
+      data_of<float>(e), floats_of(b), norms.data(),
+      mutable_data_of<float>(output), count, size, width, 4 * (size + 1) * std::numeric_limits<float>::min()};
 
   const int64_t groups = (width + 3) / 4;
   const int64_t grain = grain_of(4 * size);
@@ -58,7 +56,7 @@ at::Tensor screened_linear(
   const auto refine = FASTGEN_CHOOSE(refine);
   std::vector<float> least(count, -std::numeric_limits<float>::infinity());
   std::mutex mutex;
-  at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> mine(count, -std::numeric_limits<float>::infinity());
     approximate(all, begin, end, mine.data());
     const std::lock_guard<std::mutex> lock(mutex);
@@ -66,14 +64,14 @@ at::Tensor screened_linear(
       least[row] = std::max(least[row], mine[row]);
     }
   });
-  at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) { refine(all, begin, end, least.data()); });
+  parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) { refine(all, begin, end, least.data()); });
   return output;
 }
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
-  m.impl("screened_linear", &screened_linear);
+FASTGEN_LIBRARY(CPU, m) {
+  m.impl("screened_linear", FASTGEN_KERNEL(screened_linear));
 }
 
 } // namespace fastgen

@@ -1,10 +1,7 @@
 // fastgen::skinny_linear and fastgen::quantized_linear on the CPU: sums in float32; weights may be stored in 16 bits, or as
 // codes of 8 bits.
+#include "parallel.h"
 #include "products.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <chrono>
@@ -45,51 +42,51 @@ bool is_faster_in_order() {
 }
 
 // Products with several weights, side by side. `scales`: of each weight's outputs, empty for all if there are none.
-at::Tensor multiply_all(
-    const at::Tensor& rows, at::TensorList weights, at::TensorList scales, const std::optional<at::Tensor>& bias) {
+Tensor multiply_all(
+    const Tensor& rows, TensorList weights, TensorList scales, const std::optional<Tensor>& bias) {
   int64_t width = 0;
-  for (const at::Tensor& weight : weights) {
+  for (const Tensor& weight : weights) {
     width += weight.size(0);
   }
   const int64_t size = rows.size(-1);
-  at::Tensor output = at::empty(output_shape(rows, width), rows.options());
+  Tensor output = make(output_shape(rows, width), ScalarType::Float, rows);
   if (output.numel() == 0) {
     return output;
   }
-  const at::Tensor x = rows.contiguous();
-  const at::Tensor b = bias ? bias->contiguous() : at::Tensor();
-  std::vector<at::Tensor> held; // copies of what is not dense
+  const Tensor x = dense(rows);
+  const std::optional<Tensor> b = dense(bias);
+  std::vector<Tensor> held; // copies of what is not dense
   std::vector<std::function<void(int64_t, int64_t)>> parts; // of each weight
   std::vector<int64_t> ends; // of each part, in groups of four outputs
   int64_t done = 0, groups = 0;
   const bool in_order = width * size >= kWorthMeasuring && is_faster_in_order();
   const auto add_part = [&](auto multiply, const auto* weight, const float* factors, int64_t outputs) {
     const Skinny<std::decay_t<decltype(*weight)>> part{
-        x.const_data_ptr<float>(), weight, factors, bias ? b.const_data_ptr<float>() + done : nullptr,
-        output.mutable_data_ptr<float>() + done, output.numel() / width, size, outputs, width, in_order};
+        data_of<float>(x), weight, factors, bias ? floats_of(b) + done : nullptr,
+        mutable_data_of<float>(output) + done, output.numel() / width, size, outputs, width, in_order};
     parts.push_back([multiply, part](int64_t begin, int64_t end) { multiply(part, begin, end); });
   };
   for (size_t i = 0; i < weights.size(); ++i) {
-    const at::Tensor weight = weights[i].contiguous();
+    const Tensor weight = dense(weights[i]);
     held.push_back(weight);
     const int64_t outputs = weight.size(0);
-    if (weight.scalar_type() == at::kHalf) {
-      add_part(FASTGEN_CHOOSE(multiply<c10::Half>), weight.const_data_ptr<c10::Half>(), nullptr, outputs);
-    } else if (weight.scalar_type() == at::kBFloat16) {
-      add_part(FASTGEN_CHOOSE(multiply<c10::BFloat16>), weight.const_data_ptr<c10::BFloat16>(), nullptr, outputs);
-    } else if (weight.scalar_type() == at::kChar) {
-      held.push_back(scales[i].contiguous());
-      const float* const factors = held.back().const_data_ptr<float>();
-      add_part(FASTGEN_CHOOSE(multiply<int8_t>), weight.const_data_ptr<int8_t>(), factors, outputs);
+    if (dtype_of(weight) == ScalarType::Half) {
+      add_part(FASTGEN_CHOOSE(multiply<c10::Half>), data_of<c10::Half>(weight), nullptr, outputs);
+    } else if (dtype_of(weight) == ScalarType::BFloat16) {
+      add_part(FASTGEN_CHOOSE(multiply<c10::BFloat16>), data_of<c10::BFloat16>(weight), nullptr, outputs);
+    } else if (dtype_of(weight) == ScalarType::Char) {
+      held.push_back(dense(scales[i]));
+      const float* const factors = data_of<float>(held.back());
+      add_part(FASTGEN_CHOOSE(multiply<int8_t>), data_of<int8_t>(weight), factors, outputs);
     } else {
-      add_part(FASTGEN_CHOOSE(multiply<float>), weight.const_data_ptr<float>(), nullptr, outputs);
+      add_part(FASTGEN_CHOOSE(multiply<float>), data_of<float>(weight), nullptr, outputs);
     }
     done += outputs;
     groups += (outputs + 3) / 4;
     ends.push_back(groups);
   }
   const int64_t grain = grain_of(4 * size);
-  at::parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, groups, grain, [&](int64_t begin, int64_t end) {
     for (size_t i = 0; i < parts.size(); ++i) {
       const int64_t first = i == 0 ? 0 : ends[i - 1];
       const int64_t from = std::max(begin, first), to = std::min(end, ends[i]);
@@ -101,22 +98,22 @@ at::Tensor multiply_all(
   return output;
 }
 
-at::Tensor skinny_linear(const at::Tensor& rows, at::TensorList weights, const std::optional<at::Tensor>& bias) {
+Tensor skinny_linear(const Tensor& rows, TensorList weights, const std::optional<Tensor>& bias) {
   check_skinny(rows, weights, bias);
   return multiply_all(rows, weights, {}, bias);
 }
 
-at::Tensor quantized_linear(
-    const at::Tensor& rows, at::TensorList codes, at::TensorList scales, const std::optional<at::Tensor>& bias) {
+Tensor quantized_linear(
+    const Tensor& rows, TensorList codes, TensorList scales, const std::optional<Tensor>& bias) {
   check_quantized(rows, codes, scales, bias);
   return multiply_all(rows, codes, scales, bias);
 }
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
-  m.impl("skinny_linear", &skinny_linear);
-  m.impl("quantized_linear", &quantized_linear);
+FASTGEN_LIBRARY(CPU, m) {
+  m.impl("skinny_linear", FASTGEN_KERNEL(skinny_linear));
+  m.impl("quantized_linear", FASTGEN_KERNEL(quantized_linear));
 }
 
 } // namespace fastgen

@@ -1,10 +1,7 @@
 // fastgen::topk_log_softmax on the CPU.
 #include "../arguments.h"
+#include "parallel.h"
 #include "topk_scan.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <tuple>
 
@@ -28,14 +25,14 @@ Functions<Logit> functions() {
 // The banned tokens of each row that count: ascending, no repetitions, inside the vocabulary.
 class Banned {
  public:
-  Banned(const std::optional<at::Tensor>& banned, int64_t vocabulary) {
+  Banned(const std::optional<Tensor>& banned, int64_t vocabulary) {
     if (!banned || banned->numel() == 0) {
       return;
     }
-    const at::Tensor dense = banned->contiguous();
-    const int64_t width = dense.size(-1);
-    rows_.resize(dense.dim() == 2 ? dense.size(0) : 1);
-    const int64_t* from = dense.const_data_ptr<int64_t>();
+    const Tensor all = dense(*banned);
+    const int64_t width = all.size(-1);
+    rows_.resize(all.dim() == 2 ? all.size(0) : 1);
+    const int64_t* from = data_of<int64_t>(all);
     for (auto& row : rows_) {
       std::copy_if(from, from + width, std::back_inserter(row), [vocabulary](int64_t token) {
         return token >= 0 && token < vocabulary;
@@ -97,18 +94,18 @@ void write(std::vector<Candidate> best, const Scan& scan, int64_t row, const Out
 constexpr int64_t kLogitsPerTask = 1 << 15; // below that another thread costs more than it saves
 
 template <typename Logit>
-void scan_rows(const at::Tensor& logits, int64_t k, const Banned& banned, const Outputs& outputs) {
+void scan_rows(const Tensor& logits, int64_t k, const Banned& banned, const Outputs& outputs) {
   const auto [scan_part, sorted] = functions<Logit>();
-  const Logit* const data = logits.const_data_ptr<Logit>();
+  const Logit* const data = data_of<Logit>(logits);
   const int64_t rows = logits.size(0), vocabulary = logits.size(1), stride = logits.stride(0);
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+  const int64_t count = threads();
   const int64_t blocks = (vocabulary + kBlock - 1) / kBlock;
 
   // Fewer rows than threads: several threads share a row.
-  const int64_t wanted = std::min((threads + rows - 1) / rows, vocabulary / kLogitsPerTask);
-  if (rows >= threads || wanted < 2) {
+  const int64_t wanted = std::min((count + rows - 1) / rows, vocabulary / kLogitsPerTask);
+  if (rows >= count || wanted < 2) {
     const int64_t grain = std::max<int64_t>(1, kLogitsPerTask / vocabulary);
-    at::parallel_for(0, rows, grain, [&, scan_part = scan_part, sorted = sorted](int64_t begin, int64_t end) {
+    parallel_for(0, rows, grain, [&, scan_part = scan_part, sorted = sorted](int64_t begin, int64_t end) {
       Scan scan(k);
       for (int64_t row = begin; row < end; ++row) {
         scan.reset();
@@ -121,7 +118,7 @@ void scan_rows(const at::Tensor& logits, int64_t k, const Banned& banned, const 
   const int64_t size = (blocks + wanted - 1) / wanted * kBlock; // of a part
   const int64_t parts = (vocabulary + size - 1) / size;
   std::vector<Scan> scans(rows * parts, Scan(k));
-  at::parallel_for(0, rows * parts, 1, [&, scan_part = scan_part](int64_t first, int64_t last) {
+  parallel_for(0, rows * parts, 1, [&, scan_part = scan_part](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const int64_t row = i / parts, begin = i % parts * size;
       scans[i].reset();
@@ -137,29 +134,29 @@ void scan_rows(const at::Tensor& logits, int64_t k, const Banned& banned, const 
   }
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> topk_log_softmax(
-    const at::Tensor& logits, int64_t k, const std::optional<at::Tensor>& banned) {
+std::tuple<Tensor, Tensor, Tensor> topk_log_softmax(
+    const Tensor& logits, int64_t k, const std::optional<Tensor>& banned) {
   check_topk(logits, k, banned);
   const int64_t rows = logits.size(0);
-  at::Tensor log_probs = at::empty({rows, k}, logits.options().dtype(at::kFloat));
-  at::Tensor tokens = at::empty({rows, k}, logits.options().dtype(at::kLong));
-  at::Tensor log_sum_exp = at::empty({rows}, logits.options().dtype(at::kFloat));
+  Tensor log_probs = make({rows, k}, ScalarType::Float, logits);
+  Tensor tokens = make({rows, k}, ScalarType::Long, logits);
+  Tensor log_sum_exp = make({rows}, ScalarType::Float, logits);
   if (rows == 0) {
     return {log_probs, tokens, log_sum_exp};
   }
-  const at::Tensor dense = with_dense_rows(logits);
+  const Tensor x = with_dense_rows(logits);
   const Banned of_rows(banned, logits.size(1));
   const Outputs outputs{
-      log_probs.mutable_data_ptr<float>(), tokens.mutable_data_ptr<int64_t>(), log_sum_exp.mutable_data_ptr<float>()};
+      mutable_data_of<float>(log_probs), mutable_data_of<int64_t>(tokens), mutable_data_of<float>(log_sum_exp)};
   FASTGEN_DISPATCH_SCORES(
-      dense.scalar_type(), "topk_log_softmax", [&] { scan_rows<scalar_t>(dense, k, of_rows, outputs); });
+      dtype_of(x), [&] { scan_rows<scalar_t>(x, k, of_rows, outputs); });
   return {log_probs, tokens, log_sum_exp};
 }
 
 } // namespace
 
-TORCH_LIBRARY_IMPL(fastgen, CPU, m) {
-  m.impl("topk_log_softmax", &topk_log_softmax);
+FASTGEN_LIBRARY(CPU, m) {
+  m.impl("topk_log_softmax", FASTGEN_KERNEL(topk_log_softmax));
 }
 
 } // namespace fastgen

@@ -63,7 +63,7 @@ void launch(
     const at::Tensor& source, int64_t source_length, const at::Tensor& tokens, const at::Tensor& scores,
     int64_t ngram_size, int64_t length, int64_t beams) {
   const size_t shared = (std::min(source_length, kTile) + std::min(ngram_size - 1, kPrefix)) * sizeof(Token);
-  FASTGEN_DISPATCH_SCORES(scores.scalar_type(), "ban_ngrams", [&] {
+  FASTGEN_DISPATCH_SCORES(scores.scalar_type(), [&] {
     FASTGEN_LAUNCH(
         (ban_continuations<Token, scalar_t>), static_cast<unsigned>(tokens.size(0)), kThreads, shared,
         c10::cuda::getCurrentCUDAStream(), source.const_data_ptr<Token>(), source.stride(0), source_length, beams,

@@ -301,7 +301,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> topk_log_softmax(
   const auto stream = c10::cuda::getCurrentCUDAStream();
   Key* const key_data = reinterpret_cast<Key*>(keys.mutable_data_ptr<int64_t>());
   const dim3 grid(static_cast<unsigned>(segments), static_cast<unsigned>(rows));
-  FASTGEN_DISPATCH_SCORES(dense.scalar_type(), "topk_log_softmax", [&] {
+  FASTGEN_DISPATCH_SCORES(dense.scalar_type(), [&] {
     FASTGEN_LAUNCH(
         scan_segment<scalar_t>, grid, kThreads, 0, stream, dense.const_data_ptr<scalar_t>(), dense.stride(0),
         vocabulary, static_cast<int>(k), width > 0 ? no_tokens.const_data_ptr<int64_t>() : nullptr,

@@ -134,6 +134,8 @@ def _surroundings() -> str:
     is_native = ops.is_native(device)  # loads them, so that the status knows
     plain = sorted({text for text in fastgen.status().operators.values() if not text.startswith("native")})
     operators = "native" if is_native else "; ".join(plain)
+    if is_native and not ops.has_runtime():
+        operators += f", but multinomial, arenas and recorded steps ({'; '.join(plain)})"
     return (
         f"fastgen {fastgen.__version__}, Python {platform.python_version()}, torch {torch.__version__}, "
         f"CPU with {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}; operators: {operators}"

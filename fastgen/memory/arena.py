@@ -2,7 +2,7 @@
 
 The C library returns freed memory of more than some MB to the system, at times, depending on what else is in the heap.
 A step with large results then waits longer for memory than for its products. So while a model runs in an arena, our
-allocator (csrc/cpu/arena.cpp) keeps memory that this thread frees, and gives it to the thread's next requests.
+allocator (csrc/runtime/arena.cpp) keeps memory that this thread frees, and gives it to the thread's next requests.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Arena(contextlib.AbstractContextManager[None]):
 
 
 def of(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """The model's arena; a null context if the operators are not native, or the model is not on the CPU."""
+    """The model's arena; a null context if arenas are not native, or the model is not on the CPU."""
     global _outside
     first = next(model.parameters(), None)
-    if (first is not None and first.device.type != "cpu") or not ops.is_native(torch.device("cpu")):
+    if (first is not None and first.device.type != "cpu") or not ops.has_runtime():
         return contextlib.nullcontext()
     with _lock:
         arena = _kept.get(model)

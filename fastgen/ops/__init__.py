@@ -60,6 +60,12 @@ def is_native(device: torch.device) -> bool:
     return library.is_loaded(device.type)
 
 
+def has_runtime() -> bool:
+    """Whether what reaches into torch itself (csrc/runtime) is native: arenas, recorded programs, sampling."""
+    operator.load()
+    return library.is_loaded("runtime")
+
+
 @functools.cache
 def native_operator(name: str) -> Callable[..., Any] | None:
     """`torch.ops.fastgen.<name>`, if it is native on the CPU; else None."""

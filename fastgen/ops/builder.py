@@ -24,10 +24,11 @@ from pathlib import Path
 
 import torch
 
-LIBRARIES = ("cpu", "cuda")
+LIBRARIES = ("cpu", "runtime", "cuda")  # folders of csrc/
 _PACKAGE = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent
 AHEAD_OF_TIME = _PACKAGE / "_native"
+_STABLE_ABI = "0x020a000000000000"  # of torch 2.10: the first with threads in it
 
 _LAUNCHERS = {"ccache", "sccache", "distcc", "icecc", "env"}  # what CXX may name before the compiler
 # Signs that a compiler was killed or lacked room: the next one may succeed.
@@ -80,9 +81,24 @@ def _sources(library: str) -> list[Path]:
     return sorted([*folder.glob(f"{library}/*"), *folder.glob("*.h")])
 
 
+def is_stable(library: str) -> bool:
+    """Whether a library is compiled by torch's stable ABI, and so serves torch 2.10 and every later one.
+
+    "runtime" reaches into torch itself, and "cuda" calls operators of torch that have no stable form.
+    """
+    return library == "cpu" and _torch_version() >= (2, 10)
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
 def source_key(library: str) -> str:
-    """A hash of all that a library must fit, wherever it was built: sources, torch, architecture."""
-    fits = (torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI, [path.name for path in _own_openmp()])
+    """A hash of all that a library must fit, wherever it was built: sources, torch or its stable ABI, architecture."""
+    if is_stable(library):
+        fits: tuple[object, ...] = (_STABLE_ABI,)
+    else:
+        fits = (torch.__version__, torch._C._GLIBCXX_USE_CXX11_ABI, [path.name for path in _own_openmp()])
     digest = hashlib.sha256(repr((*fits, platform.system(), platform.machine())).encode())
     for source in _sources(library):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -106,7 +122,7 @@ class Recipe:
 
 
 def recipe(library: str) -> Recipe:
-    """How to compile `library` ("cpu" or "cuda") here.
+    """How to compile `library`, one of `LIBRARIES`, here.
 
     Raises:
         Unavailable: if a compiler or its requirements are missing.
@@ -115,10 +131,14 @@ def recipe(library: str) -> Recipe:
     user = _words("CXXFLAGS")
     cpp = [*cxx, "-c", "-Wall", "-fPIC", "-fvisibility=hidden", *_flags(), *user]  # torch finds what is registered
     link = [*cxx, "-shared", *user]
-    tail = [f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
+    tail = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu"]
+    if is_stable(library):
+        cpp.append(f"-DTORCH_TARGET_VERSION={_STABLE_ABI}")
+    else:
+        tail.append("-lc10")
     if platform.system() == "Darwin":
         tail += ["-undefined", "dynamic_lookup"]
-    else:
+    elif not is_stable(library):
         cpp.append("-fopenmp")  # at::parallel_for is a header
         tail += list(map(str, _own_openmp())) or ["-fopenmp"]
     commands = {".cpp": cpp}
@@ -155,7 +175,7 @@ def _flags() -> list[str]:
     # The include folder not from torch.utils.cpp_extension, which needs setuptools and is slow to import.
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     # torch's headers want C++20 from 2.14 on; older compilers, which suffice before, don't have it.
-    standard = "c++20" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "c++17"
+    standard = "c++20" if _torch_version() >= (2, 14) else "c++17"
     return [f"-std={standard}", "-O3", "-DNDEBUG", abi, "-isystem", str(_TORCH / "include")]
 
 

@@ -35,6 +35,8 @@ _UNWRITTEN = {  # operators without a kernel, and what runs instead
     ("dynamic_quantized_linear", "cuda"): "torch's own products",
 }
 
+_OF_RUNTIME = ("multinomial",)  # operators for the CPU that are in the library "runtime"
+
 _lock = threading.Lock()
 _loaded: dict[str, str] | None = None  # library -> "" if it is loaded, else why not
 
@@ -52,7 +54,7 @@ def load(operators: tuple[str, ...]) -> None:
     global _loaded
     with _lock:
         if _loaded is None:
-            wanted = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+            wanted = ["cpu", "runtime", *(["cuda"] if torch.cuda.is_available() else [])]
             mode = config.native()
             _loaded = dict.fromkeys(wanted, "FASTGEN_NATIVE=0") if mode == "0" else _load_all(wanted, mode, operators)
         report.set_operators({operator: _how(operator, _loaded) for operator in operators})
@@ -65,20 +67,29 @@ def was_loaded() -> bool:
 
 def _how(operator: str, loaded: dict[str, str]) -> str:
     """How the operator runs, such as "native (cpu)"."""
-    native = [library for library in loaded if _is_registered(operator, library)]
-    why_not = {library: why or _UNWRITTEN.get((operator, library), "") for library, why in loaded.items()}
-    missing = [f"{library}: {why}" for library, why in why_not.items() if library not in native]
+    devices = [device for device in ("cpu", "cuda") if device in loaded]
+    native = [device for device in devices if _is_registered(operator, device)]
+    missing = [
+        f"{device}: {loaded[_library_of(operator, device)] or _UNWRITTEN.get((operator, device), '')}"
+        for device in devices
+        if device not in native
+    ]
     parts = [f"native ({', '.join(native)})"] if native else []
     parts += [f"plain torch ({'; '.join(missing)})"] if missing else []
     return ", ".join(parts)
 
 
-def _is_registered(operator: str, library: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"fastgen::{operator}", library.upper())
+def _is_registered(operator: str, device: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"fastgen::{operator}", device.upper())
+
+
+def _library_of(operator: str, device: str) -> str:
+    """The library in which an operator's kernel for a device is."""
+    return "runtime" if device == "cpu" and operator in _OF_RUNTIME else device
 
 
 def is_loaded(library: str) -> bool:
-    """Whether "cpu" or "cuda" runs natively."""
+    """Whether "cpu", "runtime" or "cuda" has been loaded."""
     return _loaded is not None and _loaded.get(library) == ""
 
 
@@ -87,12 +98,17 @@ def _load_all(wanted: list[str], mode: str, operators: tuple[str, ...]) -> dict[
     loaded: dict[str, str] = {}
     unavailable: dict[str, builder.Unavailable] = {}
     for library in wanted:
+        if library == "runtime" and loaded["cpu"]:  # the same would be said twice
+            loaded[library] = loaded["cpu"]
+            continue
         try:
             loaded[library] = _load(library, mode, operators)
         except builder.Unavailable as error:
             if mode == "required":
                 raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
             loaded[library] = str(error)
+            if library == "runtime":  # the status says it: a machine without a compiler needs none for the rest
+                continue
             if mode == "build":
                 report.warn(f"FASTGEN_NATIVE=build, but {error}.")
             else:
@@ -117,8 +133,9 @@ def _load(library: str, mode: str, operators: tuple[str, ...]) -> str:
     try:
         path = _find(library, mode)
         torch.ops.load_library(str(path))
-        written = [operator for operator in operators if (operator, library) not in _UNWRITTEN]
-        if missing := [operator for operator in written if not _is_registered(operator, library)]:
+        device = "cpu" if library == "runtime" else library
+        written = [one for one in operators if _library_of(one, device) == library and (one, device) not in _UNWRITTEN]
+        if missing := [operator for operator in written if not _is_registered(operator, device)]:
             raise _Incomplete(f"the library {path} registers no {', '.join(missing)}")
         return ""
     # OSError: no place to write to, or the loader refuses the file

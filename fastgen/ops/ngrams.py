@@ -29,6 +29,7 @@ def ban_repeated_ngrams_(tokens: Tensor, scores: Tensor, ngram_size: int, length
         TypeError: for other dtypes.
         RuntimeError: if `scores` requires a gradient and gradients are on: the ban passes none on.
     """
+    check_no_gradient(scores)
     _ban_repeated_ngrams(tokens, scores, ngram_size, tokens.shape[-1] if length is None else length)
 
 
@@ -55,6 +56,7 @@ def ban_source_ngrams_(
         TypeError: for other dtypes.
         RuntimeError: if `scores` requires a gradient and gradients are on: the ban passes none on.
     """
+    check_no_gradient(scores)
     length = tokens.shape[-1] if length is None else length
     _ban_source_ngrams(source, tokens, scores, ngram_size, length, beams)
 
@@ -77,6 +79,11 @@ def check_ngrams(tokens: Tensor, scores: Tensor, ngram_size: int, length: int) -
         torch._check_value(length <= tokens.shape[1], lambda: "length must not be beyond that of the tokens.")
     elif not 0 <= length <= tokens.shape[1]:
         raise ValueError(f"length must be 0 to {tokens.shape[1]}, not {length}.")
+    check_no_gradient(scores)
+
+
+def check_no_gradient(scores: Tensor) -> None:
+    """Kernels can't check this themselves: torch's stable ABI does not tell what requires a gradient."""
     if scores.requires_grad and torch.is_grad_enabled():
         raise RuntimeError("scores that require a gradient can't be changed in place: call this under torch.no_grad().")
 

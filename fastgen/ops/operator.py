@@ -48,9 +48,19 @@ def define(
 
     def call(*args: Any) -> Any:
         load()
-        return operator(*args)
+        try:
+            return operator(*args)
+        except RuntimeError as error:
+            raise _named(error) from None
 
     return call
+
+
+def _named(error: RuntimeError) -> Exception:
+    """The exception that a kernel names: through torch's stable ABI every one arrives as a RuntimeError."""
+    name, _, sentence = str(error).partition(": ")
+    kind = {"ValueError": ValueError, "TypeError": TypeError, "IndexError": IndexError}.get(name)
+    return error if kind is None else kind(sentence)
 
 
 def load() -> None:

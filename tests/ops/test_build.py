@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_kit import REAL, TOUCH, compiler, needs_compiler, use
+from build_kit import REAL, TOUCH, USE, compiler, needs_compiler, use
 
 from fastgen import ops
 from fastgen.ops import builder, library, library_cache
 from fastgen.ops.operator import OPERATORS
+
+LIBRARIES = ("cpu", "runtime")
 
 
 def test_without_a_compiler_plain_torch_serves_and_one_line_says_so(copy: Path, tmp_path: Path) -> None:
@@ -55,6 +57,33 @@ def test_a_program_without_a_console(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(library.sys, "stderr", None)
     library._say("a line")
     assert capsys.readouterr().out == ""
+
+
+def test_without_a_compiler_for_the_runtime(copy: Path, tmp_path: Path) -> None:
+    """As with a wheel that was built for another torch: nothing is said, but in the status."""
+    if not ops.is_native(torch.device("cpu")):
+        pytest.skip("no native operators")
+    found = library._find("cpu", "")
+    (copy / "fastgen/_native").mkdir()
+    shutil.copyfile(found, copy / f"fastgen/_native/cpu-{builder.source_key('cpu')}.so")
+    run = use(tmp_path, copy, USE + WITHOUT_RUNTIME, PATH=str(tmp_path), CXX="")
+    assert run.returncode == 0 and run.stderr == "", run.stderr
+    status, sums = run.stdout.splitlines()
+    assert status.count("native (cpu)") == len(OPERATORS) - 1
+    assert "multinomial plain torch (cpu: there is no C++ compiler)" in status
+    assert sums == "True None"
+    run = use(tmp_path, copy, PATH=str(tmp_path), CXX="", FASTGEN_NATIVE="required")
+    assert run.stderr.splitlines()[-1] == "RuntimeError: FASTGEN_NATIVE=required, but there is no C++ compiler."
+
+
+WITHOUT_RUNTIME = """
+from fastgen.memory import arena
+from fastgen.replay import program
+layer = torch.nn.Linear(400, 400)
+with arena.of(layer):
+    drawn = ops.multinomial(torch.eye(3))
+print(drawn.tolist() == [0, 1, 2], program.native([], []))
+"""
 
 
 def test_required_without_a_compiler(copy: Path, tmp_path: Path) -> None:
@@ -220,26 +249,27 @@ def test_the_cache_depends_on_what_is_built(monkeypatch: pytest.MonkeyPatch) -> 
     assert (library_cache.cached_name("cpu"), library_cache.cached_name("cuda")) == first
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
     assert library_cache.cached_name("cpu") == first[0] and library_cache.cached_name("cuda") != first[1]
-    for change in (
-        lambda: monkeypatch.setenv("CXXFLAGS", "-O1"),
-        lambda: monkeypatch.setattr(torch, "__version__", "2.99.0"),
-        lambda: monkeypatch.setattr(builder.platform, "machine", lambda: "riscv64"),
+    for change, is_for_all in (
+        (lambda: monkeypatch.setenv("CXXFLAGS", "-O1"), False),
+        (lambda: monkeypatch.setattr(torch, "__version__", "2.99.0"), builder.is_stable("cpu")),
+        (lambda: monkeypatch.setattr(builder.platform, "machine", lambda: "riscv64"), False),
     ):
-        before = library_cache.cached_name("cpu")
+        before = library_cache.cached_name("cpu"), library_cache.cached_name("runtime")
         change()
-        assert library_cache.cached_name("cpu") != before
+        after = library_cache.cached_name("cpu"), library_cache.cached_name("runtime")
+        assert (after[0] == before[0]) == is_for_all and after[1] != before[1]
 
 
 def test_the_cache_needs_no_compiler(copy: Path, tmp_path: Path) -> None:
     """Nor the one that built it: a process without any finds what another has left."""
     if not ops.is_native(torch.device("cpu")):
         pytest.skip("no native operators")
-    found = library._find("cpu", "")
     assert "compiling" in use(tmp_path, copy, CXX=compiler(tmp_path, TOUCH)).stderr
-    (built,) = tmp_path.glob("cpu-*.so")
-    assert built.read_text() == "built\n"
-    for suffix in (".so", ".sha256"):
-        shutil.copyfile(found.with_suffix(suffix), built.with_suffix(suffix))
+    (built,) = tmp_path.glob("*.so")
+    assert built.read_text() == "built\n" and built.name == library._find("cpu", "").name
+    for found in (library._find("cpu", ""), library._find("runtime", "")):
+        for suffix in (".so", ".sha256"):
+            shutil.copyfile(found.with_suffix(suffix), (tmp_path / found.name).with_suffix(suffix))
     run = use(tmp_path, copy, PATH=str(tmp_path), CXX="", FASTGEN_NATIVE="required")
     assert run.stdout.count("native (cpu)") == len(OPERATORS), run.stderr
     assert run.stderr == ""
@@ -374,9 +404,11 @@ def test_a_real_build_from_the_sources(tmp_path: Path) -> None:
     started = time.time()
     run = use(tmp_path, FASTGEN_NATIVE="build", CXXFLAGS="-O0")
     assert run.stdout.count("native (cpu)") == len(OPERATORS), run.stdout + run.stderr
-    assert len(run.stderr.splitlines()) == 1 and "fastgen: compiling its cpu operators with" in run.stderr
-    (built,) = tmp_path.glob("cpu-*.so")
-    assert built.stat().st_mtime >= started - 1
+    lines = run.stderr.splitlines()
+    assert len(lines) == 2 and all(f"compiling its {name} operators" in lines[i] for i, name in enumerate(LIBRARIES))
+    for name in LIBRARIES:
+        (built,) = tmp_path.glob(f"{name}-*.so")
+        assert built.stat().st_mtime >= started - 1
     cached = use(tmp_path, CXXFLAGS="-O0", FASTGEN_NATIVE="required")
     assert cached.stdout == run.stdout and cached.stderr == ""
 
