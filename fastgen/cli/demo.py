@@ -1,34 +1,44 @@
-"""fastgen-demo: one beam search job by stock transformers and by fastgen, in turn, compared.
+"""fastgen-demo: one beam search job by the stock host and by fastgen, in turn, compared.
 
 Without arguments a small trained model (fastgen/demo/model) writes figures out in words, offline. With
-``--model NAME_OR_PATH --input FILE`` the job is the user's own.
+``--model NAME_OR_PATH --input FILE`` the job is the user's own; with ``--speech MODEL --audio FILE`` OpenAI's whisper
+transcribes, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
+import webbrowser
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fastgen.cli.exits import Parser, exit_code, positive_number
-from fastgen.demo import page
-from fastgen.demo.comparison import Job, compare
+from fastgen.demo import page, speech
+from fastgen.demo.comparison import Job, Result, Work, compare
 from fastgen.demo.job import build_job, read_inputs
-from fastgen.pipeline.errors import DIFFERENT, DONE, UNUSABLE
+from fastgen.pipeline.errors import DIFFERENT, DONE, UNUSABLE, InputError, writing
 
 NAME = "fastgen-demo"
+REPORT = "fastgen-demo.html"
 
 
 def parser() -> argparse.ArgumentParser:
     result = Parser(
         prog=NAME,
-        description="Decode with stock transformers and with fastgen, and compare outputs, time and memory.",
+        description="Decode with the stock host and with fastgen, and compare outputs, time and memory.",
         epilog="Exit code: 0 if all outputs are identical, 1 if some differ, 2 if the input is unusable.",
     )
     result.add_argument("--model", metavar="NAME_OR_PATH", help="your seq2seq or causal model (default: a shipped one)")
     result.add_argument("--input", type=Path, metavar="FILE", help="your inputs, one a line")
+    result.add_argument(
+        "--speech",
+        metavar="MODEL",
+        help="OpenAI's whisper transcribes too, with this model: a name (tiny, base, ...), a .pt file, or a folder",
+    )
+    result.add_argument("--audio", type=Path, nargs="+", metavar="FILE", help="your recordings, for --speech")
     result.add_argument(
         "--beams", type=positive_number, default=5, metavar="N", help="beams of the search (default: %(default)s)"
     )
@@ -55,6 +65,14 @@ def parser() -> argparse.ArgumentParser:
         "--samples", type=positive_number, default=4, metavar="N", help="outputs to show (default: %(default)s)"
     )
     result.add_argument("--quiet", action="store_true", help="no progress bar")
+    result.add_argument(
+        "--report",
+        type=Path,
+        nargs="?",
+        const=Path(REPORT),
+        metavar="FILE",
+        help=f"write a page with the figures, by default {REPORT}, and show it in the browser where there is a display",
+    )
     return result
 
 
@@ -73,6 +91,12 @@ def job_of(args: argparse.Namespace) -> Job:
         max_new_tokens=args.max_new_tokens,
         device=args.device,
     )
+
+
+def works_of(args: argparse.Namespace) -> list[Work]:
+    """Text and, if it is asked for, speech."""
+    spoken = speech.build_job(args.speech, args.audio, beams=args.beams, device=args.device) if args.speech else None
+    return [job_of(args), *([] if spoken is None else [spoken])]
 
 
 @contextlib.contextmanager
@@ -98,17 +122,55 @@ def _settings(threads: int | None) -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.input:
-        read_inputs(args.input, args.limit)  # before the slow imports
+    _check(args)
+    results: list[Result] = []
     with _settings(args.threads):
-        job = job_of(args)
-        print(page.header(job), flush=True)
-        result = compare(job, progress=not args.quiet)
-        print(page.samples(result, args.samples))
-        print(page.table(result))
-        print(page.what_ran(result))
-        print(page.verdict(result))
-        return DONE if result.identical == len(job.sources) else DIFFERENT
+        for work in works_of(args):
+            if results:
+                print()
+            results.append(_compared(work, args))
+    if not args.speech and speech.is_installed():
+        print(f"\n{speech.HOW_TO}")
+    if args.report:
+        _report(results, args)
+    return DONE if all(result.all_identical for result in results) else DIFFERENT
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse bad arguments before the slow imports."""
+    if bool(args.speech) != bool(args.audio):
+        raise InputError("--speech MODEL and --audio FILE belong together: give both.")
+    if args.input:
+        read_inputs(args.input, args.limit)
+    if args.report and args.report.is_dir():
+        raise InputError(f"--report {args.report} is a folder: give the name of a file.")
+    if args.report and not args.report.parent.is_dir():
+        raise InputError(f"--report {args.report} can't be written: there is no folder {args.report.parent}.")
+
+
+def _compared(work: Work, args: argparse.Namespace) -> Result:
+    """Compare, and print what was found."""
+    print(page.header(work), flush=True)
+    result = compare(work, progress=not args.quiet)
+    for text in (page.samples(result, args.samples), page.table(result), page.what_ran(result), page.verdict(result)):
+        print(text)
+    return result
+
+
+def _report(results: list[Result], args: argparse.Namespace) -> None:
+    """Write the page, and open it if there is a display."""
+    from fastgen.bench.report.demo import render
+
+    with writing(args.report):
+        args.report.write_text(render(results, args.samples), "utf-8")
+    print(f"\nThe report is {args.report.resolve()}.")
+    if _has_display():
+        webbrowser.open(args.report.resolve().as_uri())
+
+
+def _has_display() -> bool:
+    """Without one, a browser of the terminal would take its place."""
+    return sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -52,9 +52,9 @@ class PeakMemory:
         self.bytes = None if peak is None else max(0, peak - self._before)
 
     @staticmethod
-    def meaning(device: Any) -> str:
-        """What the number means, in words for the user."""
-        what = "in generate() above what the process held before it (one batch, the one with the longest output)"
+    def meaning(device: Any, call: str, part: str) -> str:
+        """What the number means, in words for the user; `call`: what ran meanwhile, and on which `part` of the work."""
+        what = f"in {call} above what the process held before it ({part})"
         if device.type == "cuda":
             return f"GPU memory allocated by torch, peak {what}."
         if field("VmHWM") is None:

@@ -307,7 +307,7 @@ def test_what_ran_is_told(tiers: dict[tuple[str, str | None], int], expected: st
 
 def test_a_search_that_was_never_reached_is_no_fault_of_the_host() -> None:
     job = demo.job_of(demo.parse(["--limit", "1"]))
-    assert "never reached its beam search" in page.what_ran(comparison.Result(job, {}, Counter()))
+    assert "never reached a search that fastgen knows" in page.what_ran(comparison.Result(job, {}, Counter()))
 
 
 def test_a_strict_fallback_is_one_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
