@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import io
 import secrets
 import time
 from dataclasses import dataclass
@@ -192,7 +193,7 @@ def check_settings(settings: ModelSettings) -> None:
 def _sound(data: bytes) -> audio.Audio:
     """The sound in a file; Refusal if there is none, or not all of it."""
     try:
-        found = audio.read(data, "file", _LONGEST)
+        found = audio.read(io.BytesIO(data), "file", _LONGEST)
     except InputError as error:
         raise Refusal(422, str(error), "file") from None
     if found.fault:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tempfile
 import wave
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ if TYPE_CHECKING:
 
 RATE = 16_000  # samples a second, as Whisper reads them
 FRAMES = 100  # of Whisper's spectrogram, a second
-LONG = 30 * 60 * RATE  # samples: longer sounds lie in a temporary file
+LONG = 10 * 60 * RATE  # samples: longer sounds lie in a temporary file
+_AT_ONCE = 1 << 20  # bytes that are read from a pipe
 _COUNTING = {"flac", "mov,mp4,m4a,3gp,3g2,mj2"}  # formats whose headers count the samples: others' are estimates
 _UNKNOWN = 0x7FFFF000  # bytes that a WAV file has by the header, or more, if the writer did not know how many
 
@@ -39,13 +39,13 @@ def last_frame(samples: np.ndarray[Any, Any]) -> float:
     return len(samples) // (RATE // FRAMES) / FRAMES
 
 
-def read(source: Path | bytes, name: str = "standard input", longest: float | None = None) -> Audio:
-    """Decode the first audio stream of a file, or of the bytes of one; what is damaged is left out.
+def read(source: Path | BinaryIO, name: str = "standard input", longest: float | None = None) -> Audio:
+    """Decode the first audio stream of a file, or of all that a pipe holds; what is damaged is left out.
 
     Samples are rounded to 16 bits, as `whisper.load_audio` has FFmpeg do it.
 
     Args:
-        name: what messages call bytes.
+        name: what messages call a pipe.
         longest: seconds, of which a file may not have more.
 
     Raises:
@@ -54,7 +54,7 @@ def read(source: Path | bytes, name: str = "standard input", longest: float | No
     av = _av()
     name = str(source) if isinstance(source, Path) else name
     try:  # by Python's own open: FFmpeg would take a name with a colon for a protocol
-        data: BinaryIO = source.open("rb") if isinstance(source, Path) else io.BytesIO(source)
+        data = source.open("rb") if isinstance(source, Path) else _on_disk(source)
     except OSError as error:
         raise InputError(f"Cannot read {name}: {_reason(error)}.") from error
     try:
@@ -73,6 +73,17 @@ def read(source: Path | bytes, name: str = "standard input", longest: float | No
         raise InputError(f"{name} has no audio in it{reason}.")
     fault = f"{name} is damaged: {counted(len(faults), 'part')} could not be decoded ({faults[0]})" if faults else ""
     return Audio(samples, fault, said)
+
+
+def _on_disk(pipe: BinaryIO) -> BinaryIO:
+    """All that a pipe holds, in a file without a name: decoders go back and forth, and hours would fill the memory."""
+    with writing(tempfile.gettempdir()):
+        file: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed by whoever reads it
+    while part := pipe.read(_AT_ONCE):
+        with writing(tempfile.gettempdir()):
+            file.write(part)
+    file.seek(0)
+    return file
 
 
 class _Samples:

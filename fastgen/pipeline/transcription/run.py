@@ -121,7 +121,7 @@ class _Files:
             yield recording
 
     def _read(self, file: Path) -> Recording:
-        sound = audio.read(sys.stdin.buffer.read() if file == STANDARD_INPUT else file)
+        sound = audio.read(sys.stdin.buffer if file == STANDARD_INPUT else file)
         if sound.fault:
             self._progress.say(f"{sound.fault}; the rest is transcribed.")
         options = dict(self._settings.options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import wave
 from pathlib import Path
@@ -41,8 +42,41 @@ def test_a_wav_file_as_it_is(sound: Any) -> None:
     found = audio.read(path)
     assert found.samples.dtype == np.float32 and not found.fault
     assert np.array_equal(found.samples, samples_of(path))
-    assert np.array_equal(audio.read(path.read_bytes()).samples, found.samples), "the bytes of a file"
     assert found.seconds == pytest.approx(1.234, abs=1e-3) == audio.seconds_of(path)
+
+
+class Pipe:
+    """Can be read once, forwards."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content, self.most = content, 0
+
+    def read(self, size: int = -1) -> bytes:
+        end = len(self.content) if size < 0 else size
+        self.most = max(self.most, end)
+        found, self.content = self.content[:end], self.content[end:]
+        return found
+
+
+@pytest.mark.parametrize(("extension", "codec"), [("wav", ""), ("m4a", "aac")])  # m4a has a table at the end
+def test_a_pipe(sound: Any, tmp_path: Path, extension: str, codec: str) -> None:
+    """It lies on disk, and not in memory."""
+    path = sound(seconds=70.0)
+    if codec:
+        path = encoded(path, tmp_path / f"b.{extension}", codec)
+    pipe: Any = Pipe(path.read_bytes())
+    assert np.array_equal(audio.read(pipe).samples, audio.read(path).samples)
+    assert not pipe.content and pipe.most <= 1 << 20
+
+
+def test_a_pipe_without_room_on_disk(sound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(audio.tempfile, "TemporaryFile", Full)
+    with pytest.raises(InputError, match=r"Cannot write .*: No space left on device"):
+        audio.read(io.BytesIO(sound().read_bytes()))
 
 
 @pytest.mark.parametrize(("extension", "codec"), [("flac", "flac"), ("mp3", "mp3"), ("m4a", "aac"), ("mkv", "aac")])

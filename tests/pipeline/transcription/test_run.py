@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+import wave
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,6 +136,28 @@ def test_bad_files_are_named_and_the_others_done(
     assert command(checkpoint, files, tmp_path / "out", *flags, "--resume") == 1
     assert "1 file of 4" in capsys.readouterr().err
     assert [*contents(tmp_path / "out")] == ["a.txt", "b.txt", "text.txt"]
+
+
+def test_silence_noise_and_clipping(checkpoint: Path, tmp_path: Path) -> None:
+    """Each ends in what whisper writes."""
+    chance, time = np.random.default_rng(0), np.arange(2 * audio.RATE)
+    kinds = {
+        "silence": np.zeros(len(time)),
+        "noise": 6000 * chance.standard_normal(len(time)),
+        "clipped": np.clip(200_000 * np.sin(time / 30), -32768, 32767),
+    }
+    for name, samples in kinds.items():
+        with wave.open(str(tmp_path / f"{name}.wav"), "wb") as file:
+            file.setparams((1, 2, audio.RATE, 0, "NONE", ""))
+            file.writeframes(samples.astype("<i2").tobytes())
+    files = [tmp_path / f"{name}.wav" for name in kinds]
+    theirs = expected(checkpoint, files, tmp_path / "theirs", LAYOUT, language="en", beam_size=5, temperature=(0.0,))
+    flags = ("--language", "en", "--temperature_increment_on_fallback", "None", "--quiet")
+    assert command(checkpoint, files, tmp_path / "ours", *flags) == 0
+    ours = contents(tmp_path / "ours")
+    assert [*ours] == [*theirs] and len(ours) == 15
+    for file, content in theirs.items():
+        assert_same(file, content, ours[file])
 
 
 def test_killed_at_ten_random_points_and_resumed_it_ends_as_if_never_killed(
