@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from bench_ops import copy_bandwidth
 from measuring import RESULTS, environment, quieten, write
 
 import fastgen
+from fastgen.bench import fairseq_models, models
 from fastgen.bench.machine import describe
 from fastgen.bench.tasks import Task
+from fastgen.config import CACHES
 
 WITHOUT = "fastgen without graphs"
 SIDES = ("stock", "fastgen", WITHOUT)
@@ -55,6 +57,7 @@ class Case:
 
 _SUMMARY = dict(source=1024, new=140, beams=4)
 _BANS = {"no_repeat_ngram_size": 3}
+_FEW_WORDS = 500
 CASES = [
     Case("bart-large-32", "transformers", "bart-large", dict(batch=32, **_SUMMARY), _BANS),
     Case("bart-large-1", "transformers", "bart-large", dict(batch=1, **_SUMMARY), _BANS),
@@ -72,11 +75,32 @@ CASES = [
     Case("gpt2-greedy-1", "transformers", "gpt2", dict(batch=1, source=512, new=128, beams=1)),
     Case("fairseq-gpt2-16", "fairseq", "gpt2", dict(batch=16, source=256, new=128, beams=4)),
 ]
+# Only by name: --case.
+WIDE = [
+    Case("bart-large-wide-1", "transformers", "bart-large", dict(batch=1, source=512, new=64, beams=64)),
+    Case("gpt2-wide-1", "transformers", "gpt2", dict(batch=1, source=512, new=64, beams=64)),
+]
 
 
 def _tiny(case: Case) -> Case:
-    few = {"layers": 1, "batch": 2, "new": 8} | ({"source": 16} if "source" in case.sizes else {})
+    few = {"layers": 1, "batch": min(2, case.sizes["batch"]), "new": 8, "source": min(16, case.sizes.get("source", 0))}
     return Case(case.name, case.host, case.model, case.sizes | few, case.options)
+
+
+def _make_inputs_small() -> None:
+    """Small vocabularies, and short sounds for Whisper: they take most of a rehearsal's time on a CPU."""
+    last = _FEW_WORDS - 1
+    fewer: dict[str | tuple[str, ...], dict[str, int]] = {
+        "GPT2": {"vocab_size": _FEW_WORDS, **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), last)},
+        "Whisper": {"max_source_positions": 50},  # whose special tokens come last
+        ("Bart", "Marian", "T5", "ProphetNet"): {"vocab_size": _FEW_WORDS},
+    }
+    for name, shape in models.SHAPES.items():
+        for kind, config in fewer.items():
+            if shape.cls.startswith(kind):
+                models.SHAPES[name] = replace(shape, config=shape.config | config)
+    for name, (architecture, _, sizes) in fairseq_models.ARCHITECTURES.items():
+        fairseq_models.ARCHITECTURES[name] = (architecture, _FEW_WORDS, sizes)
 
 
 def _runner(case: Case, device: str, dtype: str) -> Any:
@@ -91,7 +115,8 @@ def _runner(case: Case, device: str, dtype: str) -> Any:
 class Timer:
     """Runs a side of a case and waits for the device."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, cache: str) -> None:
+        self._cache = cache
         self._wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
         self._is_cuda = device == "cuda"
 
@@ -101,7 +126,7 @@ class Timer:
             if side == "stock":
                 stack.enter_context(fastgen.disabled())
             else:
-                stack.enter_context(fastgen.configured(cuda_graphs=side != WITHOUT, history=8))
+                stack.enter_context(fastgen.configured(cuda_graphs=side != WITHOUT, cache=self._cache, history=8))
             if self._is_cuda:
                 torch.cuda.reset_peak_memory_stats()
             self._wait()
@@ -129,10 +154,10 @@ def _verdict(case: Case, runner: Any) -> str:
 
 
 def measure(
-    case: Case, device: str, dtype: str, rounds: int, bandwidth: float | None, sides: tuple[str, ...]
+    case: Case, device: str, dtype: str, rounds: int, bandwidth: float | None, sides: tuple[str, ...], cache: str
 ) -> dict[str, Any]:
     """One case's record."""
-    runner, timed = _runner(case, device, dtype), Timer(device)
+    runner, timed = _runner(case, device, dtype), Timer(device, cache)
     found: dict[str, Any] = {"case": case.name, "task": case.task.as_dict(), "host": case.host, "dtype": dtype}
     outputs, peaks, paths = {}, {}, {}
     for side in sides:
@@ -170,11 +195,11 @@ def _bytes_of_a_step(model: Any, case: Case, dtype: str) -> int:
     return sum(weights.values()) + 2 * len(layers) * width * positions * size
 
 
-def _profile(case: Case, device: str, dtype: str) -> str:
+def _profile(case: Case, device: str, dtype: str, cache: str) -> str:
     """The kernels, or on a CPU operators, that take fastgen's call the most time."""
     from torch.profiler import ProfilerActivity, profile
 
-    runner, timed, is_cuda = _runner(case, device, dtype), Timer(device), device == "cuda"
+    runner, timed, is_cuda = _runner(case, device, dtype), Timer(device, cache), device == "cuda"
     for _ in range(2):
         timed("fastgen", runner)
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as found:
@@ -203,25 +228,31 @@ def _line(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--case", nargs="+", default=[], choices=[case.name for case in CASES], metavar="NAME")
+    names = [case.name for case in (*CASES, *WIDE)]
+    parser.add_argument("--case", nargs="+", default=[], choices=names, metavar="NAME")
     parser.add_argument("--dtype", nargs="+", default=["float16"], choices=("float32", "float16", "bfloat16"))
     parser.add_argument("--side", nargs="+", default=SIDES[1:], choices=SIDES[1:], help="beside stock")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=9.0, help="begin no case after so long")
-    parser.add_argument("--profile", nargs="+", default=[], choices=[case.name for case in CASES], metavar="NAME")
+    parser.add_argument("--profile", nargs="+", default=[], choices=names, metavar="NAME")
+    parser.add_argument("--cache", default="auto", choices=CACHES, help="fastgen's option (default: %(default)s)")
     parser.add_argument("--rehearse", action="store_true")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
     parser.add_argument("--name", default="gpu", help="of the results")
     args = parser.parse_args()
     quieten()
     device = "cpu" if args.rehearse else "cuda"
-    cases = [_tiny(case) if args.rehearse else case for case in CASES]
+    asked = (*args.case, *args.profile)
+    cases = [case for case in (*CASES, *WIDE) if (case.name in asked if asked else case in CASES)]
+    if args.rehearse:
+        _make_inputs_small()
+        cases = list(map(_tiny, cases))
     start, records = time.monotonic(), []
     for case in cases:
         if case.name in args.profile:
-            print(_profile(case, device, args.dtype[0]), flush=True)
+            print(_profile(case, device, args.dtype[0], args.cache), flush=True)
     bandwidth = copy_bandwidth(torch.device(device)) if device == "cuda" else None
-    wanted = [case for case in cases if (case.name in args.case if args.case or args.profile else True)]
+    wanted = [case for case in cases if case.name in args.case or not asked]
     code = 0
     for dtype in args.dtype:
         for case in wanted:
@@ -230,7 +261,7 @@ def main() -> int:
                 code = 2
                 continue
             try:
-                records.append(measure(case, device, dtype, args.rounds, bandwidth, ("stock", *args.side)))
+                records.append(measure(case, device, dtype, args.rounds, bandwidth, ("stock", *args.side), args.cache))
             except Exception as error:  # the other cases are worth their time
                 records.append({"case": case.name, "dtype": dtype, "error": f"{type(error).__name__}: {error}"[:500]})
             print(_line(records[-1]), flush=True)

@@ -3,6 +3,7 @@
     python benchmarks/bench_slim.py            # all parts, some minutes
     python benchmarks/bench_slim.py --quick    # under a minute: all of the bytes, four shapes
     python benchmarks/bench_slim.py --gpu      # on a CUDA device: cross-attention of Whisper-large alone
+    TRITON_INTERPRET=1 python benchmarks/bench_slim.py --gpu --rehearse  # the same, tiny, on a CPU
 
 Bytes are those that fastgen's own caches allocate for these shapes, their tensors being on torch's meta device, where
 they take none: one sentence, float32, the paper's 448 tokens and 1,500 source positions. Beams descend from random
@@ -15,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -337,18 +340,33 @@ def table_of_speed(found: list[dict[str, Any]]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------- on a GPU
+@dataclass(frozen=True)
+class Attended:
+    """The sizes of one layer's attention to the source, and where it is computed."""
+
+    device: str
+    batch: int
+    beams: int
+    heads: int
+    positions: int
+    size: int = 64
+
+
+WHISPER_LARGE = Attended("cuda", 64, 5, 20, 1500)
+TINY = Attended("cpu", 2, 3, 2, 70)
+
+
 @torch.inference_mode()
-def measure_on_a_gpu(dtype: torch.dtype, batch: int = 64, beams: int = 5) -> dict[str, Any]:
-    """Milliseconds and errors of one layer's attention to the source, Whisper-large's, projections of E's queries and
-    sums included."""
+def measure_on_a_gpu(dtype: torch.dtype, of: Attended) -> dict[str, Any]:
+    """Milliseconds and errors of one layer's attention to the source, projections of E's queries and sums included."""
     from fastgen.ops import triton_latent
 
-    heads, size, positions = 20, 64, 1500
+    batch, beams, heads, positions, size = of.batch, of.beams, of.heads, of.positions, of.size
     width, scale = heads * size, size**-0.5
     torch.manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=dtype)
+        return torch.randn(*shape, device=of.device, dtype=dtype)
 
     cache = InputCache(Projections(*(drawn(heads, size, width) * width**-0.5 for _ in range(2))))
     stored, query = (drawn(batch, 1, positions, width),), drawn(batch * beams, heads, 1, size)
@@ -413,15 +431,31 @@ def on_a_gpu() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         print("Skipped: attention to E in half precision needs a CUDA device.")
         return []
-    found = [measure_on_a_gpu(dtype) for dtype in (torch.float16, torch.bfloat16)]
+    found = [measure_on_a_gpu(dtype, WHISPER_LARGE) for dtype in (torch.float16, torch.bfloat16)]
     print(torch.cuda.get_device_name(), *map(table_of_a_gpu, found), sep="\n")
     return found
+
+
+def rehearsed() -> int:
+    """The same on the CPU: 0 if every kernel of ours runs and is as exact as torch's own attention."""
+    if importlib.util.find_spec("triton") is None:
+        print("Skipped: Triton is not installed.")
+        return 0
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        sys.exit("--rehearse needs TRITON_INTERPRET=1: without a CUDA device Triton's kernels run in the interpreter")
+    attention_kernels._WARM_UP, attention_kernels._TRIALS = 0, 1  # nobody wants to know
+    found = measure_on_a_gpu(torch.float16, TINY)  # the interpreter multiplies no bfloat16
+    print(table_of_a_gpu(found))
+    allowed = 4 * found["sides"]["tree of keys and values"]["error"]
+    ours = [side for name, side in found["sides"].items() if name.startswith("E read") or name.startswith("E, as")]
+    return int(any(side.get("error", torch.inf) > allowed for side in ours))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = options("Slim caches: bytes beside the paper's tables, speed beside the plan's predictions.", rounds=5)
     parser.add_argument("--quick", action="store_true", help="four shapes, two rounds")
     parser.add_argument("--gpu", action="store_true", help="the part that needs a CUDA device, and no other")
+    parser.add_argument("--rehearse", action="store_true", help="with --gpu: tiny, on the CPU, in Triton's interpreter")
     args = parser.parse_args(argv)
     if args.rounds < 1 or args.threads < 1:
         parser.error("--rounds and --threads must be 1 or more")
@@ -433,6 +467,8 @@ def main() -> int:
     begin(args)
     quieten()
     if args.gpu:
+        if args.rehearse:
+            return rehearsed()
         if found := on_a_gpu():
             write(args.output, "slim-gpu", {**environment(transformers, fastgen), "gpu": found})
         return 0

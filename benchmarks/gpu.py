@@ -45,12 +45,10 @@ class Stage:
     side_by_side: bool = True
 
 
-def _soaks(device: str, amount: str) -> dict[str, str]:
+def _soaks(device: str, amount: str, seeds: dict[str, tuple[int, ...]]) -> dict[str, str]:
     command = f"{{python}} -c '{SOAK}' soak --device {device} --quiet {amount} --output {{output}}"
     return {
-        f"soak-{dtype}-{seed}": f"{command} --dtype {dtype} --seed {seed}"
-        for dtype, seeds in (("float32", (301, 302, 303)), ("float16", (311,)), ("bfloat16", (321,)))
-        for seed in seeds
+        f"soak-{dtype}-{seed}": f"{command} --dtype {dtype} --seed {seed}" for dtype in seeds for seed in seeds[dtype]
     }
 
 
@@ -59,6 +57,11 @@ def _collected(*folders: str) -> dict[str, str]:
 
 
 _SANITIZED = f"{PYTEST} -n 0 -m gpu tests/ops/test_topk.py tests/ops/test_ngrams.py -k"
+_TIMED = "{python} benchmarks/bench_gpu.py --output {output}"
+_REHEARSED = f"{_TIMED} --rehearse --rounds 1"
+_FLOAT32 = "--name gpu-float32 --dtype float32"
+_SLIM = "--name gpu-slim --cache x --case whisper-small-8 t5-base-32"
+_WIDE = "--name gpu-wide --case bart-large-wide-1 gpt2-wide-1"
 STAGES = [
     Stage(
         "build",
@@ -74,39 +77,54 @@ STAGES = [
             "memcheck": f"compute-sanitizer --tool memcheck {_SANITIZED} 'topk_on_cuda or ngrams_on_cuda'",
             "racecheck": f"compute-sanitizer --tool racecheck {_SANITIZED} 'long_rows'",
         },
-        {**_collected("tests/ops"), "emulated": f"{PYTEST} -n 0 tests/ops/test_emulated_cuda.py -k 'orders or sizes'"},
+        {
+            **_collected("tests/ops"),
+            "emulated": f"{PYTEST} -n 0 tests/ops/test_emulated_cuda.py -k 'orders or sizes and random and few'",
+        },
     ),
     Stage(
         "equivalence",
         "families and options of all hosts, in three precisions, with graphs and without; random cases",
-        {"tests": f"{PYTEST} -n 10 -m gpu tests/optimizer", **_soaks("cuda", "--minutes 1.5")},
-        {**_collected("tests/optimizer"), **_soaks("cpu", "--count 2")},
+        {
+            "tests": f"{PYTEST} -n 10 -m gpu tests/optimizer",
+            **_soaks("cuda", "--minutes 1.5", {"float32": (301, 302, 303), "float16": (311,), "bfloat16": (321,)}),
+        },
+        {
+            **_collected("tests/optimizer"),
+            **_soaks("cpu", "--count 2", {"float32": (301,), "float16": (311,), "bfloat16": (321,)}),
+        },
     ),
     Stage(
         "tables",
         "FastSeq's models at the sizes of its tables, and single inputs, stock beside fastgen, in float16",
-        {"float16": "{python} benchmarks/bench_gpu.py --output {output}"},
-        {"float16": "{python} benchmarks/bench_gpu.py --output {output} --rehearse --rounds 1"},
+        {"float16": _TIMED},
+        {"float16": _REHEARSED},
         side_by_side=False,
     ),
     Stage(
         "float32",
         "the same in float32, with every token compared",
-        {"float32": "{python} benchmarks/bench_gpu.py --output {output} --name gpu-float32 --dtype float32"},
-        {
-            "float32": "{python} benchmarks/bench_gpu.py --output {output} --name gpu-float32 --dtype float32 "
-            "--rehearse --rounds 1"
-        },
+        {"float32": f"{_TIMED} {_FLOAT32}"},
+        {"float32": f"{_REHEARSED} {_FLOAT32} --case bart-large-32 fairseq-big-128"},
         side_by_side=False,
     ),
     Stage(
         "slim",
-        "attention to Whisper-large's source with slim caches",
-        {"slim": "{python} benchmarks/bench_slim.py --gpu --output {output}"},
-        {},
+        "attention to Whisper-large's source with slim caches, whole calls with slim caches, and wide beams",
+        {
+            "attention": "{python} benchmarks/bench_slim.py --gpu --output {output}",
+            "slim": f"{_TIMED} --minutes 4 {_SLIM}",
+            "wide": f"{_TIMED} --minutes 4 {_WIDE}",
+        },
+        {
+            "attention": "TRITON_INTERPRET=1 {python} benchmarks/bench_slim.py --gpu --rehearse --output {output}",
+            "slim": f"{_REHEARSED} {_SLIM} --dtype float32",  # half precision is slow on a CPU
+            "wide": f"{_REHEARSED} {_WIDE} --dtype float32",
+        },
         side_by_side=False,
     ),
 ]
+REHEARSED_AT_ONCE = 2  # commands: a CPU has few cores
 
 
 def run(stage: Stage, is_rehearsal: bool, output: Path, minutes: float) -> dict[str, dict[str, object]]:
@@ -115,8 +133,9 @@ def run(stage: Stage, is_rehearsal: bool, output: Path, minutes: float) -> dict[
     folder.mkdir(parents=True, exist_ok=True)
     commands = stage.rehearsal if is_rehearsal else stage.commands
     ends = time.monotonic() + 60 * minutes
-    workers = len(commands) if stage.side_by_side else 1
-    with concurrent.futures.ThreadPoolExecutor(max(workers, 1)) as pool:
+    # Nothing is measured in a rehearsal.
+    workers = REHEARSED_AT_ONCE if is_rehearsal else len(commands) if stage.side_by_side else 1
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         found = {name: pool.submit(_run, command, folder / f"{name}.log", ends) for name, command in commands.items()}
         return {name: future.result() for name, future in found.items()}
 
@@ -129,7 +148,7 @@ def _run(command: str, log: Path, ends: float) -> dict[str, object]:
     start = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            ["bash", "-c", f"exec {command}"],
+            ["bash", "-c", f"exec env {command}"],
             cwd=ROOT,
             stdout=file,
             stderr=subprocess.STDOUT,

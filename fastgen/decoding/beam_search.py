@@ -228,14 +228,18 @@ class BeamSearch:
         best, place = torch.topk(totals, k=wanted)  # [B, K+1]
         # The operator ranks NaN otherwise than torch, also the NaN that log_softmax makes of infinite logits.
         is_clear = (best[:, :-1] > best[:, 1:]).all() & (log_sum_exp.abs() < torch.inf).all()
-        if not bool(is_clear):
+        if not self._trusts(is_clear):
             return None
         place = place[:, :-1]
         return best[:, :-1], tokens.view(-1, beams * wanted).gather(1, place), place // wanted
 
+    def _trusts(self, is_clear: Tensor) -> bool:
+        """Whether to go on with candidates found by row; `is_clear`: whether they are those of `torch.topk`, bool."""
+        return bool(is_clear)
+
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""
-        live, beams, batch = self.live, self.beams, self.batch
+        live, beams = self.live, self.beams
 
         def hypotheses() -> Tensor:
             so_far = self.running().index_select(0, (parents + self._first_row).flatten())
@@ -249,12 +253,8 @@ class BeamSearch:
         live.scores, best = torch.topk(going_on, k=beams)  # [B, M]
         chosen = parents.gather(1, best)
         local = (chosen + self._first_row).flatten()
+        self._reorder(local)
         step = self.length - self.policy.prompt_length
-        # Tokens and rows are reordered side by side.
-        running = live.tokens[:, :, : self.length]
-        running.copy_(running.flatten(0, 1).index_select(0, local).unflatten(0, (batch, beams)))
-        rows = live.rows[:, :, :step]
-        rows.copy_(rows.flatten(0, 1).index_select(0, local).unflatten(0, (batch, beams)))
         live.tokens[:, :, self.length] = tokens.gather(1, best)
         live.rows[:, :, step] = chosen + self._request_row
         self.length += 1
@@ -264,6 +264,14 @@ class BeamSearch:
         live.improvable = live.improvable & improvable
         self.done = self._is_done(stopped)
         return local
+
+    def _reorder(self, rows: Tensor) -> None:
+        """Let the beams go on from these rows, int64 `[B*M]`, counted over the batch."""
+        shape = self.batch, self.beams
+        step = self.length - self.policy.prompt_length
+        # Tokens and rows are reordered side by side.
+        for written in (self.live.tokens[:, :, : self.length], self.live.rows[:, :, :step]):
+            written.copy_(written.flatten(0, 1).index_select(0, rows).unflatten(0, shape))
 
     def _buffer(self, like: Tensor) -> Tensor | None:
         """Room for `[B, M, V]`, the same at every step: fresh memory of this size costs page faults on a CPU."""
@@ -312,6 +320,10 @@ class BeamSearch:
         return scores, places
 
     def _is_done(self, stopped: Tensor) -> bool:
+        return not bool(self._goes_on(stopped))
+
+    def _goes_on(self, stopped: Tensor) -> Tensor:
+        """Whether there is another step, bool; `stopped`: which candidates stop here, bool `[B, K]`."""
         live = self.live
         go_on = torch.any(live.improvable)
         if self.policy.early_stopping is True:
@@ -320,7 +332,7 @@ class BeamSearch:
         # the maximal length is known to stop them all.
         if not self._evicted or self.length >= self.policy.max_length:
             go_on = go_on & ~torch.all(stopped)
-        return not bool(go_on)
+        return go_on
 
     def finished_mask(self) -> Tensor:
         """Which sentences have finished: no step can change their results; bool `[B]`. Not called once `done`.

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fastgen import phases
 from fastgen.decoding.beam_search import PerSentence
-from fastgen.decoding.static_beam_search import Late, divided, of_rows
+from fastgen.decoding.device_beam_search import of_rows
+from fastgen.decoding.static_beam_search import Late, divided
 from fastgen.replay.replayer import Replayer
 
 __phase__ = phases.CHOICE

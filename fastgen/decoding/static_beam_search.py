@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
-from fastgen.decoding.beam_search import _DEAD, BeamSearch, FinishingPolicy
+from fastgen.decoding.beam_search import _DEAD, FinishingPolicy
+from fastgen.decoding.device_beam_search import DeviceBeamSearch, of_rows
 from fastgen.decoding.search import IsStopped
 from fastgen.replay.replayer import Replayer
 
 __phase__ = phases.CHOICE
 
 
-class StaticBeamSearch(BeamSearch):
+class StaticBeamSearch(DeviceBeamSearch):
     """Beam search in captured steps, with stopping criteria that depend only on the last token and the length.
 
     The CPU learns one step late whether the search is done, and how many sentences have finished, so that it need not
@@ -137,25 +138,17 @@ class StaticBeamSearch(BeamSearch):
 
     def _finish_all(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor, goes_on: Tensor) -> None:
         """Do what `_finish` does, for every sentence, whether a hypothesis has ended or not."""
-        live, beams, policy = self.live, self.beams, self.policy
+        live, policy = self.live, self.policy
         finishing = stopped & self._best
         normalised = divided(scores, self._divisors.index_select(0, self._step))
         finished_scores, best = self._ranked(normalised, finishing)
         best = torch.where(goes_on, best, self._places)
         live.finished_scores.copy_(torch.where(goes_on, finished_scores, live.finished_scores))
         live.is_finished.copy_(torch.cat([live.is_finished, finishing], dim=1).gather(1, best))
-        is_old = (best < beams)[:, :, None]
-        old = (best.clamp(max=beams - 1) + self._first_row).flatten()
-        candidate = (best - beams).clamp(min=0)
-        parent = parents.gather(1, candidate)
-        rows = (parent + self._first_row).flatten()
-        for finished, running, new, place in (
-            (live.finished_tokens, live.tokens, tokens.gather(1, candidate), self._step + policy.prompt_length),
-            (live.finished_rows, live.rows, (parent + self._request_row).to(live.rows.dtype), self._step),
-        ):
-            entering = of_rows(running, rows)
-            entering.index_copy_(2, place, new[:, :, None])
-            finished.copy_(torch.where(is_old, of_rows(finished, old), entering))
+        length = self._step + policy.prompt_length
+        entered = self._entered(best, tokens, parents, length, self._step)
+        for finished, new in zip((live.finished_tokens, live.finished_rows), entered, strict=True):
+            finished.copy_(new)
 
 
 class Late:
@@ -190,11 +183,6 @@ class Late:
             event.synchronize()
         values: list[int] = self._copies[place].tolist()
         return values
-
-
-def of_rows(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Select beams of `tensor`, `[B, M, ...]`, by their rows, int64 `[B*M]`, counted over the batch."""
-    return tensor.flatten(0, 1).index_select(0, rows).view_as(tensor)
 
 
 def divided(scores: Tensor, divisor: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ def native() -> None:
         pytest.skip("no native operators")
 
 
-@pytest.fixture(params=["native", "torch", "static"])
+@pytest.fixture(params=["native", "torch", "static", "device"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Candidates by the native operator or by torch, or the search whose steps can be captured."""
-    if request.param == "native":
+    """Candidates by the native operator or by torch, or the searches for devices: captured, or with one wait a step."""
+    if request.param in ("native", "device"):
         request.getfixturevalue("native")
     else:
         monkeypatch.setattr(ops, "is_native", lambda device: False)

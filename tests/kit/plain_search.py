@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
+from fastgen.decoding.device_beam_search import DeviceBeamSearch
 from fastgen.decoding.search import Hypotheses, IsStopped
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.replay.replayer import Replayer
@@ -85,8 +86,11 @@ def stops(ends: Sequence[int], max_length: int) -> IsStopped:
 def beam_search(
     kind: str, sentences: int, beams: int, policy: FinishingPolicy, ends: Sequence[int] = (1,), **static: Any
 ) -> BeamSearch:
-    """`kind`: "static" or any other; `static`: a static one's further arguments. All begin, and are filled, with 0."""
+    """`kind`: "static", "device" or any other; `static`: a static one's further arguments. All begin, and are filled,
+    with 0."""
     prompt, candidates = torch.zeros(sentences * beams, 1, dtype=torch.int64), max(2, 1 + len(ends)) * beams
+    if kind == "device":
+        return DeviceBeamSearch(prompt, beams, candidates, policy, 0, may_repeat_step=True)
     if kind != "static":
         return BeamSearch(prompt, beams, candidates, policy, 0)
     static = {"replayer": Replayer(CPU), "ends": torch.tensor(ends, dtype=torch.int64), "is_late": False} | static

@@ -6,9 +6,11 @@ Tensors say that they are on `cuda:0` and are on the CPU: see kit/fake_cuda.py. 
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator
 from typing import Any
 
+import device_waits
 import fairseq_models as models
 import fake_cuda
 import judge
@@ -82,3 +84,23 @@ def test_language_models(name: str, graphs: bool) -> None:
 def test_sentences_leave(name: str, graphs: bool) -> None:
     sample, prefix = models.staggered(9)
     _check(name, models.generate, graphs, sample, prefix=prefix, beam_size=3, max_len_b=20)
+
+
+# As in the adapter for transformers: in fastgen's code, there for an earlier step, and in fairseq's.
+WAITS = {"steps": (1, 0, 0), "graphs": (0, 1, 0)}
+
+
+@pytest.mark.parametrize("how", WAITS)
+@pytest.mark.parametrize("name", ["pre-norm", "bart", "prophetnet", "adaptive", "lm"])
+def test_waits_of_a_step(name: str, how: str) -> None:
+    """Printed with `-s`; the end token is banned until the last step."""
+    model = fake_cuda.move(copy.deepcopy(models.load(name)).requires_grad_(False))
+    is_translator = name in models.TRANSLATORS
+    run, sample = (models.generate, models.batch()) if is_translator else (models.prompted, models.prompts((3, 8, 5)))
+
+    def decode(count: int) -> None:
+        with judge.configured(cuda_graphs=how == "graphs"):
+            judge.ours(lambda: run(model, to_cuda(sample), beam_size=4, max_len_b=count, min_len=count))
+
+    waits = device_waits.of_a_step(decode, f"{name:12} {how:7}")
+    assert all(map(operator.le, waits, WAITS[how]))

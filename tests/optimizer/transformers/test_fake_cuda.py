@@ -5,13 +5,13 @@ Tensors say that they are on `cuda:0` and are on the CPU: see kit/fake_cuda.py. 
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import device_waits
 import fake_cuda
 import harness
 import pytest
@@ -23,10 +23,11 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
-from fastgen import report
+from fastgen import ops, report
 from fastgen.cache import by_model
 from fastgen.decoding import static_beam_search
 from fastgen.decoding.beam_search import BeamSearch
+from fastgen.decoding.device_beam_search import DeviceBeamSearch
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.generate import continuous_batch
 from fastgen.replay import statistics
@@ -179,7 +180,7 @@ def test_a_tensor_on_the_wrong_device_would_show(monkeypatch: pytest.MonkeyPatch
         self._first_row = self._first_row.cpu()
 
     monkeypatch.setattr(BeamSearch, "_number_rows", astray)
-    with fake_cuda.device(), pytest.raises(MixedDevices, match="fastgen/decoding/beam_search"):
+    with fake_cuda.device(), pytest.raises(MixedDevices, match="fastgen/decoding/device_beam_search"):
         _run(_model("bart"), _inputs("bart"), BEAMS, cuda_graphs=False)
 
 
@@ -349,31 +350,55 @@ def test_drafts(speculate: int) -> None:
 
 # ---------------------------------------------------------------------------------------------- waits
 # How often a step in the middle waits for the device: in fastgen's code, there for an earlier step, and in the host's.
-# With graphs the wait is for the step before: the device has the next one by then.
-WAITS = {"steps": (4, 0, 0), "graphs": (0, 1, 0)}
-FEW, MANY = 24, 32
+# Without graphs it is once, for all that the CPU has to know of the step. With graphs the wait is for the step before:
+# the device has the next one by then.
+WAITS = {"steps": (1, 0, 0), "native": (1, 0, 0), "graphs": (0, 1, 0)}
 
 
 @pytest.mark.parametrize("how", WAITS)
 @pytest.mark.parametrize("family", ["bart", "t5", "marian", "whisper", "gpt2", "llama", "mistral", "bert2bert"])
-def test_waits_of_a_step(family: str, how: str) -> None:
-    """Of long searches, of which the longer one has more steps alike; printed with `-s`."""
+def test_waits_of_a_step(family: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Printed with `-s`. "native": the operators for the device have been compiled, and find candidates row by row."""
     model = _model(family)
-    found = []
-    for count in (FEW, FEW, MANY):  # once to capture
-        with fake_cuda.device() as device:
-            options = dict(num_beams=4, max_new_tokens=count, eos_token_id=None)
-            _run(model, _inputs(family), options, cuda_graphs=how == "graphs")
-        found.append(collections.Counter(device.waits))
-    more = found[2] - found[1]
-    counts = {"in fastgen": 0, "there, for an earlier step": 0, "in the host": 0}
-    for wait, count in more.items():
-        where = (
-            "in the host" if not wait.is_ours else "in fastgen" if wait.kind != "late" else "there, for an earlier step"
-        )
-        counts[where] += count
-    each = {where: count / (MANY - FEW) for where, count in counts.items()}
-    print(f"\n{family:12} {how:7} {each}")
-    for wait, count in more.most_common():
-        print(f"    {count / (MANY - FEW):.2f} {wait.kind:7} {wait.operator:32} {wait.where}")
-    assert all(map(operator.le, each.values(), WAITS[how]))
+    if how == "native":
+        monkeypatch.setattr(ops, "is_native", lambda device: True)
+
+    def run(count: int) -> None:
+        options = dict(num_beams=4, max_new_tokens=count, eos_token_id=None)
+        _run(model, _inputs(family), options, cuda_graphs=how == "graphs")
+
+    waits = device_waits.of_a_step(run, f"{family:12} {how:7}")
+    assert all(map(operator.le, waits, WAITS[how]))
+
+
+@pytest.mark.parametrize("family", ["bart", "gpt2"])
+@pytest.mark.parametrize("options", ["beams", "ends", "details", "bans"])
+def test_candidates_by_row(family: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the operators for the device have been compiled, tokens are those of the CPU, too."""
+    trusts, asked = DeviceBeamSearch._trusts, []
+
+    def noted(self: Any, is_clear: torch.Tensor) -> bool:
+        asked.append(type(is_clear))
+        return trusts(self, is_clear)
+
+    monkeypatch.setattr(ops, "is_native", lambda device: True)
+    monkeypatch.setattr(DeviceBeamSearch, "_trusts", noted)
+    _check(family, OPTIONS.get(options, BEAMS), graphs=False)
+    assert asked and set(asked) == {CudaTensor}
+
+
+def test_a_wait_more_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = DeviceBeamSearch._finish
+
+    def waiting(self: Any, scores: torch.Tensor, *rest: Any) -> None:
+        bool(scores.isnan().any())
+        finish(self, scores, *rest)
+
+    monkeypatch.setattr(DeviceBeamSearch, "_finish", waiting)
+    model = _model("bart")
+
+    def run(count: int) -> None:
+        options = dict(num_beams=4, max_new_tokens=count, eos_token_id=None)
+        _run(model, _inputs("bart"), options, cuda_graphs=False)
+
+    assert sum(device_waits.of_a_step(run, "one more")) == 2

@@ -315,7 +315,10 @@ def over_the_tree(decoder: Any, session: Session, choice: Choice, products: Line
             slim = slim_for(module, choice.cross_attn)
             attention["encoder_attn"] = TreeCrossAttention(with_products(module, products), session, shared, slim)
         layers.append(replaced(with_products(layer, products), **attention))
-    return replaced(with_products(decoder, products), layers=with_layers(decoder, layers))
+    view = replaced(with_products(decoder, products), layers=with_layers(decoder, layers))
+    # On a device the host would wait in each step to know whether any token is padding. With this it masks padding
+    # without asking, and the tree, which hides it in any case, does not read the mask.
+    return view if session.device.type == "cpu" else replaced(view, cross_self_attention=True)
 
 
 def _misfit(encoder_outs: Any, batch: int) -> str | None:

@@ -30,12 +30,12 @@ class Session:
         self.sources: list[Source] = []
         self.cache_bytes = 0  # the largest so far
         self.cache = ""  # what is stored for each position, in one word
-        self._pad, self._device = pad, device
+        self.device, self._pad = device, pad
         self._whole: list[tuple[tuple[Tensor, ...], Tensor | None]] | None = None  # of sources before sentences left
 
     def begin_decoding(self) -> None:
         """Begin decoding, once the prompt, if there is one, has been read."""
-        self.tree.begin_decoding(device=self._device)
+        self.tree.begin_decoding(device=self.device)
 
     def advance(self, last: Tensor) -> None:
         """Open the next step, in which every beam reads its last token, int64 `[B*M]`."""

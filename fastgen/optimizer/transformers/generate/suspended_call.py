@@ -182,17 +182,23 @@ class CallDecoder(TreeDecoder):
 
     def leaving(self, search: Search) -> Tensor | None:
         self.searching = search
+        may_leave = self.is_clearing or not self.has_moved
+        given_up: list[int] = []
+        if self.abandoned:
+            given_up = [index for index, one in enumerate(search.live.sentence.tolist()) if one in self.abandoned]
+        self.num_finished = search.num_finished()
+        if not given_up and not (self.num_finished and (may_leave or self._found is not None)):
+            return None
         leaving = search.finished_mask()
         if self._found is not None:
             self._report(search, leaving)
-        given_up = [index for index, one in enumerate(search.live.sentence.tolist()) if one in self.abandoned]
-        leaving[given_up] = True
-        self.num_finished = int(leaving.sum())
-        if given_up and self.num_finished == search.batch:
-            self.is_over = True  # a step of no rows is none
-            return None
-        may_leave = self.is_clearing or not self.has_moved or bool(given_up)
-        return leaving if self.num_finished and may_leave else None
+        if given_up:
+            leaving[given_up] = True
+            self.num_finished = int(leaving.sum())
+            if self.num_finished == search.batch:
+                self.is_over = True  # a step of no rows is none
+                return None
+        return leaving if may_leave or given_up else None
 
     def ended(self, search: Search | None) -> None:
         if self._found is not None and search is not None:
