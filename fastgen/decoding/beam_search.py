@@ -83,6 +83,8 @@ class BeamSearch:
 
     ranks = True
     counts_late = False
+    _checks_late = False  # candidates by row are taken before it is known whether they are those of `torch.topk`: ...
+    _is_clear: Tensor | None = None  # ... that is left to be read at the end of the step, bool
 
     def __init__(
         self,
@@ -228,14 +230,12 @@ class BeamSearch:
         best, place = torch.topk(totals, k=wanted)  # [B, K+1]
         # The operator ranks NaN otherwise than torch, also the NaN that log_softmax makes of infinite logits.
         is_clear = (best[:, :-1] > best[:, 1:]).all() & (log_sum_exp.abs() < torch.inf).all()
-        if not self._trusts(is_clear):
+        if self._checks_late:
+            self._is_clear = is_clear
+        elif not bool(is_clear):
             return None
         place = place[:, :-1]
         return best[:, :-1], tokens.view(-1, beams * wanted).gather(1, place), place // wanted
-
-    def _trusts(self, is_clear: Tensor) -> bool:
-        """Whether to go on with candidates found by row; `is_clear`: whether they are those of `torch.topk`, bool."""
-        return bool(is_clear)
 
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""

@@ -25,8 +25,7 @@ class DeviceBeamSearch(BeamSearch):
         """`arguments`: those of `BeamSearch`; `may_repeat_step`: `is_stopped` may be asked twice in a step, as where it
         depends only on the last token and the length."""
         super().__init__(*arguments)
-        self._may_repeat_step = may_repeat_step
-        self._is_clear: Tensor | None = None  # bool: see `_trusts`; None: nothing is open
+        self._checks_late = may_repeat_step
         self._was_clear = True
         self._num_finished = 0
 
@@ -35,6 +34,7 @@ class DeviceBeamSearch(BeamSearch):
         parents = super().choose(log_probs, is_stopped, sample, is_tied)
         if self._was_clear:
             return parents
+        # The step is undone, and done again without the operator that finds candidates by row.
         self.live, self.length = before
         return super().choose(log_probs, is_stopped, sample, is_tied=True)
 
@@ -49,12 +49,6 @@ class DeviceBeamSearch(BeamSearch):
     def num_finished(self) -> int:
         """How many sentences had finished after the latest step."""
         return self._num_finished
-
-    def _trusts(self, is_clear: Tensor) -> bool:
-        if not self._may_repeat_step:
-            return super()._trusts(is_clear)
-        self._is_clear = is_clear  # read at the end of the step, which is undone if it is False
-        return True
 
     def _is_done(self, stopped: Tensor) -> bool:
         known = [self._goes_on(stopped), self.finished_mask().sum()]
