@@ -136,7 +136,11 @@ def test_shell(block: Block, undisturbed: None, tmp_path: Path) -> None:
     for name, *words in commands(block):
         check = CHECKS.get(name)
         assert check is not None, f"{block}: no test knows the command {name}"
-        check(words, block)
+        file = "in.txt"  # what standard input has
+        if "<" in words:
+            *words, _, file = words
+        with open(tmp_path / file, encoding="utf-8") as lines, unittest.mock.patch("sys.stdin", lines):
+            check(words, block)
     if block.needs == "hub":
         _skip_without("hub")
 
@@ -223,8 +227,7 @@ def _generate_transformers(words: list[str], block: Block) -> None:
     generate_transformers.parser().parse_args(arguments)
     if block.needs is None:
         more = ["--workers", "0", "--quiet", "--device", "cpu"]
-        with open("in.txt", encoding="utf-8") as lines, unittest.mock.patch("sys.stdin", lines):  # for --stream
-            _run_once(lambda: generate_transformers.main([*arguments, *more]), "transformers", *arguments)
+        _run_once(lambda: generate_transformers.main([*arguments, *more]), "transformers", *arguments)
 
 
 def _generate(words: list[str], block: Block) -> None:

@@ -41,7 +41,8 @@ def _one_row_gains(request: Request) -> bool:
     """Whether one row of a prompt gains: on the CPU by faster linear layers, on a GPU by replayed steps alone."""
     if request.input_ids.device.type == "cpu":
         return True
-    return may_be_replayed(request) and off_tree_reason(request) is None
+    # Beside code of the user's between them, captured steps have not been measured on a GPU.
+    return not request.calls_back and may_be_replayed(request) and off_tree_reason(request) is None
 
 
 def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
