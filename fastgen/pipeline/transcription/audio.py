@@ -181,7 +181,7 @@ def _said_by_wav(data: BinaryIO) -> float | None:
     """The same of a WAV file, of which FFmpeg only counts what is there."""
     data.seek(0)
     try:
-        with wave.open(data) as file:
+        with wave.open(data, "rb") as file:
             size = file.getnframes() * file.getnchannels() * file.getsampwidth()
             return file.getnframes() / file.getframerate() if size < _UNKNOWN else None
     except (wave.Error, EOFError, ArithmeticError):  # another coding than plain samples
