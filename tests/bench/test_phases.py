@@ -109,7 +109,7 @@ def test_every_rule_fits_something() -> None:
     # What other options, models or devices reach; `_prefill` of the host is inside of ours.
     elsewhere = {"cache/batch_tree.py", "cache/row_pool.py", "layers/attention_kernels.py", "cache/slim/latent.py"}
     elsewhere |= {"cache/wide_tree.py", "decoding/sparse_topk.py", "decoding/trie_rows.py"}
-    elsewhere |= {f"decoding/{name}_beam_search.py" for name in ("fairseq", "diverse", "static")}
+    elsewhere |= {f"decoding/{name}_beam_search.py" for name in ("fairseq", "diverse", "static", "device")}
     elsewhere |= {f"optimizer/transformers/{name}.py" for name in ("generate/diverse_beam_search", "model/streams")}
     elsewhere |= {"optimizer/transformers/generate/argmax_head.py", "optimizer/transformers/versions.py prefill"}
     elsewhere |= {f"optimizer/transformers/generate/speculation.py{name}" for name in ("", " run")}
