@@ -1,8 +1,13 @@
-"""A line of output that is written piece by piece while its text grows."""
+"""Lines of output that are written piece by piece while their texts grow."""
 
 from __future__ import annotations
 
+import io
 import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+
+from fastgen.pipeline.errors import InputError, first_line, is_utf8, writing
 
 
 class GrowingLine:
@@ -25,3 +30,42 @@ class GrowingLine:
         """The last piece; `text`: all of it."""
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(self._sent, text, strict=False))
         return text[len(list(same)) :]
+
+
+def grown(tokens: Iterable[int], decode: Callable[[list[int]], str], settled: Callable[[str], str]) -> Iterator[str]:
+    """The pieces of the text of `tokens`, which come one by one.
+
+    `settled`: the part of a growing text that will not change.
+    """
+    line, found = GrowingLine(), list[int]()
+    for token in tokens:
+        found.append(token)
+        yield line.grow(settled(decode(found)))
+    yield line.end(decode(found))
+
+
+def answer_lines(pieces: Callable[[int, str], Iterable[str]]) -> None:
+    """Answer each line of standard input by a line of standard output, as fast as the pieces of an answer come.
+
+    `pieces`: those of the answer to a line, by its number and its text; a blank line is answered by one.
+
+    Raises InputError, which names the line, if the line is not UTF-8 or `pieces` raises a ValueError.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):  # or the error for other bytes depends on the locale
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for number, line in enumerate(sys.stdin, 1):
+        text = line.rstrip("\r\n")
+        if not is_utf8(text):
+            raise InputError(f"Line {number} is not UTF-8.")
+        if text.strip():
+            try:
+                for piece in filter(None, pieces(number, text)):
+                    _write(piece)
+            except ValueError as error:
+                raise InputError(f"Line {number}: {first_line(error)}.") from error
+        _write("\n")
+
+
+def _write(text: str) -> None:
+    with writing("standard output"):
+        print(text, end="", flush=True)

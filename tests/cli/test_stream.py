@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from streamed_lines import Pieces, answered
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from transformers_kit import MODEL, run
 
@@ -29,35 +30,15 @@ def stock(texts: Sequence[str], beams: int = 3, **options: Any) -> list[str]:
     return list(tokenizer.batch_decode(tokens, skip_special_tokens=True))
 
 
-class Pieces(io.StringIO):
-    """Standard output that notes what is written at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pieces: list[str] = []
-
-    def write(self, text: str) -> int:
-        self.pieces.append(text)
-        return super().write(text)
+def streamed(lines: str, *flags: object) -> tuple[int, Pieces]:
+    return answered(lines, lambda: run(MODEL, "-", "-", *FLAGS, *flags))
 
 
-def streamed(monkeypatch: pytest.MonkeyPatch, lines: str, *flags: object) -> tuple[int, Pieces]:
-    output = Pieces()
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    monkeypatch.setattr(sys, "stdout", output)
-    try:
-        return run(MODEL, "-", "-", *FLAGS, *flags), output
-    finally:
-        monkeypatch.undo()
-
-
-def test_among_allowed_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_among_allowed_outputs(tmp_path: Path) -> None:
     allowed = tmp_path / "allowed.txt"
     allowed.write_text("Zimmer 12\nZimmer 13\nBus 7 um 14:05\nBus 8 um 14:05\n", "utf-8")
     texts = ["room 12", "bus 7 at 14:05"]
-    code, output = streamed(
-        monkeypatch, "".join(f"{text}\n" for text in texts), "--num-beams", 3, "--allowed-outputs", allowed
-    )
+    code, output = streamed("".join(f"{text}\n" for text in texts), "--num-beams", 3, "--allowed-outputs", allowed)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     trie = fastgen.Trie.from_file(allowed, tokenizer=tokenizer)
     assert code == 0
@@ -66,9 +47,9 @@ def test_among_allowed_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_each_line_is_answered_as_stock_does(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_line_is_answered_as_stock_does(beams: int) -> None:
     texts = [next(task.sentences(seed, held_out=True))[0] for seed in range(5)]
-    code, output = streamed(monkeypatch, "".join(f"{text}\n" for text in texts), "--num-beams", beams)
+    code, output = streamed("".join(f"{text}\n" for text in texts), "--num-beams", beams)
     assert code == 0
     assert output.getvalue().splitlines() == stock(texts, beams)
     assert len(output.pieces) > 4 * len(texts), "words come one by one"
@@ -76,15 +57,15 @@ def test_each_line_is_answered_as_stock_does(beams: int, monkeypatch: pytest.Mon
         assert [call.tier for call in fastgen.status().calls[-5:]] == ["fast"] * 5
 
 
-def test_a_blank_line_is_answered_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, output = streamed(monkeypatch, "room 12\n\n  \nroom 12", "--num-beams", 3)
+def test_a_blank_line_is_answered_by_one() -> None:
+    code, output = streamed("room 12\n\n  \nroom 12", "--num-beams", 3)
     first, *blank, last = output.getvalue().splitlines()
     assert (code, blank) == (0, ["", ""]) and first == last == stock(["room 12"])[0]
 
 
-def test_samples_are_those_of_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_are_those_of_the_seed() -> None:
     found = [
-        streamed(monkeypatch, "order 4213\n", "--do-sample", "--temperature", 3.0, "--seed", seed)[1].getvalue()
+        streamed("order 4213\n", "--do-sample", "--temperature", 3.0, "--seed", seed)[1].getvalue()
         for seed in (3, 3, 4)
     ]
     assert found[0] == found[1] != found[2]
@@ -111,12 +92,12 @@ def test_what_does_not_go_together_is_a_sentence(
 
 
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_text_without_spaces_comes_in_pieces(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_spaces_comes_in_pieces(beams: int) -> None:
     decoded = streaming._Answers._decoded
     text = "before 17:08, page 12, order 4213"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming._Answers, "_decoded", lambda self, tokens: decoded(self, tokens).replace(" ", ""))
-        code, output = streamed(monkeypatch, f"{text}\n", "--num-beams", beams)
+        code, output = streamed(f"{text}\n", "--num-beams", beams)
     assert (code, output.getvalue()) == (0, stock([text], beams)[0].replace(" ", "") + "\n")
     assert len([piece for piece in output.pieces if piece.strip()]) > 4
 

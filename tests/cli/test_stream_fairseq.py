@@ -17,6 +17,7 @@ pytest.importorskip("fairseq", reason="fastgen-generate needs fairseq")
 
 import torch
 from fairseq_cli import interactive
+from streamed_lines import Pieces, answered
 
 import fastgen
 from fastgen.cli import generate
@@ -24,18 +25,6 @@ from fastgen.pipeline.fairseq import streaming
 
 CHANCE = random.Random(4)
 TEXTS = [" ".join(f"w{CHANCE.randrange(60)}" for _ in range(CHANCE.randrange(1, 9))) for _ in range(6)]
-
-
-class Pieces(io.StringIO):
-    """Standard output that notes what is written at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pieces: list[str] = []
-
-    def write(self, text: str) -> int:
-        self.pieces.append(text)
-        return super().write(text)
 
 
 @pytest.fixture
@@ -60,21 +49,13 @@ def stock(texts: list[str], *flags: object) -> list[str]:
     return [fields[2] for fields in lines]
 
 
-def streamed(monkeypatch: pytest.MonkeyPatch, lines: str, *flags: object) -> tuple[int, Pieces]:
-    output = Pieces()
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-    monkeypatch.setattr(sys, "stdout", output)
-    try:
-        return generate.main([str(flag) for flag in (*flags, "--stream")]), output
-    finally:
-        monkeypatch.undo()
+def streamed(lines: str, *flags: object) -> tuple[int, Pieces]:
+    return answered(lines, lambda: generate.main([str(flag) for flag in (*flags, "--stream")]))
 
 
 @pytest.mark.parametrize("more", [["--beam", "1"], ["--beam", "4"], ["--beam", "3", "--lenpen", "0", "--min-len", "6"]])
-def test_each_line_is_answered_as_stock_does(
-    flags: list[str], more: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, output = streamed(monkeypatch, "".join(f" {text} \n" for text in TEXTS), *flags, *more)
+def test_each_line_is_answered_as_stock_does(flags: list[str], more: list[str]) -> None:
+    code, output = streamed("".join(f" {text} \n" for text in TEXTS), *flags, *more)
     assert code == 0
     found = stock(TEXTS, *flags, *more)
     assert output.getvalue().splitlines() == found
@@ -83,8 +64,8 @@ def test_each_line_is_answered_as_stock_does(
     assert len(set(found)) > 1 and sum(len(text.split()) for text in found) > 3 * len(TEXTS)
 
 
-def test_blank_lines_are_answered_by_blank_ones(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    code, output = streamed(monkeypatch, f"{TEXTS[0]}\n\n  \n{TEXTS[0]}", *flags)
+def test_blank_lines_are_answered_by_blank_ones(flags: list[str]) -> None:
+    code, output = streamed(f"{TEXTS[0]}\n\n  \n{TEXTS[0]}", *flags)
     first, *blank, last = output.getvalue().splitlines()
     assert (code, blank) == (0, ["", ""]) and first == last == stock(TEXTS[:1], *flags)[0]
 
@@ -100,7 +81,7 @@ class _Punctuation:
 
 
 @pytest.fixture
-def with_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def with_tokenizer() -> Iterator[None]:
     load = streaming.load_for_lines
 
     def loaded(*args: Any) -> Any:
@@ -114,8 +95,8 @@ def with_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_tokenizer_that_joins_words(flags: list[str], with_tokenizer: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, output = streamed(monkeypatch, "".join(f"{text}\n" for text in TEXTS), *flags)
+def test_a_tokenizer_that_joins_words(flags: list[str], with_tokenizer: None) -> None:
+    code, output = streamed("".join(f"{text}\n" for text in TEXTS), *flags)
     wanted = [text.replace(" w1", ",w1") for text in stock(TEXTS, *flags)]
     assert code == 0 and output.getvalue().splitlines() == wanted
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 from collections.abc import Iterable
@@ -11,10 +10,10 @@ from typing import Any
 from fairseq import utils
 
 from fastgen.optimizer import streams
-from fastgen.pipeline.errors import DONE, InputError, counted, first_line, is_utf8, writing
+from fastgen.pipeline import growing_line
+from fastgen.pipeline.errors import DONE, InputError, counted
 from fastgen.pipeline.fairseq.load import Loaded, check, load_for_lines
 from fastgen.pipeline.fairseq.output import logging_to
-from fastgen.pipeline.growing_line import GrowingLine
 from fastgen.pipeline.transformers.growing_text import stable
 
 
@@ -27,18 +26,8 @@ def run(cfg: Any) -> int:
     check(cfg)
     with logging_to(sys.stderr):
         answer = _Answers(load_for_lines(cfg, logging.getLogger("fairseq_cli.generate")))
-        if isinstance(sys.stdin, io.TextIOWrapper):  # or the error for other bytes depends on the locale
-            sys.stdin.reconfigure(errors="surrogateescape")
-        for number, line in enumerate(sys.stdin, 1):
-            for piece in filter(None, answer.pieces(number, line.strip())):
-                _write(piece)
-            _write("\n")
+        growing_line.answer_lines(answer.pieces)
     return DONE
-
-
-def _write(text: str) -> None:
-    with writing("standard output"):
-        print(text, end="", flush=True)
 
 
 class _Answers:
@@ -51,20 +40,9 @@ class _Answers:
         self._most = most[0] if isinstance(most, tuple) else most  # source tokens, if that is bounded
 
     def pieces(self, number: int, text: str) -> Iterable[str]:
-        """The pieces of the line that answers line `number`; none for a blank one."""
-        if not text:
-            return
-        if not is_utf8(text):
-            raise InputError(f"Line {number} is not UTF-8.")
-        sample = self._sample(number, text)
-        written, found = GrowingLine(), list[int]()
-        try:
-            for token in streams.stream_search(lambda: self._search(sample)):
-                found.append(token)
-                yield written.grow(self._settled(self._decoded(found)))
-        except ValueError as error:
-            raise InputError(f"Line {number}: {first_line(error)}.") from error
-        yield written.end(self._decoded(found))
+        """The pieces of the answer to line `number`."""
+        sample = self._sample(number, text.strip())
+        return growing_line.grown(streams.stream_search(lambda: self._search(sample)), self._decoded, self._settled)
 
     def _search(self, sample: Any) -> Any:
         loaded = self._loaded

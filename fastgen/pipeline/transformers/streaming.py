@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from fastgen.optimizer import streams
-from fastgen.pipeline.errors import DONE, InputError, counted, first_line, is_utf8, writing
-from fastgen.pipeline.growing_line import GrowingLine
+from fastgen.pipeline import growing_line
+from fastgen.pipeline.errors import DONE, InputError, counted
 from fastgen.pipeline.offline import padded
 from fastgen.pipeline.transformers import allowed_outputs, prepare, tokenizing
 from fastgen.pipeline.transformers.growing_text import settled
@@ -36,18 +34,8 @@ def run(settings: RunSettings, warn: Callable[[str], None]) -> int:
             settings.allowed_outputs, known.tokenizer, settings.target_lang, model, config
         )
     answer = _Answers(model, options, known.tokenizer, known.spec, known.limit)
-    if isinstance(sys.stdin, io.TextIOWrapper):  # or the error for other bytes depends on the locale
-        sys.stdin.reconfigure(errors="surrogateescape")
-    for number, line in enumerate(sys.stdin, 1):
-        for piece in filter(None, answer.pieces(number, line.rstrip("\r\n"))):
-            _write(piece)
-        _write("\n")
+    growing_line.answer_lines(answer.pieces)
     return DONE
-
-
-def _write(text: str) -> None:
-    with writing("standard output"):
-        print(text, end="", flush=True)
 
 
 class _Answers:
@@ -61,27 +49,17 @@ class _Answers:
         self._handle = tokenizing.handler(tokenizer, spec)
 
     def pieces(self, number: int, text: str) -> Iterable[str]:
-        """The pieces of the line that answers line `number`; none for a blank one.
+        """The pieces of the answer to line `number`.
 
         A word comes with the space before it: a tokenizer may still change the space after the last one.
         """
-        if not text.strip():
-            return
-        if not is_utf8(text):
-            raise InputError(f"Line {number} is not UTF-8.")
         (tokens,) = self._handle(tokenizing.Encode([text]))
         if self._limit is not None and len(tokens) > self._limit:
             has = counted(len(tokens), "token")
             raise InputError(f"Line {number} has {has}, and the model has room for {self._limit}: --truncate cuts it.")
         inputs = padded(self._model, [list(tokens)], self._options)
-        written, found = GrowingLine(), list[int]()
-        try:
-            for token in streams.stream(self._model, (), inputs):
-                found.append(token)
-                yield written.grow(settled(self._decoded(found), self._tokenizer))
-        except ValueError as error:
-            raise InputError(f"Line {number}: {first_line(error)}.") from error
-        yield written.end(self._decoded(found))
+        stream = streams.stream(self._model, (), inputs)
+        return growing_line.grown(stream, self._decoded, lambda text: settled(text, self._tokenizer))
 
     def _decoded(self, tokens: list[int]) -> str:
         (text,) = self._handle(tokenizing.Decode([tokens]))
