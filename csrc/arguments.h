@@ -226,7 +226,7 @@ inline void check_screened(
       value, weight.dim() == 2 && weight.size(1) == rows.size(-1), "weight must be [width, ", rows.size(-1),
       "], not of shape ", shape_of(weight), ".");
   FASTGEN_CHECK(
-      value, codes.sizes() == weight.sizes(),
+      value, codes.sizes().equals(weight.sizes()),
       "codes must be ", shape_of(weight), ", not of shape ", shape_of(codes), ".");
   check_codes(codes, rows);
   check_width("scales", scales, weight.size(0));

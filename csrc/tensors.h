@@ -8,6 +8,9 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK // a newer name, which the headers of torch 2.10 don't have
+#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+#endif
 #else
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import shutil
 import subprocess
@@ -60,7 +61,22 @@ def test_only_the_job_that_publishes_may_ask_for_a_token() -> None:
     jobs = read(ROOT / ".github/workflows/release.yml")["jobs"]
     assert [name for name, job in jobs.items() if "id-token" in job.get("permissions", {})] == ["publish"]
     assert "tag" in jobs["publish"]["if"] and jobs["publish"]["needs"] == "install"
-    assert jobs["install"]["needs"] == "build"
+    assert jobs["install"]["needs"] == ["build", "wheels"]
+
+
+def test_what_is_published_is_all_that_was_built() -> None:
+    """Each job that builds names its distributions for itself: two of one name would be an error."""
+    jobs = read(ROOT / ".github/workflows/release.yml")["jobs"]
+    options = {name: [step.get("with", {}) for step in job["steps"]] for name, job in jobs.items()}
+    platforms = [entry["platform"] for entry in jobs["wheels"]["strategy"]["matrix"]["include"]]
+    (built,) = (each["name"] for each in options["build"] if "path" in each)
+    (wheel,) = (each["name"] for each in options["wheels"] if "path" in each)
+    names = [built, *(wheel.replace("${{ matrix.platform }}", platform) for platform in platforms)]
+    assert len(set(names)) == 1 + len(platforms)
+    for job in ("install", "publish"):
+        (fetched,) = (each for each in options[job] if "pattern" in each)
+        assert fetched["merge-multiple"] and fetched["path"] == "dist/"
+        assert fnmatch.filter(names, fetched["pattern"]) == names
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)

@@ -5,7 +5,24 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-_DYNSYM = 11  # the type of the section that holds the symbols of the dynamic linker
+_DYNAMIC, _DYNSYM = 6, 11  # types of sections: what the dynamic linker reads first, and its symbols
+_NEEDED = 1  # the tag of a library that is to be loaded first
+
+
+def needed_libraries(library: Path) -> set[str]:
+    """The names of the libraries that a library is linked with.
+
+    Raises:
+        ValueError: as `undefined_symbols` does.
+    """
+    data, headers = _read(library)
+    names: set[str] = set()
+    for header in headers:
+        if header[1] == _DYNAMIC:
+            start, length, strings = header[4], header[5], headers[header[6]][4]
+            entries = struct.iter_unpack("<qQ", data[start : start + length])
+            names |= {_string(data, strings + place) for tag, place in entries if tag == _NEEDED}
+    return names
 
 
 def undefined_symbols(library: Path) -> set[str]:
@@ -14,12 +31,7 @@ def undefined_symbols(library: Path) -> set[str]:
     Raises:
         ValueError: for a file that is no ELF file of 64 bits, the lower byte first.
     """
-    data = library.read_bytes()
-    if data[:6] != b"\x7fELF\x02\x01":
-        raise ValueError(f"{library} is no such ELF file")
-    (at,) = struct.unpack_from("<Q", data, 0x28)
-    size, count = struct.unpack_from("<HH", data, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", data, at + i * size) for i in range(count)]
+    data, headers = _read(library)
     names: set[str] = set()
     for header in headers:
         if header[1] != _DYNSYM:
@@ -28,5 +40,19 @@ def undefined_symbols(library: Path) -> set[str]:
         for place in range(start, start + length, entry):
             name, _, _, section = struct.unpack_from("<IBBH", data, place)
             if section == 0 and name:
-                names.add(data[strings + name : data.index(b"\0", strings + name)].decode())
+                names.add(_string(data, strings + name))
     return names
+
+
+def _read(library: Path) -> tuple[bytes, list[tuple[int, ...]]]:
+    """The file, and the headers of its sections."""
+    data = library.read_bytes()
+    if data[:6] != b"\x7fELF\x02\x01":
+        raise ValueError(f"{library} is no such ELF file")
+    (at,) = struct.unpack_from("<Q", data, 0x28)
+    size, count = struct.unpack_from("<HH", data, 0x3A)
+    return data, [struct.unpack_from("<IIQQQQIIQQ", data, at + i * size) for i in range(count)]
+
+
+def _string(data: bytes, start: int) -> str:
+    return data[start : data.index(b"\0", start)].decode()

@@ -1,0 +1,67 @@
+"""What the wheels of a release leave out: the libraries that torch brings, as copies would be another torch."""
+
+from __future__ import annotations
+
+import fnmatch
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from build_kit import ROOT, needs_compiler
+from elf import needed_libraries
+
+from fastgen import ops
+from fastgen.ops import builder, library
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+
+LIBRARIES = ("cpu", "runtime")  # the machines that build wheels have no CUDA
+# What every Linux has that a wheel for manylinux runs on.
+SYSTEM = {
+    *("libc.so.6", "libdl.so.2", "libgcc_s.so.1", "libm.so.6", "libpthread.so.0", "libstdc++.so.6"),
+    *("ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"),
+}
+
+
+def settings() -> dict[str, Any]:
+    file = ROOT / "pyproject.toml"
+    if not file.is_file():
+        pytest.skip("needs a checkout")
+    return tomllib.loads(file.read_text("utf-8"))["tool"]["cibuildwheel"]
+
+
+def left_out(system: str) -> list[str]:
+    words = shlex.split(settings()[system]["repair-wheel-command"])
+    return [words[i + 1] for i, word in enumerate(words) if word == "--exclude"]
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_auditwheel_copies_no_library(name: str) -> None:
+    if not ops.is_native(torch.device("cpu")) or not library.is_loaded(name):
+        pytest.skip(f"no native library {name}")
+    others = needed_libraries(library._find(name, "")) - SYSTEM
+    patterns = left_out("linux")
+    assert "libtorch_cpu.so" in others
+    assert [one for one in sorted(others) if not any(fnmatch.fnmatch(one, pattern) for pattern in patterns)] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the libraries of torch for Linux")
+def test_auditwheel_leaves_out_what_torch_brings() -> None:
+    brought = [path.name for path in (Path(torch.__file__).parent / "lib").iterdir()]
+    assert [pattern for pattern in left_out("linux") if not fnmatch.filter(brought, pattern)] == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_delocate_copies_no_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves out a library whose path has one of the words in it."""
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    linked = [f"lib{word[2:]}.dylib" for word in builder.recipe(name).tail if word.startswith("-l")]
+    assert "libtorch_cpu.dylib" in linked
+    assert [one for one in linked if not any(word in one for word in left_out("macos"))] == []
