@@ -19,7 +19,7 @@ from fastgen.serving.disconnects import EndedWithClient
 from fastgen.serving.limited import Limited, refusal
 from fastgen.serving.observed import GONE, Observed, work_of
 from fastgen.serving.openai_errors import OpenAIErrors, note
-from fastgen.serving.options import Answer, Problem, question
+from fastgen.serving.options import STREAMS, Answer, Problem, question
 from fastgen.serving.request_ids import RequestIds
 from fastgen.serving.service import BaseService, Refusal
 from fastgen.serving.services import of_texts
@@ -55,7 +55,7 @@ def build(service: BaseService, token: str | Sequence[str] | None, *, behind_ray
     # Only gives the page a field for the token: `Guarded` checks it, before a body is read.
     bearer = [Depends(HTTPBearer(auto_error=False))]
 
-    @app.post("/v1/generate", response_model=Answer, responses=problems, dependencies=bearer)
+    @app.post("/v1/generate", response_model=Answer, responses={200: STREAMS, **problems}, dependencies=bearer)
     async def generate(body: Question, request: Request) -> Any:  # type: ignore[valid-type]
         """Generate for one text or several. With `stream`, server-sent events: `delta`s, then each input's `text`."""
         asked, work = body.model_dump(exclude_unset=True), work_of(request.scope)  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from fastgen.serving.observed import work_of
 from fastgen.serving.openai_answers import CHAT, CONTEXT, TEXT, Answer, Form, Inputs, streamed, whole
 from fastgen.serving.openai_schema import RENAMED
 from fastgen.serving.openai_search import search_of
+from fastgen.serving.options import STREAMS
 from fastgen.serving.service import BaseService, Names, Refusal, Service
 from fastgen.serving.services import check_model, of_texts
 
@@ -35,12 +36,11 @@ def add_endpoints(app: FastAPI, service: BaseService, dependencies: Sequence[Any
     started, name = int(time.time()), metrics.shown(service.name)
     models = openai_schema.Models(data=[openai_schema.Model(id=name, created=started)])
     CompletionRequest, ChatRequest = openai_schema.completion(service.limits), openai_schema.chat(service.limits)
-    common: dict[str, Any] = {
-        "dependencies": dependencies,
-        "responses": {
-            code: {"model": openai_schema.ProblemOfOpenAI, "description": what} for code, what in PROBLEMS.items()
-        },
+    problems: dict[int | str, dict[str, Any]] = {
+        code: {"model": openai_schema.ProblemOfOpenAI, "description": what} for code, what in PROBLEMS.items()
     }
+    common: dict[str, Any] = {"dependencies": dependencies, "responses": problems}
+    streaming: dict[str, Any] = {**common, "responses": {200: STREAMS, **problems}}
 
     async def answer(form: Form, body: Any, inputs_of: Callable[..., Awaitable[Inputs]], request: Request) -> Any:
         texts = of_texts(service)
@@ -61,12 +61,12 @@ def add_endpoints(app: FastAPI, service: BaseService, dependencies: Sequence[Any
         await anext(events)  # from here on, closing `events` frees the rows
         return StreamingResponse(events, media_type="text/event-stream")
 
-    @app.post("/v1/completions", response_model=openai_schema.Completion, **common)
+    @app.post("/v1/completions", response_model=openai_schema.Completion, **streaming)
     async def completions(body: CompletionRequest, request: Request) -> Any:  # type: ignore[valid-type]
         """Go on with prompts or, with an encoder-decoder, answer them, as OpenAI's endpoint of this name does."""
         return await answer(TEXT, body, _prompts, request)
 
-    @app.post("/v1/chat/completions", response_model=openai_schema.ChatCompletion, **common)
+    @app.post("/v1/chat/completions", response_model=openai_schema.ChatCompletion, **streaming)
     async def chat_completions(body: ChatRequest, request: Request) -> Any:  # type: ignore[valid-type]
         """Answer a conversation, for models with a chat template, as OpenAI's endpoint of this name does."""
         return await answer(CHAT, body, _conversation, request)

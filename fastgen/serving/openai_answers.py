@@ -137,7 +137,7 @@ class Answer:
                 kept = row[: self._begun + count]
             else:
                 reason, count = self._end(row)
-                kept = row[:-1] if count and row[-1] in self._ends else row
+                kept = row[:-1] if len(row) > self._begun and row[-1] in self._ends else row
             pieces.append(Piece(index, self._prefix(index) + new, reason, count, score, kept))
         return pieces
 

@@ -33,9 +33,8 @@ def add_endpoints(app: FastAPI, service: BaseService, dependencies: Sequence[Any
         "openapi_extra": speech_schema.form(Fields),
         "response_model": speech_schema.SpeechVerbose | speech_schema.SpeechText,
         "response_model_exclude_unset": True,
-        "responses": {
-            code: {"model": openai_schema.ProblemOfOpenAI, "description": what} for code, what in PROBLEMS.items()
-        },
+        "responses": {200: speech_schema.TEXTS}
+        | {code: {"model": openai_schema.ProblemOfOpenAI, "description": what} for code, what in PROBLEMS.items()},
     }
 
     async def answer(request: Request, task: str) -> Any:

@@ -86,6 +86,13 @@ class Problem(BaseModel):
     detail: str
 
 
+# What a request for a stream is answered with, for the page.
+STREAMS: dict[str, Any] = {
+    "description": "the answer",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+}
+
+
 def offered(limits: Limits) -> dict[str, Any]:
     """The fields of GenerationConfig that a request may set, with their types, for this version of transformers."""
     known = field_types()

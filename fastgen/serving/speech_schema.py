@@ -20,6 +20,8 @@ NEUTRAL: dict[str, tuple[str, ...]] = {
     "languages": (),
     "stream": ("false", "False", "0"),
 }
+# What a format without JSON is answered with, for the page.
+TEXTS: dict[str, Any] = {"description": "what is said", "content": {"text/plain": {"schema": {"type": "string"}}}}
 _LONGEST_PROMPT = 10_000  # characters: Whisper reads the last 223 tokens
 
 

@@ -6,6 +6,8 @@ window of a long recording gets on, whatever the model says.
 
 from __future__ import annotations
 
+import io
+import wave
 from typing import Any
 
 import numpy as np
@@ -90,3 +92,14 @@ def sound(seconds: float, seed: int) -> np.ndarray[Any, Any]:
     time = np.arange(int(seconds * RATE)) / RATE
     tone = np.sin(2 * np.pi * (200 + 300 * chance.random() + 50 * np.floor(time * 4) % 400) * time)
     return (0.25 * tone + 0.02 * chance.standard_normal(len(time))).astype(np.float32)
+
+
+def wav(samples: Any) -> bytes:
+    """The bytes of a WAV file."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(RATE)
+        out.writeframes((samples * 32767).astype("<i2").tobytes())
+    return file.getvalue()

@@ -239,24 +239,6 @@ def test_malformed_bodies_are_never_the_services_fault(client: Any, service: Any
     assert service.engine.is_alive
 
 
-@pytest.mark.slow
-def test_bodies_of_its_own_openapi_are_never_the_services_fault(service: Any) -> None:
-    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
-    from hypothesis import HealthCheck, given, settings
-
-    operation = schemathesis.openapi.from_asgi("/openapi.json", http.build(service, None))["/v1/generate"]["POST"]
-    for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
-
-        @given(case=operation.as_strategy(generation_mode=mode))
-        @settings(max_examples=BODIES // 8, suppress_health_check=list(HealthCheck), deadline=None)
-        def send(case: Any) -> None:
-            answer = case.call()
-            assert answer.status_code < 500 or answer.status_code == 504, answer.text  # a `timeout` of next to nothing
-
-        send()
-    assert service.engine.is_alive
-
-
 def test_a_token_is_asked_for(service: Any) -> None:
     from fastapi.testclient import TestClient
 

@@ -10,7 +10,6 @@ import random
 import shutil
 import threading
 import time
-import wave
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,18 +44,7 @@ BODIES = int(os.environ.get("FASTGEN_FUZZ", "400"))  # malformed ones
 MOST = 400_000  # bytes of a body
 
 
-def wav(samples: Any) -> bytes:
-    """The bytes of a WAV file."""
-    file = io.BytesIO()
-    with wave.open(file, "wb") as out:
-        out.setnchannels(1)
-        out.setsampwidth(2)
-        out.setframerate(speech_kit.RATE)
-        out.writeframes((samples * 32767).astype("<i2").tobytes())
-    return file.getvalue()
-
-
-SHORT, LONG = wav(speech_kit.sound(1.5, 1)), wav(speech_kit.sound(5.5, 2))
+SHORT, LONG = speech_kit.wav(speech_kit.sound(1.5, 1)), speech_kit.wav(speech_kit.sound(5.5, 2))
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +229,9 @@ def test_many_clients_share_steps(service: Any, direct: Any, monkeypatch: pytest
     real = BatchDecoder.step_all
     monkeypatch.setattr(BatchDecoder, "step_all", lambda self: (seen.append(len(self.calls)), real(self))[1])
     chance = random.Random(3)
-    jobs = [(wav(speech_kit.sound(chance.choice((1.0, 1.9, 4.2)), seed)), 1 + seed % 2) for seed in range(12)]
+    jobs = [
+        (speech_kit.wav(speech_kit.sound(chance.choice((1.0, 1.9, 4.2)), seed)), 1 + seed % 2) for seed in range(12)
+    ]
 
     with listening(build(service, None)) as url:
 
@@ -294,7 +284,7 @@ BAD_FILES: list[tuple[Any, str]] = [
     (_cut(LONG), "file is cut off: it says that it has 5.5 seconds of sound, and 2.7 are there."),
     (_cut(encoded(speech_kit.sound(4, 1), "flac", "flac")), "file is "),
     (LONG[:30], "file is no audio that FFmpeg knows"),
-    (wav(speech_kit.sound(0, 1)), "file has no audio in it"),
+    (speech_kit.wav(speech_kit.sound(0, 1)), "file has no audio in it"),
 ]
 
 
@@ -434,7 +424,7 @@ def test_who_waits_too_long_or_leaves(service: Any, monkeypatch: pytest.MonkeyPa
         return real(self)
 
     monkeypatch.setattr(BatchDecoder, "step_all", slow)
-    data = wav(speech_kit.sound(10.0, 1))
+    data = speech_kit.wav(speech_kit.sound(10.0, 1))
     with listening(build(service, None)) as url:
         client = client_of(url)
         expired, cancelled = counts.expired, counts.cancelled
@@ -571,7 +561,7 @@ def test_malformed_forms_are_never_the_services_fault(service: Any) -> None:
     chance, statuses = random.Random(5), set()
     fields = {"model": service.name, "temperature": "0", "response_format": "verbose_json", "num_beams": "1"}
     values = ["", "x", "-1", "1e999", "nan", "[]", "\u0000", "a" * 5000, "word", "true"]
-    tiny = wav(speech_kit.sound(0.2, 1))
+    tiny = speech_kit.wav(speech_kit.sound(0.2, 1))
     with TestClient(build(service, None), raise_server_exceptions=False) as client:
         for _ in range(BODIES):
             parts = dict(fields)
@@ -611,7 +601,7 @@ def test_real_speech(tmp_path: Path) -> None:
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     _save_settings(real, tmp_path)
-    data = wav(np.load(clip).astype(np.float32))
+    data = speech_kit.wav(np.load(clip).astype(np.float32))
     server = Server(tmp_path / "log", "--local", model=tmp_path)
     try:
         create = client_of(f"http://127.0.0.1:{server.port}").audio.transcriptions.create
