@@ -8,101 +8,38 @@ tokens; the first answer to each question is compared with what stock `generate`
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
-import random
-import statistics
+import contextlib
 import sys
-import tempfile
-import time
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
-import measuring
+import clients
 import ray
-import transformers
-
-from fastgen.demo import task
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "kit"))
-from serve_process import Server
 from serving_kit import stock
 
-TEXTS = [" ".join(next(task.sentences(seed, held_out=True))[0].split()[: 3 + 2 * seed % 19]) for seed in range(200)]
-LENGTHS = (20, 40, 80)
-Answers = dict[tuple[str, int], str]
+
+@contextlib.asynccontextmanager
+async def client(url: str) -> AsyncIterator[clients.Ask]:
+    everybody = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=everybody, raise_for_status=True) as session:
+
+        async def ask(text: str, length: int, way: int) -> Any:
+            body = {"text": text, "num_beams": 4, "max_new_tokens": length}
+            async with session.post(f"{url}/generate", json=body) as answer:
+                return (await answer.json())["outputs"][0][0]["text"]
+
+        yield ask
+
+
+def expected(text: str, length: int, way: int) -> str:
+    return stock(text, num_beams=4, max_new_tokens=length)[0][0]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 64])
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="folder for the JSON")
-    args = parser.parse_args()
-    answers: Answers = {}
-    rounds: list[dict[str, dict[str, float]]] = []
-    with tempfile.TemporaryDirectory() as temporary:
-        server = Server(Path(temporary) / "log")
-        try:
-            asyncio.run(_measured(server, 8, 3.0, answers))  # warm-up
-            for turn in range(args.rounds):
-                order = args.clients if turn % 2 == 0 else args.clients[::-1]
-                rounds.append({str(n): asyncio.run(_measured(server, n, args.seconds, answers)) for n in order})
-        finally:
-            server.stop()
-    for (text, length), answer in answers.items():
-        expected = stock(text, num_beams=4, max_new_tokens=length)[0][0]
-        if answer != expected:
-            raise SystemExit(f"{text!r}: {answer!r} instead of {expected!r}")
-    one = str(args.clients[0])
-    summary = {
-        str(n): {
-            name: statistics.median(each[str(n)][name] for each in rounds)
-            for name in ("per_second", "p50", "p95", "failed")
-        }
-        | {"ratio": statistics.median(each[str(n)]["per_second"] / each[one]["per_second"] for each in rounds)}
-        for n in args.clients
-    }
-    result = {
-        **measuring.environment(ray, transformers),
-        "what": "the shipped model, 4 beams, at most 20, 40 or 80 new tokens",
-        "verified": f"{len(answers)} different questions, answered as stock generate does",
-        "summary": summary,
-        "rounds": rounds,
-    }
-    print(json.dumps({"summary": summary, "verified": result["verified"]}, indent=1))
-    if args.output:
-        measuring.write(args.output, "serve", result)
-    return 0
-
-
-async def _measured(server: Server, clients: int, seconds: float, answers: Answers) -> dict[str, float]:
-    times: list[float] = []
-    failed = 0
-    end = time.perf_counter() + seconds
-
-    async def client(number: int, session: Any) -> None:
-        nonlocal failed
-        chance = random.Random(number)
-        while (started := time.perf_counter()) < end:
-            text, length = chance.choice(TEXTS), chance.choice(LENGTHS)
-            body = {"text": text, "num_beams": 4, "max_new_tokens": length}
-            async with session.post(f"http://127.0.0.1:{server.port}/v1/generate", json=body) as answer:
-                found = await answer.json()
-                failed += answer.status != 200
-            times.append(time.perf_counter() - started)
-            answers.setdefault((text, length), found["outputs"][0][0]["text"])
-
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        began = time.perf_counter()
-        await asyncio.gather(*(client(number, session) for number in range(clients)))
-        lasted = time.perf_counter() - began
-    times.sort()
-    p50, p95 = times[len(times) // 2], times[int(len(times) * 0.95)]
-    return {"per_second": len(times) / lasted, "p50": p50, "p95": p95, "failed": failed, "answers": len(times)}
+    args = clients.options(__doc__, [1, 8, 64], 10.0).parse_args()
+    asking = clients.Asking(client, aiohttp.ClientError, expected)
+    return clients.run(args, asking, "serve", "the shipped model, 4 beams, at most 20, 40 or 80 new tokens", ray)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ cannot be at different positions) are decoded by the host's own `generate`, thos
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -24,14 +23,10 @@ from fastgen.optimizer.transformers.generate.suspended_call import Call, Found
 from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
-from fastgen.serving import failures
 from fastgen.serving.apart import generate_apart
-from fastgen.serving.counts import Counts
-from fastgen.serving.generation_request import Failed, Finished, Full, GenerationRequest, Grown, Stopped
-from fastgen.serving.latencies import Latencies
+from fastgen.serving.base_engine import EXPIRED, STOPPED, BaseEngine
+from fastgen.serving.generation_request import Failed, Finished, GenerationRequest, Grown, Stopped
 
-STOPPED = "The engine has stopped: send the request again later."
-EXPIRED = "The request took longer than it may: ask for fewer tokens, or give it a longer `timeout`."
 _IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
 _MOST_OPTIONS = 1000  # of which it is remembered whether they can share a batch
 _JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer new ones wait for others, as each call costs a search,
@@ -41,7 +36,7 @@ _PATIENCE_SECONDS = 0.25  # but at most so long
 _Unit = tuple[GenerationRequest, int]
 
 
-class Engine:
+class Engine(BaseEngine):
     """Generates for requests from any thread, in a thread of its own."""
 
     def __init__(self, model: Any, tokenizer: Any = None, *, most_rows: int = 256, most_queued: int = 1024) -> None:
@@ -53,44 +48,23 @@ class Engine:
             most_rows: the most rows, inputs times beams, that decode together.
             most_queued: the most inputs that may wait.
         """
-        self.counts, self.latencies = Counts(), Latencies(1 if model.config.is_encoder_decoder else 0)
-        self._model, self._tokenizer = model, tokenizer
-        self._most_rows, self._most_queued = most_rows, most_queued
+        super().__init__(model, most_queued, before_first=1 if model.config.is_encoder_decoder else 0)
+        self._tokenizer, self._most_rows = tokenizer, most_rows
         self._requests: list[GenerationRequest] = []  # requests that have inputs waiting, the oldest first
         self._batches: dict[int, ContinuousBatch] = {}  # by number of rows of each input
         self._units: dict[int, list[_Unit]] = {}  # inputs by number of the call
         self._tasks: deque[tuple[Future[Any], Callable[[Any], Any]]] = deque()  # of the model, beside all batches
         self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
         self._calls = 0
-        self._changed = threading.Condition()
-        self._is_closed = self._is_lost = False
-        self._thread = threading.Thread(target=self._run, name="fastgen-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request, whose listener gets each result. Raises Full or, if the engine has ended, Stopped."""
         with self._changed:
-            if self._is_closed or not self._thread.is_alive():
-                raise Stopped
             queued = sum(len(one.waiting) for one in self._requests if not one.is_over)
-            if queued and queued + len(request.inputs) > self._most_queued:
-                self.counts.refused += 1
-                raise Full
-            self.counts.requests += 1
-            self.counts.inputs += len(request.inputs)
+            is_full = queued > 0 and queued + len(request.inputs) > self._most_queued
+            self._count(len(request.inputs), is_full=is_full)
             self._requests.append(request)
-            self._changed.notify()
-
-    def cancel(self, request: GenerationRequest) -> None:
-        """Cancel a request to which nobody listens, from any thread; the rows leave at the next step."""
-        with self._changed:
-            if not request.is_over:
-                request.is_over = True
-                self.counts.cancelled += 1
             self._changed.notify()
 
     def complete(self, request: GenerationRequest, index: int, tokens: int) -> bool:
@@ -110,18 +84,10 @@ class Engine:
         """Call `task` with the model, in the engine's thread, between two steps; the future has what it returns."""
         future: Future[Any] = Future()
         with self._changed:
-            if self._is_closed or not self._thread.is_alive():
-                raise Stopped
+            self._check_open()
             self._tasks.append((future, task))
             self._changed.notify()
         return future
-
-    def close(self) -> None:
-        """End the thread; unfinished requests fail."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
-        self._thread.join()
 
     def _run(self) -> None:
         with torch.no_grad():
@@ -177,8 +143,7 @@ class Engine:
         with self._changed:
             known = {id(request): request for units in self._units.values() for request, _ in units}
             for request in [*self._requests, *known.values()]:
-                if not request.is_over and request.deadline < now:
-                    self.counts.expired += 1
+                if request.deadline < now:
                     self._end(request, Failed(504, EXPIRED))
             self._requests = [request for request in self._requests if request.waiting and not request.is_over]
 
@@ -340,11 +305,6 @@ class Engine:
         for request, _ in units:
             self._end(request, failed)
 
-    def _failure(self, error: Exception) -> Failed:
-        failed = failures.failed_by(error)
-        self._is_lost = self._is_lost or failures.is_lost(failed, self._model.device)
-        return failed
-
     def _fail_all(self, error: Exception, status: int = 500) -> None:
         """Fail the requests of all batches, whose state is unknown after an error; when stopping, waiting ones, too."""
         units = [unit for call in self._units.values() for unit in call]
@@ -364,13 +324,6 @@ class Engine:
             future, _ = self._tasks.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(Stopped())
-
-    def _end(self, request: GenerationRequest, failed: Failed) -> None:
-        with self._changed:  # locked, or the listener might cancel it, too
-            if not request.is_over:
-                self.counts.failed += 1
-                request.listener(failed)
-                request.is_over = True
 
     def _clear(self) -> None:
         """Close all batches and free their memory."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from fastgen.serving.generation_request import GenerationRequest
 from fastgen.serving.histograms import Histogram
@@ -14,10 +14,14 @@ _SECONDS_OF_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 
 _Unit = tuple[GenerationRequest, int]  # an input of a request
 
 
-class Waiting(Protocol):
+class Request(Protocol):
     """A request, of whichever kind."""
 
     since: float  # of time.monotonic(): when it came
+    is_over: bool
+
+    @property
+    def listener(self) -> Callable[[Any], None]: ...
 
 
 class Latencies:
@@ -37,7 +41,7 @@ class Latencies:
         )
         self.histograms = (self._queue, self._first, self._others)
 
-    def left_queue(self, units: Iterable[tuple[Waiting, int]]) -> None:
+    def left_queue(self, units: Iterable[tuple[Request, int]]) -> None:
         """These inputs begin now."""
         now = time.monotonic()
         for request, _ in units:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from fastgen.serving import failures, logprobs
-from fastgen.serving.engine import EXPIRED, STOPPED
+from fastgen.serving.base_engine import EXPIRED, STOPPED
 from fastgen.serving.generation_request import GenerationRequest, Stopped
 from fastgen.serving.logprobs import Scored
 from fastgen.serving.service import Refusal, Service

@@ -17,7 +17,8 @@ from fastgen.pipeline.transformers.growing_text import settled
 from fastgen.pipeline.transformers.load import decoder_room, generation_config, load_model
 from fastgen.pipeline.transformers.settings import ModelSettings
 from fastgen.pipeline.workers import WorkerPool
-from fastgen.serving.engine import EXPIRED, STOPPED, Engine
+from fastgen.serving.base_engine import EXPIRED, STOPPED, BaseEngine
+from fastgen.serving.engine import Engine
 from fastgen.serving.generation_request import Event, Failed, Finished, Full, GenerationRequest, Grown, Stopped
 from fastgen.serving.limits import Limits
 from fastgen.serving.observed import Work
@@ -84,7 +85,7 @@ def check_stream(options: Mapping[str, Any], name: str = "num_return_sequences")
 class BaseService:
     """What the services of all models have: limits, a name, counts, and an end."""
 
-    engine: Any  # with `counts`, `latencies`, `is_alive` and `close`
+    engine: BaseEngine
 
     def __init__(self, name: str, limits: Limits) -> None:
         """`name`: of the model."""

@@ -18,7 +18,7 @@ from fastgen.pipeline.transcription.subtitles import Segment
 from fastgen.pipeline.transformers import prepare, tokenizing
 from fastgen.pipeline.transformers.load import load_speech_model
 from fastgen.pipeline.transformers.settings import ModelSettings
-from fastgen.serving.engine import EXPIRED, STOPPED
+from fastgen.serving.base_engine import EXPIRED, STOPPED
 from fastgen.serving.generation_request import Failed, Full, Stopped
 from fastgen.serving.limits import Limits
 from fastgen.serving.service import BaseService, Refusal

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,11 +16,8 @@ from typing import Any
 
 from fastgen.optimizer import together
 from fastgen.pipeline.transcription.pipelines import sharing_steps
-from fastgen.serving import failures
-from fastgen.serving.counts import Counts
-from fastgen.serving.engine import EXPIRED, STOPPED
-from fastgen.serving.generation_request import Failed, Full, Stopped
-from fastgen.serving.latencies import Latencies
+from fastgen.serving.base_engine import EXPIRED, STOPPED, BaseEngine
+from fastgen.serving.generation_request import Failed
 
 
 @dataclass(eq=False)
@@ -49,7 +45,7 @@ def _check() -> None:
         raise _Unwanted
 
 
-class SpeechEngine:
+class SpeechEngine(BaseEngine):
     """Works on recordings from any thread, in a thread of its own."""
 
     def __init__(self, pipeline: Any, *, most_together: int, most_queued: int) -> None:
@@ -60,49 +56,28 @@ class SpeechEngine:
             most_together: the most recordings whose windows decode together.
             most_queued: the most recordings that may wait.
         """
-        self.counts, self.latencies = Counts(), Latencies(0)
-        self._pipeline, self._most_together, self._most_queued = pipeline, most_together, most_queued
+        super().__init__(pipeline.model, most_queued, before_first=0)
+        self._pipeline, self._most_together = pipeline, most_together
         self._attention = pipeline.model.config._attn_implementation
         self._waiting: deque[SpeechRequest] = deque()
         self._begun: dict[int, SpeechRequest] = {}  # by number of the call
-        self._changed = threading.Condition()
-        self._is_closed = self._is_lost = False
-        self._thread = threading.Thread(target=self._run, name="fastgen-engine", daemon=True)
         self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
 
     def submit(self, request: SpeechRequest) -> None:
         """Queue a request. Raises Full or, if the engine has ended, Stopped."""
         with self._changed:
-            if self._is_closed or not self._thread.is_alive():
-                raise Stopped
-            if len(self._waiting) >= self._most_queued:
-                self.counts.refused += 1
-                raise Full
-            self.counts.requests += 1
-            self.counts.inputs += 1
+            self._count(1, is_full=len(self._waiting) >= self._most_queued)
             self._waiting.append(request)
             self.counts.queued = len(self._waiting)
             self._changed.notify()
 
-    def cancel(self, request: SpeechRequest) -> None:
-        """Cancel a request for which nobody waits, from any thread; work on it ends before the next window."""
-        with self._changed:
-            if not request.is_over:
-                request.is_over = True
-                self.counts.cancelled += 1
-
     def close(self) -> None:
         """End the thread; unfinished requests fail."""
         with self._changed:
-            self._is_closed = True
+            self._is_closed = True  # now, so that none begins in between
             for request in list(self._begun.values()):  # which end before the next window
                 self._end(request, Failed(503, STOPPED))
-            self._changed.notify()
-        self._thread.join()
+        super().close()
 
     def _run(self) -> None:
         while True:
@@ -112,11 +87,11 @@ class SpeechEngine:
                     break
             try:
                 with sharing_steps(self._pipeline, self._most_together, _check) as (size, answer):
-                    together.run(self._calls(), size, answer, self._done, self._pipeline.model.device)
+                    together.run(self._calls(), size, answer, self._done, self._model.device)
             except Exception as error:  # raised by a model or by us: the service goes on
                 for number in list(self._begun):
                     self._done(number, None, error)
-            self._pipeline.model.config._attn_implementation = self._attention  # the host leaves another for words
+            self._model.config._attn_implementation = self._attention  # the host leaves another for words
         with self._changed:
             waiting, self._waiting = list(self._waiting), deque()
             for request in waiting:
@@ -138,7 +113,7 @@ class SpeechEngine:
             while self._waiting and not self._is_closed:
                 request = self._waiting.popleft()
                 self.counts.queued = len(self._waiting)
-                if not request.is_over and request.deadline < time.monotonic():
+                if request.deadline < time.monotonic():
                     self._end(request, Failed(504, EXPIRED))
                 if not request.is_over:
                     self.latencies.left_queue([(request, 0)])
@@ -151,22 +126,8 @@ class SpeechEngine:
         if isinstance(error, _Unwanted):
             result = Failed(504, EXPIRED)
         elif error is not None:
-            result = failures.failed_by(error)
-            self._is_lost = self._is_lost or failures.is_lost(result, self._pipeline.model.device)
-        with self._changed:
-            self._end(request, result)
-
-    def _end(self, request: SpeechRequest, result: Any) -> None:
-        """Tell the listener, unless the request is over. The lock is held."""
-        if request.is_over:
-            return
-        request.is_over = True
-        if isinstance(result, Failed):
-            self.counts.failed += 1
-            self.counts.expired += result.status == 504
-        else:
-            self.counts.finished += 1
-        request.listener(result)
+            result = self._failure(error)
+        self._end(request, result)
 
 
 def _worked(request: SpeechRequest) -> Any:

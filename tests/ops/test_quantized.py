@@ -107,27 +107,44 @@ def test_quantize_weight(shape: tuple[int, int], scale: float) -> None:
 ROWS, CODES, SCALES = torch.zeros(2, 4), torch.zeros(5, 4, dtype=torch.int8), torch.zeros(5)
 
 
+# Arguments of both products, of rows that are quantised on the way and of others.
 @pytest.mark.parametrize(
     ("rows", "codes", "scales", "bias", "error", "message"),
     [
-        (torch.tensor(1.0), [CODES], [SCALES], None, ValueError, r"rows must be \[..., size\], not of shape \[\]"),
-        (ROWS, [], [], None, ValueError, r"codes must be one tensor or more"),
-        (ROWS, [CODES], [], None, ValueError, r"scales must be as many as codes: 1, not 0"),
-        (ROWS, [CODES.t()], [SCALES], None, ValueError, r"codes must be \[width, 4\], not of shape \[4, 5\]"),
-        (ROWS, [CODES], [SCALES[:4]], None, ValueError, r"scales must be \[5\], not of shape \[4\]"),
-        (ROWS, [CODES], [SCALES], torch.zeros(4), ValueError, r"bias must be \[5\], not of shape \[4\]"),
-        (ROWS, [CODES.to("meta")], [SCALES], None, ValueError, "rows are on cpu and codes on meta"),
-        (ROWS, [CODES.float()], [SCALES], None, TypeError, r"codes must be int8, not .*(float|float32)"),
-        (ROWS, [CODES], [SCALES.half()], None, TypeError, r"scales must be float32, not .*([Hh]alf|float16)"),
-        (ROWS.double(), [CODES], [SCALES], None, TypeError, r"rows must be float32, not .*(double|float64)"),
-        (ROWS, [CODES], [SCALES], torch.zeros(5).half(), TypeError, r"bias must be float32, not .*([Hh]alf|float16)"),
+        (torch.tensor(1.0), CODES, SCALES, None, ValueError, r"rows must be \[..., size\], not of shape \[\]"),
+        (ROWS, CODES.t(), SCALES, None, ValueError, r"codes must be \[width, 4\], not of shape \[4, 5\]"),
+        (ROWS, CODES, SCALES[:4], None, ValueError, r"scales must be \[5\], not of shape \[4\]"),
+        (ROWS, CODES, SCALES, torch.zeros(4), ValueError, r"bias must be \[5\], not of shape \[4\]"),
+        (ROWS, CODES.to("meta"), SCALES, None, ValueError, "rows are on cpu and codes on meta"),
+        (ROWS, CODES.float(), SCALES, None, TypeError, r"codes must be int8, not .*(float|float32)"),
+        (ROWS, CODES, SCALES.half(), None, TypeError, r"scales must be float32, not .*([Hh]alf|float16)"),
+        (ROWS.double(), CODES, SCALES, None, TypeError, r"rows must be float32, not .*(double|float64)"),
+        (ROWS, CODES, SCALES, torch.zeros(5).half(), TypeError, r"bias must be float32, not .*([Hh]alf|float16)"),
     ],
 )
 def test_bad_arguments(
-    operators: Any, rows: Tensor, codes: Any, scales: Any, bias: Any, error: type[Exception], message: str
+    operators: Any, rows: Tensor, codes: Tensor, scales: Tensor, bias: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        operators.quantized_linear(rows, codes, scales, bias)
+        operators.quantized_linear(rows, [codes], [scales], bias)
+    with pytest.raises(error, match=message):
+        operators.dynamic_quantized_linear(rows, codes, scales, bias)
+
+
+def test_bad_numbers_of_arguments(operators: Any) -> None:
+    with pytest.raises(ValueError, match=r"codes must be one tensor or more"):
+        operators.quantized_linear(ROWS, [], [], None)
+    with pytest.raises(ValueError, match=r"scales must be as many as codes: 1, not 0"):
+        operators.quantized_linear(ROWS, [CODES], [], None)
+
+
+def test_sums_that_would_be_too_long(operators: Any) -> None:
+    size = LONGEST_SUM + 1
+    what = rf"codes must be \[width, size\] with a size of at most {LONGEST_SUM}, not {size}"
+    with pytest.raises(ValueError, match=what):
+        operators.dynamic_quantized_linear(
+            torch.zeros(1, size), torch.zeros(1, size, dtype=torch.int8), SCALES[:1], None
+        )
 
 
 @CASES
@@ -264,29 +281,3 @@ def test_dynamic_rows_that_are_not_finite(operators: Any) -> None:
     output = operators.dynamic_quantized_linear(rows, *ops.quantize_weight(torch.ones(6, 37)), None)
     torch.testing.assert_close(output[0], torch.full((6,), 37.0))
     assert output[1:].isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("rows", "codes", "scales", "bias", "error", "message"),
-    [
-        (torch.tensor(1.0), CODES, SCALES, None, ValueError, r"rows must be \[..., size\], not of shape \[\]"),
-        (ROWS, CODES.t(), SCALES, None, ValueError, r"codes must be \[width, 4\], not of shape \[4, 5\]"),
-        (ROWS, CODES, SCALES[:4], None, ValueError, r"scales must be \[5\], not of shape \[4\]"),
-        (ROWS, CODES, SCALES, torch.zeros(4), ValueError, r"bias must be \[5\], not of shape \[4\]"),
-        (ROWS, CODES.float(), SCALES, None, TypeError, r"codes must be int8, not .*(float|float32)"),
-        (ROWS.double(), CODES, SCALES, None, TypeError, r"rows must be float32, not .*(double|float64)"),
-        (
-            torch.zeros(1, LONGEST_SUM + 1),
-            torch.zeros(1, LONGEST_SUM + 1, dtype=torch.int8),
-            SCALES[:1],
-            None,
-            ValueError,
-            rf"codes must be \[width, size\] with a size of at most {LONGEST_SUM}, not {LONGEST_SUM + 1}",
-        ),
-    ],
-)
-def test_bad_arguments_of_dynamic_quantized_linear(
-    operators: Any, rows: Tensor, codes: Tensor, scales: Tensor, bias: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        operators.dynamic_quantized_linear(rows, codes, scales, bias)

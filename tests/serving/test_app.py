@@ -19,7 +19,8 @@ import fastgen
 from fastgen.demo.job import SHIPPED_MODEL
 from fastgen.pipeline.transformers import load, tokenizing
 from fastgen.serving import app as http
-from fastgen.serving import engine, metrics
+from fastgen.serving import generation_request, metrics
+from fastgen.serving.counts import Counts
 from fastgen.serving.options import question
 
 BODIES = int(os.environ.get("FASTGEN_FUZZ", "400"))  # malformed ones
@@ -313,7 +314,7 @@ def test_a_request_is_a_line_of_the_log_without_its_text(client: Any, caplog: py
     assert re.fullmatch(r"GET /a\\nb 404 \d+ ms, inputs 0, tokens 0", second)
 
 
-@pytest.mark.parametrize("why, status", ((engine.Full, 429), (engine.Stopped, 503)))
+@pytest.mark.parametrize("why, status", ((generation_request.Full, 429), (generation_request.Stopped, 503)))
 def test_who_is_refused_hears_when_to_try_again(
     client: Any, service: Any, monkeypatch: pytest.MonkeyPatch, why: type[Exception], status: int
 ) -> None:
@@ -406,9 +407,7 @@ def test_a_page_describes_it(client: Any) -> None:
 def test_the_page_shows_what_the_service_logs_and_counts(client: Any, caplog: pytest.LogCaptureFixture) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/cluster.md").read_text("utf-8")
     (line,) = re.findall(r'^fastgen_requests_total{.*status="200"} \d+$', page, re.M)
-    assert (
-        line in metrics.written("facebook/bart-large-cnn", engine.Counts(), {200: int(line.split()[-1])}).splitlines()
-    )
+    assert line in metrics.written("facebook/bart-large-cnn", Counts(), {200: int(line.split()[-1])}).splitlines()
     pattern = r"POST /v1/generate 200 \d+ ms, inputs \d+, tokens \d+$"
     assert re.search(rf"^INFO .*{pattern}", page, re.M)
     with caplog.at_level("INFO", logger="fastgen.serving"):

@@ -14,7 +14,8 @@ from serving_kit import TEXTS, config_of, loaded, slowly, stock
 from transformers import ExponentialDecayLengthPenalty
 
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
-from fastgen.serving.engine import STOPPED, Engine
+from fastgen.serving.base_engine import STOPPED
+from fastgen.serving.engine import Engine
 from fastgen.serving.generation_request import Event, Failed, Finished, Full, GenerationRequest, Grown, Stopped
 
 KINDS: list[dict[str, Any]] = [

@@ -20,7 +20,7 @@ from openai_kit import CHINESE, Served, count, listening, served, wanted  # noqa
 from serving_kit import TEXTS, slowly  # noqa: E402
 
 from fastgen.serving import app as http  # noqa: E402
-from fastgen.serving import engine  # noqa: E402
+from fastgen.serving import generation_request  # noqa: E402
 
 BODIES = int(os.environ.get("FASTGEN_FUZZ", "400"))  # malformed ones
 PROMPTS = {
@@ -494,8 +494,8 @@ def test_who_is_refused_hears_whether_to_try_again(gpt2: Served, monkeypatch: py
         return caught.value
 
     for why, kind, code in (
-        (engine.Full, openai.RateLimitError, "rate_limit_exceeded"),
-        (engine.Stopped, openai.InternalServerError, None),
+        (generation_request.Full, openai.RateLimitError, "rate_limit_exceeded"),
+        (generation_request.Stopped, openai.InternalServerError, None),
     ):
         with monkeypatch.context() as patch:
 

@@ -21,6 +21,7 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed:
 pytest.importorskip("av", reason="PyAV is not installed: pip install -c constraints.txt -e '.[transcribe]'")
 pytest.importorskip("python_multipart", reason="python-multipart is not installed")
 
+import real_speech  # noqa: E402
 import speech_kit  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -35,7 +36,7 @@ from fastgen.optimizer.transformers.generate.batch_decoder import BatchDecoder  
 from fastgen.pipeline.errors import InputError  # noqa: E402
 from fastgen.pipeline.transcription import audio, subtitles  # noqa: E402
 from fastgen.pipeline.transcription.subtitles import Segment  # noqa: E402
-from fastgen.serving import engine, services, speech  # noqa: E402
+from fastgen.serving import generation_request, services, speech  # noqa: E402
 from fastgen.serving.app import build  # noqa: E402
 from fastgen.serving.limits import Limits  # noqa: E402
 
@@ -443,8 +444,8 @@ def test_a_full_queue_and_a_stopping_service(service: Any, folder: Path, monkeyp
     with listening(build(service, None)) as url:
         asked = dict(model=folder.name, file=("a.wav", SHORT))
         for why, kind, status in (
-            (engine.Full, openai.RateLimitError, 429),
-            (engine.Stopped, openai.InternalServerError, 503),
+            (generation_request.Full, openai.RateLimitError, 429),
+            (generation_request.Stopped, openai.InternalServerError, 503),
         ):
             with monkeypatch.context() as patch:
 
@@ -494,12 +495,12 @@ def test_the_engine_waits_its_queue_out_and_refuses_when_it_is_closed(folder: Pa
     found.engine.submit(requests[0])
     assert begun.wait(60)
     found.engine.submit(requests[1])
-    with pytest.raises(engine.Full):
+    with pytest.raises(generation_request.Full):
         found.engine.submit(requests[2])
     threading.Timer(0.2, gate.set).start()
     found.engine.close()
     assert [getattr(one, "status", one) for one in told] == [503, 503] and not found.engine.is_alive
-    with pytest.raises(engine.Stopped):
+    with pytest.raises(generation_request.Stopped):
         found.engine.submit(requests[2])
 
 
@@ -581,27 +582,17 @@ def test_malformed_forms_are_never_the_services_fault(service: Any) -> None:
     assert {200, 400} <= statuses and service.engine.is_alive
 
 
-def _real() -> Path | None:
-    """A folder with the real Whisper, where one is."""
-    shared = Path(os.environ.get("FASTGEN_SHARED", Path(__file__).resolve().parents[3] / "shared"))
-    places = (Path(os.environ.get("FASTGEN_WHISPER", "")), shared / "models" / "whisper-base")
-    return next((place for place in places if (place / "model.safetensors").exists()), None)
-
-
 @pytest.mark.slow
-def test_real_speech(tmp_path: Path) -> None:
+def test_real_speech(tmp_path: Path, shared: Path) -> None:
     from fastgen.bench.speech import pipeline as made
 
-    place, shared = _real(), Path(os.environ.get("FASTGEN_SHARED", Path(__file__).resolve().parents[3] / "shared"))
-    clip = shared / "data/audio/jfk.npy"
-    if place is None or not clip.exists():
-        pytest.skip(f"needs {clip}, and a Whisper where FASTGEN_WHISPER says")
+    place, clip = real_speech.whisper_base(shared), real_speech.clip(shared)
     real = made(place)
     for file in place.iterdir():
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     _save_settings(real, tmp_path)
-    data = speech_kit.wav(np.load(clip).astype(np.float32))
+    data = speech_kit.wav(clip)
     server = Server(tmp_path / "log", "--local", model=tmp_path)
     try:
         create = client_of(f"http://127.0.0.1:{server.port}").audio.transcriptions.create

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import harness
 import pytest
 import torch
 import zoo
-from both_hosts import configured
 from transformers import GenerationConfig
 
 import fastgen
@@ -23,12 +23,8 @@ pytestmark = pytest.mark.skipif(not versions.PREFILLS, reason="4.57 reads prompt
 
 @pytest.fixture(autouse=True)
 def _on() -> Iterator[None]:
-    by_model.release()
-    by_model.reset()
-    with configured(prefix_cache=2**24):
+    with harness.keeping_prefixes():
         yield
-    by_model.release()
-    by_model.reset()
 
 
 def answered(engine: Engine, prompts: list[list[int]], **options: Any) -> list[list[int]]:

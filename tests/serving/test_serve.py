@@ -36,7 +36,7 @@ from serving_kit import TEXTS, stock
 from fastgen.bench.report import image
 from fastgen.cli import serve
 from fastgen.demo.job import SHIPPED_MODEL
-from fastgen.serving.engine import EXPIRED
+from fastgen.serving.base_engine import EXPIRED
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install -c constraints.txt -e '.[ray]'")
 

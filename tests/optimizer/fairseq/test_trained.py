@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import judge
 import pytest
 import torch
+import translations
 from fairseq import checkpoint_utils, tasks
 from fairseq.data import Dictionary
 from fairseq.models.transformer import TransformerModel
@@ -39,15 +39,8 @@ def translator(folder: Path, shared: Path) -> tuple[Any, Dictionary]:
 
 @pytest.fixture(scope="module")
 def sentences(folder: Path, shared: Path) -> list[list[int]]:
-    """The first test sentences as token ids, sorted by length."""
-    spm = pytest.importorskip("sentencepiece", reason="the data is tokenised with sentencepiece")
-    data = shared / "data" / "ddtp-en-de"
-    pieces = spm.SentencePieceProcessor(model_file=str(data / "spm.model"))
-    tokens = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
-    ids = {token: index for index, token in enumerate(tokens)}
-    lines = (data / "test.en").read_text(encoding="utf-8").splitlines()[:SENTENCES]
-    rows = [[ids.get(piece, ids["<unk>"]) for piece in pieces.encode(line, out_type=str)] for line in lines]
-    return sorted(([*row, ids["</s>"]] for row in rows), key=len)
+    """The first test sentences, sorted by length."""
+    return sorted(translations.sentences(shared)[:SENTENCES], key=len)
 
 
 def padded(rows: list[list[int]], pad: int, left: bool = True) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import fairseq_models as models
 import judge
+import path_rows
 import pytest
 import torch
 from fairseq import search
@@ -48,15 +49,7 @@ def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(models, "dictionary", dictionary)
     monkeypatch.setattr(models, "load", load)
     monkeypatch.setattr(models, "WORDS", WORDS)
-    rows: list[int] = []
-    operator = attention.path_attention
-
-    def counted(query: torch.Tensor, *args: Any) -> torch.Tensor:
-        rows.append(query.shape[0])
-        return operator(query, *args)
-
-    monkeypatch.setattr(attention, "path_attention", counted)
-    return rows
+    return path_rows.counted(attention, monkeypatch)
 
 
 @pytest.mark.parametrize("beams", [32, 50, 100])

@@ -11,6 +11,7 @@ from typing import Any
 import harness
 import pytest
 import torch
+import translations
 from transformers import BartForConditionalGeneration
 
 import fastgen
@@ -40,20 +41,12 @@ def translator(shared: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def encode(shared: Path) -> Callable[[str], list[int]]:
-    """From a line to the translation model's token ids."""
-    spm = pytest.importorskip("sentencepiece", reason="the data is tokenised with sentencepiece")
-    processor = spm.SentencePieceProcessor(model_file=str(shared / "data" / "ddtp-en-de" / "spm.model"))
-    tokens = json.loads((shared / "models" / "ddtp-en-de" / "vocab.json").read_text(encoding="utf-8"))
-    ids = {token: index for index, token in enumerate(tokens)}
-    unknown, end = ids["<unk>"], ids["</s>"]
-    return lambda line: [*(ids.get(piece, unknown) for piece in processor.encode(line, out_type=str)), end]
+    return translations.encoder(shared)
 
 
 @pytest.fixture(scope="module")
-def sentences(shared: Path, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """The 1,000 test sentences as token ids, in the order of the file."""
-    path = shared / "data" / "ddtp-en-de" / "test.en"
-    return [encode(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def sentences(shared: Path) -> list[list[int]]:
+    return translations.sentences(shared)
 
 
 def _differing(

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import harness
+import path_rows
 import pytest
 import torch
 import zoo
@@ -53,15 +54,7 @@ def inputs_for(family: str, batch: int = 2) -> dict[str, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each call of the operator."""
-    rows: list[int] = []
-    operator = session.path_attention
-
-    def counted(query: torch.Tensor, *args: Any) -> torch.Tensor:
-        rows.append(query.shape[0])
-        return operator(query, *args)
-
-    monkeypatch.setattr(session, "path_attention", counted)
-    return rows
+    return path_rows.counted(session, monkeypatch)
 
 
 @pytest.mark.parametrize("tier", harness.TIERS)

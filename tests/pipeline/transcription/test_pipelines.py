@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import real_speech
 import speech_kit
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -353,22 +354,12 @@ def test_memory_is_freed(pipeline: Any, steps: list[int]) -> None:
     assert live() == before and steps
 
 
-def _whisper_base() -> Path:
-    shared = Path(os.environ.get("FASTGEN_SHARED", Path(__file__).resolve().parents[4] / "shared"))
-    return shared / "models" / "whisper-base"
-
-
 @pytest.mark.slow
-def test_real_speech(steps: list[int]) -> None:
+def test_real_speech(steps: list[int], shared: Path) -> None:
     """Whisper-base, on a recording of eleven seconds and parts of it, and a long one made of them."""
-    folder = _whisper_base()
-    clip = folder.parents[1] / "data/audio/jfk.npy"
-    if not (folder / "config.json").exists() or not clip.exists():
-        pytest.skip(f"needs {folder} and {clip}")
     from fastgen.bench.speech import pipeline as made
 
-    real = made(folder)
-    speech = np.load(clip).astype(np.float32)
+    real, speech = made(real_speech.whisper_base(shared)), real_speech.clip(shared)
     for recordings, options in (
         ([speech, speech[:80_000], speech[60_000:]], dict(generate_kwargs=dict(num_beams=5, language="en"))),
         ([speech, speech[:80_000]], dict(return_timestamps="word", generate_kwargs=dict(num_beams=1, language="en"))),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+import real_speech
 import torch
 import whisper
 
@@ -46,19 +46,16 @@ PIPELINE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def folder(shared: Path) -> Path:
-    found = shared / "models" / "whisper-base"
-    if not (found / "config.json").exists():
-        pytest.skip(f"needs {found}")
-    return found
+    return real_speech.whisper_base(shared)
 
 
 @pytest.fixture(scope="module")
 def recordings(shared: Path) -> list[Any]:
     """Eleven seconds, and a passage of two windows."""
-    clip, passage = shared / "data/audio/jfk.npy", shared / "data/audio/two_cities.wav"
-    if not (clip.exists() and passage.exists()):
-        pytest.skip(f"needs {clip} and {passage}")
-    return [np.load(clip).astype(np.float32), audio.read(passage).samples[: 32 * audio.RATE]]
+    passage = shared / "data/audio/two_cities.wav"
+    if not passage.exists():
+        pytest.skip(f"needs {passage}")
+    return [real_speech.clip(shared), audio.read(passage).samples[: 32 * audio.RATE]]
 
 
 @pytest.fixture(scope="module")

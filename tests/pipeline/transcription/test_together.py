@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import real_speech
 import torch
 import whisper
 
@@ -310,14 +311,10 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert silences.parts(np.zeros(1, np.float32)) == []
 
 
-def test_where_somebody_speaks() -> None:
+def test_where_somebody_speaks(shared: Path) -> None:
     """By Silero's model, in a real recording with silence around it; torch's threads stay as many as they were."""
     pytest.importorskip("silero_vad", reason="needs the extra transcribe")
-    path = Path(__file__).resolve().parents[4] / "shared/data/audio/jfk.npy"
-    if not path.exists():
-        pytest.skip(f"needs {path}")
-    speech = np.load(path).astype(np.float32)
-    threads = torch.get_num_threads()
+    speech, threads = real_speech.clip(shared), torch.get_num_threads()
     silences._detector.cache_clear()
     quiet = np.zeros(5 * audio.RATE, np.float32)
     found = silences.speech(np.concatenate([quiet, speech, quiet, speech]))
