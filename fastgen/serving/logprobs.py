@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, by one pass of the model over what a search has found.
+"""Log-probabilities of tokens, by a pass of the model over what a search has found, or over each part of it.
 
 They are the model's own, of float32 `log_softmax(logits)`: before temperature, penalties and bans.
 """
@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
+from fastgen.optimizer.transformers import versions
 from fastgen.pipeline import offline
 
 LEAST = -9999.0  # what is less, as -infinity, which JSON can't say
@@ -27,31 +29,57 @@ class Scored(NamedTuple):
     top: list[tuple[int, float]]
 
 
-def scored(model: Any, source: Sequence[int], row: Sequence[int], top: int, *, whole: bool = False) -> list[Scored]:
-    """The log-probabilities of a hypothesis, without the start token of a decoder with an encoder.
+class Scorer:
+    """Finds the log-probabilities of a hypothesis, without the start token of a decoder with an encoder.
 
-    Args:
-        source: the input's tokens.
-        row: the hypothesis; of a decoder-only model without the input.
-        top: how many of the most likely tokens are named.
-        whole: of a decoder-only model, the input's tokens, too.
+    While the hypothesis grows, the model's own cache is kept, so that it reads each token once. Only models whose
+    sentences can be at different positions have results that grow, and those keep nothing but keys and values.
     """
-    if model.config.is_encoder_decoder:
-        if len(row) < 2:
-            return []
-        inputs = torch.tensor([list(row[:-1])], device=model.device)
-        call = offline.padded(model, [source], {})
-        logits = model(**call, decoder_input_ids=inputs, use_cache=False).logits[0]  # [T, V]
-        return _of(logits, list(row[1:]), top)
-    tokens = [*source, *row]
-    targets = tokens[1:] if whole else list(row)
-    first = [Scored(tokens[0], None, [])] if whole else []
-    if not targets:
-        return first
-    ids = torch.tensor([tokens[:-1]], device=model.device)
-    kept = {"logits_to_keep": len(targets)} if _keeps_few(model) else {}
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept).logits[0]
-    return first + _of(logits[-len(targets) :], targets, top)
+
+    def __init__(self, source: Sequence[int], top: int, *, whole: bool = False) -> None:
+        """Of a hypothesis for an input.
+
+        Args:
+            source: the input's tokens.
+            top: how many of the most likely tokens are named.
+            whole: of a decoder-only model, the input's tokens, too.
+        """
+        self._source, self._top, self._whole = list(source), top, whole
+        self._done = 0  # tokens that calls have had
+        self._kept: dict[str, Any] = {}  # arguments of the next pass
+
+    def __call__(self, model: Any, row: Sequence[int], *, grows: bool = False) -> list[Scored]:
+        """The tokens of `row` that no call before had.
+
+        Args:
+            model: in the thread where it is at work.
+            row: the hypothesis so far; of a decoder-only model without the input.
+            grows: whether another call follows.
+        """
+        is_answer, found = model.config.is_encoder_decoder, list[Scored]()
+        tokens = list(row) if is_answer else [*self._source, *row]
+        if self._whole and not self._done:
+            found, self._done = [Scored(tokens[0], None, [])], 1
+        begun = self._done or (1 if is_answer else len(self._source))
+        if len(tokens) <= begun:
+            return found
+        targets = tokens[begun:]
+        ids = torch.tensor([tokens[begun - 1 if self._kept else 0 : -1]], device=model.device)
+        if is_answer:
+            given = self._kept or offline.padded(model, [self._source], {})
+            given = {**given, "decoder_input_ids": ids}
+        else:
+            few = {"logits_to_keep": len(targets)} if _keeps_few(model) else {}
+            mask = torch.ones(1, len(tokens) - 1, dtype=torch.int64, device=model.device)
+            given = {**self._kept, "input_ids": ids, "attention_mask": mask, **few}
+        output = model(**given, use_cache=grows or bool(self._kept))
+        if grows:
+            self._kept = {versions.CACHE: output[versions.CACHE]}
+        if grows and is_answer:
+            states = BaseModelOutput(output.encoder_last_hidden_state)
+            self._kept |= {"attention_mask": given["attention_mask"], "encoder_outputs": states}
+        self._done = len(tokens)
+        return found + _of(output.logits[0, -len(targets) :], targets, self._top)
 
 
 def _keeps_few(model: Any) -> bool:

@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastgen.pipeline.transformers.growing_text import GrowingText, stable, stop_in, tokens_until_stop
+from fastgen.pipeline.transformers.growing_text import GrowingText, stable, stop_in, tokens_until
 from fastgen.pipeline.transformers.hypotheses import Hypotheses
 from fastgen.serving.generation_request import Finished, Grown
 from fastgen.serving.observed import Work
 from fastgen.serving.openai_errors import problem, status_of
-from fastgen.serving.openai_logprobs import in_chats, in_texts, scored
+from fastgen.serving.openai_logprobs import Logprobs
 from fastgen.serving.openai_search import SearchRequest
 from fastgen.serving.options import finite
 from fastgen.serving.service import Names, Refusal, Service
@@ -31,8 +31,8 @@ class Piece(NamedTuple):
     finish_reason: str | None = None  # "stop" or "length" in a choice's last piece
     tokens: int = 0  # of the whole choice, in the last piece
     score: float | None = None
-    row: Sequence[int] = ()  # the tokens of the text, in the last piece, after a decoder's start
-    logprobs: dict[str, Any] | None = None  # in the last piece, if asked for
+    row: Sequence[int] = ()  # the tokens of the choice so far, after a decoder's start
+    logprobs: dict[str, Any] | None = None  # of the piece in a stream, else of the choice in the last piece
 
 
 @dataclass
@@ -64,7 +64,6 @@ class Answer:
 
     def __init__(self, service: Service, search: SearchRequest, inputs: Inputs, work: Work, form: Form) -> None:
         """Submit the request, on the event loop; Refusal if that is impossible."""
-        self._form = form
         self._service, self._search, self._inputs, self._work = service, search, inputs, work
         work.inputs = len(inputs.tokens)
         options = dict(search.options)
@@ -83,6 +82,10 @@ class Answer:
         self._texts = [GrowingText(search.stop, cleans_up=service.cleans_up) for _ in range(count)]
         self._bases: list[str] = []  # the texts of the contexts
         self._prefixes = [inputs.prefixes[i // search.n] if inputs.prefixes else "" for i in range(count)]
+        self._logprobs: list[Logprobs] = []  # of the choices, if asked for
+        if (top := search.logprobs) is not None:
+            asked = {"is_chat": form.is_chat, "echoes": bool(inputs.prefixes)}
+            self._logprobs = [Logprobs(service, self._request, i // search.n, top, **asked) for i in range(count)]
 
     @property
     def seed(self) -> int | None:
@@ -100,14 +103,11 @@ class Answer:
                 self._bases = await asyncio.to_thread(self._service.decoded, self._inputs.contexts)
             async for event in self._service.events_of(self._request, self._events):
                 if isinstance(event, Grown) and event.which in self._request.left:
-                    yield await self._grown(event)
+                    yield await self._with_logprobs(await self._grown(event))
                 elif isinstance(event, Finished):
                     for piece in await asyncio.to_thread(self._finished, event):
                         self._work.tokens += piece.tokens
-                        if self._search.logprobs is not None:
-                            found = await self._logprobs(event.which, piece.row, self._search.logprobs)
-                            piece = piece._replace(logprobs=found)
-                        yield piece
+                        yield await self._with_logprobs(piece)
         finally:
             if self._request.left:
                 self._service.engine.cancel(self._request)
@@ -121,7 +121,12 @@ class Answer:
             count = await asyncio.to_thread(self._tokens_until_stop, event.which, event.tokens)
             if self._service.engine.complete(self._request, event.which, count):
                 self._events.put(Finished(event.which, Hypotheses([event.tokens], [None])))
-        return Piece(index, self._prefix(index) + new)
+        piece = Piece(index, self._prefix(index) + new)
+        if piece.text and self._logprobs and self._search.stream:
+            sent = self._texts[index].sent
+            count = await asyncio.to_thread(self._tokens_until, event.which, event.tokens, sent)
+            piece = piece._replace(row=event.tokens[:count])
+        return piece
 
     def _finished(self, event: Finished) -> list[Piece]:
         """The last pieces of an input's choices, best first."""
@@ -141,13 +146,12 @@ class Answer:
             pieces.append(Piece(index, self._prefix(index) + new, reason, count, score, kept))
         return pieces
 
-    async def _logprobs(self, which: int, row: Sequence[int], top: int) -> dict[str, Any]:
-        """The log-probabilities of a choice's tokens, in the form of the endpoint."""
-        echoes, source = bool(self._inputs.prefixes), self._request.inputs[which]
-        found = await scored(self._service, self._request, which, row, top, whole=echoes)
-        before = [] if echoes else source if self._service.continues else row[: self._begun]
-        write = in_chats if self._form.is_chat else in_texts
-        return await asyncio.to_thread(write, self._service, before, found)
+    async def _with_logprobs(self, piece: Piece) -> Piece:
+        """The piece with the log-probabilities of the tokens in it, if they are asked for."""
+        grows = piece.finish_reason is None
+        if not self._logprobs or (grows and not (piece.text and self._search.stream)):
+            return piece
+        return piece._replace(logprobs=await self._logprobs[piece.choice].of(piece.row, grows=grows))
 
     def _prefix(self, index: int) -> str:
         """What a choice's text begins with, once."""
@@ -180,7 +184,16 @@ class Answer:
             (text,) = self._decoded(which, [tokens])
             return stop_in(stable(text, cleans_up=self._service.cleans_up), self._search.stop) is not None
 
-        return tokens_until_stop(row, has_stop)
+        return tokens_until(row, has_stop)
+
+    def _tokens_until(self, which: int, row: list[int], length: int) -> int:
+        """The number of tokens with which the text first has so many characters."""
+
+        def has_length(tokens: list[int]) -> bool:
+            (text,) = self._decoded(which, [tokens])
+            return len(stable(text, cleans_up=self._service.cleans_up)) >= length
+
+        return tokens_until(row, has_length) if length else self._begun
 
     def _decoded(self, which: int, rows: list[list[int]]) -> list[str]:
         """The text of each row, as it goes on from the prompt of this input."""
@@ -246,7 +259,7 @@ async def streamed(
 
 def _chunks(piece: Piece, form: Form, is_first: bool) -> Sequence[dict[str, Any]]:
     """The choices of the events for a piece: none if it says nothing."""
-    end: dict[str, Any] = {"logprobs": None, "finish_reason": piece.finish_reason}
+    end: dict[str, Any] = {"logprobs": piece.logprobs, "finish_reason": piece.finish_reason}
     if piece.finish_reason is not None:
         end["score"] = piece.score
     if not form.is_chat:
@@ -256,7 +269,8 @@ def _chunks(piece: Piece, form: Form, is_first: bool) -> Sequence[dict[str, Any]
     if is_first:
         found.append({"index": piece.choice, "delta": {"role": "assistant", "content": ""}, **open_end})
     if piece.text:
-        found.append({"index": piece.choice, "delta": {"content": piece.text}, **open_end})
+        found.append({"index": piece.choice, "delta": {"content": piece.text}, **open_end, "logprobs": piece.logprobs})
+        end["logprobs"] = None
     if piece.finish_reason is not None:
         found.append({"index": piece.choice, "delta": {}, **end})
     return found

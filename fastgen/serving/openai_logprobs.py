@@ -11,57 +11,80 @@ from typing import Any, cast
 from fastgen.serving import failures, logprobs
 from fastgen.serving.base_engine import EXPIRED, STOPPED
 from fastgen.serving.generation_request import GenerationRequest, Stopped
-from fastgen.serving.logprobs import Scored
+from fastgen.serving.logprobs import Scored, Scorer
 from fastgen.serving.service import Refusal, Service
 
 _UNKNOWN = "\ufffd"
 
 
-async def scored(
-    service: Service, request: GenerationRequest, which: int, row: Sequence[int], top: int, *, whole: bool
-) -> list[Scored]:
-    """See `logprobs.scored`; of a hypothesis for an input of this request. Refusal if there is no answer."""
-    task = functools.partial(logprobs.scored, source=request.inputs[which], row=row, top=top, whole=whole)
-    try:
-        work = asyncio.wrap_future(service.engine.with_model(task))
-        found = await asyncio.wait_for(work, max(request.deadline - time.monotonic(), 0.0))
-    except asyncio.TimeoutError:
-        raise Refusal(504, EXPIRED) from None
-    except Stopped:
-        raise Refusal(503, STOPPED) from None
-    except Exception as error:  # raised by the model
-        failed = failures.failed_by(error)
-        raise Refusal(failed.status, failed.message) from error
-    return cast("list[Scored]", found)
+class Logprobs:
+    """The log-probabilities of a choice, in the form of the endpoint, at once or part by part."""
 
+    def __init__(
+        self, service: Service, request: GenerationRequest, which: int, top: int, *, is_chat: bool, echoes: bool
+    ) -> None:
+        """Of a hypothesis for an input of this request; `echoes`: of the input's tokens, too."""
+        source = request.inputs[which]
+        self._service, self._request, self._is_chat = service, request, is_chat
+        self._scorer = Scorer(source, top, whole=echoes)
+        self._before = [*source] if service.continues and not echoes else []  # tokens before the next one
+        self._place = 0  # in the text, of the next one
+        self._is_begun = False
 
-def in_texts(service: Service, before: Sequence[int], found: Sequence[Scored]) -> dict[str, Any]:
-    """The `logprobs` of a text; `before`: the tokens before the first one."""
-    written = _written(service, before, found)
-    offsets, place = [], 0
-    for one, texts in zip(found, written, strict=True):
-        offsets.append(place)
-        place += 0 if one.token in service.special_tokens else len(texts[one.token])
-    return {
-        "tokens": [texts[one.token] for one, texts in zip(found, written, strict=True)],
-        "token_logprobs": [one.logprob for one in found],
-        "top_logprobs": [_by_text(one, texts) for one, texts in zip(found, written, strict=True)],
-        "text_offset": offsets,
-    }
+    async def of(self, row: Sequence[int], *, grows: bool) -> dict[str, Any] | None:
+        """Those of the tokens that are new since the last call; None if there are none. Refusal if it fails.
 
+        Args:
+            row: the hypothesis so far.
+            grows: whether another call follows.
+        """
+        found = await self._scored(row, grows=grows)
+        if not found and (grows or self._is_begun):
+            return None
+        self._is_begun = True
+        if not self._before and not self._service.continues:
+            self._before = [row[0]]
+        write = self._as_content if self._is_chat else self._as_lists
+        return await asyncio.to_thread(write, found)
 
-def in_chats(service: Service, before: Sequence[int], found: Sequence[Scored]) -> dict[str, Any]:
-    """The `logprobs` of a message; `before`: the tokens before the first one."""
-    content = []
-    for one, texts in zip(found, _written(service, before, found), strict=True):
-        top = [_token(texts[token], logprob) for token, logprob in one.top]
-        content.append({**_token(texts[one.token], one.logprob), "top_logprobs": top})
-    return {"content": content, "refusal": None}
+    async def _scored(self, row: Sequence[int], *, grows: bool) -> list[Scored]:
+        task = functools.partial(self._scorer, row=row, grows=grows)
+        try:
+            work = asyncio.wrap_future(self._service.engine.with_model(task))
+            found = await asyncio.wait_for(work, max(self._request.deadline - time.monotonic(), 0.0))
+        except asyncio.TimeoutError:
+            raise Refusal(504, EXPIRED) from None
+        except Stopped:
+            raise Refusal(503, STOPPED) from None
+        except Exception as error:  # raised by the model
+            failed = failures.failed_by(error)
+            raise Refusal(failed.status, failed.message) from error
+        return cast("list[Scored]", found)
 
+    def _as_lists(self, found: Sequence[Scored]) -> dict[str, Any]:
+        written, offsets = self._written(found), []
+        for one, texts in zip(found, written, strict=True):
+            offsets.append(self._place)
+            self._place += 0 if one.token in self._service.special_tokens else len(texts[one.token])
+        return {
+            "tokens": [texts[one.token] for one, texts in zip(found, written, strict=True)],
+            "token_logprobs": [one.logprob for one in found],
+            "top_logprobs": [_by_text(one, texts) for one, texts in zip(found, written, strict=True)],
+            "text_offset": offsets,
+        }
 
-def _written(service: Service, before: Sequence[int], found: Sequence[Scored]) -> list[dict[int, str]]:
-    decode = functools.partial(service.decoded, special=True)
-    return logprobs.texts_of(decode, before, found, service.special_tokens)
+    def _as_content(self, found: Sequence[Scored]) -> dict[str, Any]:
+        content = []
+        for one, texts in zip(found, self._written(found), strict=True):
+            top = [_token(texts[token], logprob) for token, logprob in one.top]
+            content.append({**_token(texts[one.token], one.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _written(self, found: Sequence[Scored]) -> list[dict[int, str]]:
+        decode = functools.partial(self._service.decoded, special=True)
+        before = self._before[:]
+        self._before += [one.token for one in found]
+        return logprobs.texts_of(decode, before, found, self._service.special_tokens)
 
 
 def _by_text(one: Scored, texts: dict[int, str]) -> dict[str, float] | None:

@@ -105,8 +105,6 @@ def _logprobs(given: Mapping[str, Any]) -> int | None:
         if top:
             raise Refusal(422, "top_logprobs is for logprobs: ask for that, or leave it out.", "top_logprobs")
         return None
-    if given.get("stream"):
-        raise Refusal(422, "logprobs is for whole answers: leave out stream.", "logprobs")
     return int(top if asked is True else asked)
 
 

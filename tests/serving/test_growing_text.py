@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgen.pipeline.transformers.growing_text import GrowingText, settled, stop_in, tokens_until_stop
+from fastgen.pipeline.transformers.growing_text import GrowingText, settled, stop_in, tokens_until
 
 
 def pieces(texts: Sequence[str], stop: Sequence[str] = (), *, cleans_up: bool = False) -> tuple[list[str], bool]:
@@ -73,7 +73,7 @@ def test_however_a_text_grows_the_pieces_are_the_whole_up_to_the_stop(
 def test_tokens_are_counted_up_to_the_one_that_completes_a_stop_string() -> None:
     tokens = list(range(37))
     for last in tokens:
-        assert tokens_until_stop(tokens, lambda row, last=last: last in row) == last + 1
+        assert tokens_until(tokens, lambda row, last=last: last in row) == last + 1
 
 
 @pytest.mark.parametrize(

@@ -383,7 +383,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (dict(prompt="a", stop=list("abcde")), "stop should have at most 4 items", "stop"),
     (dict(prompt="a", logprobs=21), "logprobs should be less than or equal to 20.", "logprobs"),
     (dict(prompt="a", logprobs=True), "logprobs should be ", "logprobs"),
-    (dict(prompt="a", logprobs=1, stream=True), "logprobs is for whole answers: leave out stream.", "logprobs"),
     (dict(prompt="a", top_logprobs=1), "top_logprobs is no field of the service", "top_logprobs"),
     (dict(prompt="a", suffix="x"), "suffix is not offered: leave it out.", "suffix"),
     (dict(prompt="a", presence_penalty=0.5), "presence_penalty is not offered", "presence_penalty"),

@@ -25,6 +25,11 @@ class GrowingText:
         self._stop, self._cleans_up = tuple(stop), cleans_up
         self._sent = ""
 
+    @property
+    def sent(self) -> int:
+        """The number of characters that may have been sent."""
+        return len(self._sent)
+
     def grow(self, text: str) -> Grown:
         """Take the text of all tokens so far."""
         text = stable(text, cleans_up=self._cleans_up)
@@ -70,12 +75,12 @@ def stop_in(text: str, stop: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
-def tokens_until_stop(tokens: list[int], has_stop: Callable[[list[int]], bool]) -> int:
-    """The number of tokens with which the text first has a stop string, which the text of all of them has."""
+def tokens_until(tokens: list[int], has: Callable[[list[int]], bool]) -> int:
+    """The number of tokens with which the text first has what the text of all of them has, such as a stop string."""
     low, high = 1, len(tokens)
     while low < high:
         middle = (low + high) // 2
-        if has_stop(tokens[:middle]):
+        if has(tokens[:middle]):
             high = middle
         else:
             low = middle + 1
