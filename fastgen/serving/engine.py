@@ -81,7 +81,7 @@ class Engine(BaseEngine):
         return True
 
     def with_model(self, task: Callable[[Any], Any]) -> Future[Any]:
-        """Call `task` with the model, in the engine's thread, between two steps; the future has what it returns."""
+        """Call `task` with the model, in the engine's thread, one between two steps; the future has what it returns."""
         future: Future[Any] = Future()
         with self._changed:
             self._check_open()
@@ -108,7 +108,7 @@ class Engine(BaseEngine):
         self._fail_all(RuntimeError(STOPPED), status=503)
 
     def _turn(self) -> None:
-        while self._tasks:
+        if self._tasks:  # one between two steps, so that those of many streams slow down no batch by more
             future, task = self._tasks.popleft()
             if future.set_running_or_notify_cancel():
                 try:
