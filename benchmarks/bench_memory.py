@@ -32,6 +32,7 @@ from openai_kit import folder_of
 from serve_process import Server
 
 EVERY = 1000
+PREFIXES = 4 * 2**20  # bytes of the prefix cache, so few that it is full before the fit
 GENERATE, TEXT, CHAT = "/v1/generate", "/v1/completions", "/v1/chat/completions"
 WORDS = "the cat sat on mat and dogs did not see it they were asleep 天 地 宇宙".split()
 
@@ -45,7 +46,9 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         model = folder_of("gpt2", Path(temporary))
-        server = Server(Path(temporary) / "log", "--local", "--threads", "1", model=model)
+        server = Server(
+            Path(temporary) / "log", "--local", "--threads", "1", "--prefix-cache", str(PREFIXES), model=model
+        )
         try:
             looks, answers, seconds = asyncio.run(_asked(server, args.requests, args.clients))
         finally:
