@@ -1,12 +1,14 @@
-"""Speech to text: whisper, transformers, faster-whisper and fastgen, on a clip, a long recording and many files.
+"""Speech to text: whisper, transformers, faster-whisper, OpenVINO and fastgen, on a clip, a long recording, many files.
 
     python benchmarks/bench_speech.py make spoken --texts ../shared/data/docs.txt     # needs espeak-ng
     python benchmarks/bench_speech.py run spoken --whisper DIR --clip ../shared/data/audio/jfk.npy
     python benchmarks/bench_speech.py memory spoken --hours 1 10
 
 `make` has sentences spoken: one recording of about ten minutes, and 30 files. `run` needs Whisper-base as transformers
-saves it, `pip install -c constraints.txt -e '.[transcribe]'` and, for its sides, `pip install faster-whisper`. Each
-timing is in a process of its own, which has transcribed 30 seconds before; sides take turns. All search with 5 beams,
+saves it, `pip install -c constraints.txt -e '.[transcribe]'` and, for its sides, `pip install faster-whisper`.
+OpenVINO's sides need `pip install openvino-genai` and `--openvino DIR`, a folder with whisper-float32 and whisper-int8,
+exported as docs/benchmarks.md says; without, they are left out. Each timing is in a process of its own, which has
+transcribed 30 seconds before; sides take turns. All search with 5 beams,
 and are told that the language is English; other options are each program's own. What fastgen finds in float32 without
 cutting must be what its host finds, token for token; of transformers, texts and times of a pipeline are compared.
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import json
 import random
@@ -42,6 +45,8 @@ from tqdm import tqdm
 import fastgen
 from fastgen.bench import data, speech
 from fastgen.bench.quality import MEASURES
+from fastgen.bench.runners import Missing
+from fastgen.bench.runners.openvino import exported, properties
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.load import of_transformers
 
@@ -62,7 +67,8 @@ THEIRS: dict[str, tuple[bool, str]] = {
 }
 # A pipeline of transformers, and how many recordings at a time fastgen transcribes with it; 0: stock.
 PIPELINES = {"transformers": 0, "fastgen on transformers": 1, "fastgen on transformers, 8 at a time": BATCH}
-SIDES = ("whisper", *OURS, *PIPELINES, *THEIRS)
+OPENVINO = {"openvino": False, "openvino, int8": True}  # whether weights are in 8 bits
+SIDES = ("whisper", *OURS, *PIPELINES, *THEIRS, *OPENVINO)
 STOCK = ("whisper", "transformers")
 # The same tokens as those of the host.
 SAME = {"fastgen": "whisper", "fastgen, 8 at a time": "whisper"}
@@ -113,6 +119,8 @@ def transcriber(side: str, args: argparse.Namespace) -> Callable[[list[Any]], li
     """A function that returns text and tokens of each recording."""
     if side in THEIRS:
         return faster_whisper(*THEIRS[side], args)
+    if side in OPENVINO:
+        return by_openvino(OPENVINO[side], args)
     if side in PIPELINES:
         return by_pipeline(PIPELINES[side], args)
     import whisper
@@ -168,6 +176,34 @@ def faster_whisper(is_batched: bool, weights: str, args: argparse.Namespace) -> 
     return transcribe
 
 
+def by_openvino(is_int8: bool, args: argparse.Namespace) -> Callable[[list[Any]], Any]:
+    from openvino_genai import WhisperPipeline
+
+    model = exported(args.openvino, "whisper", is_int8)
+    pipeline = WhisperPipeline(str(model), "CPU", **properties(is_int8, args.threads))
+    chosen = dict(language="<|en|>", task="transcribe", num_beams=BEAMS, return_timestamps=True)
+
+    def transcribe(samples: list[Any]) -> list[tuple[str, Any]]:
+        return [(pipeline.generate(each, **chosen).texts[0], None) for each in samples]
+
+    return transcribe
+
+
+def left_out(side: str, args: argparse.Namespace) -> str:
+    """Why OpenVINO cannot take part; empty where the side can."""
+    if side not in OPENVINO:
+        return ""
+    if importlib.util.find_spec("openvino_genai") is None:
+        return "OpenVINO is not installed: pip install openvino-genai"
+    if args.openvino is None:
+        return "it needs --openvino DIR"
+    try:
+        exported(args.openvino, "whisper", OPENVINO[side])
+    except Missing as error:
+        return str(error)
+    return ""
+
+
 def child(args: argparse.Namespace) -> None:
     """One timing, in this process: prints JSON."""
     warnings.simplefilter("ignore")
@@ -201,7 +237,8 @@ def child(args: argparse.Namespace) -> None:
 def timed(task: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
     words = [sys.executable, __file__, "child", str(args.folder), "--whisper", str(args.whisper), "--task", task]
     words += ["--clip", str(args.clip), "--side", side, "--threads", str(args.threads)]
-    done = subprocess.run([*words, "--converted", str(args.converted)], stdout=subprocess.PIPE, text=True)
+    words += ["--converted", str(args.converted), *(["--openvino", str(args.openvino)] if args.openvino else [])]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(f"{side} failed on {task}.")
     found: dict[str, Any] = json.loads(done.stdout)
@@ -233,6 +270,9 @@ def measure(task: str, args: argparse.Namespace, bar: Any) -> dict[str, Any]:
         if (host := first.get(SAME.get(side, ""))) is not None:
             about["same"] = sum(a == b for a, b in zip(found["tokens"], host["tokens"], strict=True))
             about["of"] = len(said)
+        if side in OPENVINO and (host := first.get("transformers")) is not None:  # it returns text, and no tokens
+            pairs = zip(found["texts"], host["texts"], strict=True)
+            about["same_texts"] = sum(one.strip() == other.strip() for one, other in pairs)
         result["sides"][side] = about
     return result
 
@@ -328,17 +368,24 @@ def median(task: dict[str, Any], side: str) -> float:
 
 
 def table(task: dict[str, Any]) -> str:
-    rows = [(f"{TASKS[task['task']]}, {task['sound']:.0f} s", "seconds", "of sound a second", "words wrong", "peak MB")]
+    names = ("seconds", "of sound a second", "words wrong", "peak MB", "texts as transformers'")
+    rows = [(f"{TASKS[task['task']]}, {task['sound']:.0f} s", *names)]
     for side, about in task["sides"].items():
         seconds = median(task, side)
         rate, wrong = f"{task['sound'] / seconds:.1f}", f"{about['word_error_rate']:.1f}%"
-        rows.append((side, f"{seconds:.2f}", rate, wrong, f"{about['peak_bytes'] / 1e6:.0f}"))
+        same = str(about.get("same_texts", ""))
+        rows.append((side, f"{seconds:.2f}", rate, wrong, f"{about['peak_bytes'] / 1e6:.0f}", same))
     return aligned(rows)
 
 
 def run(args: argparse.Namespace) -> int:
     import whisper
 
+    for side, why in {side: why for side in args.sides if (why := left_out(side, args))}.items():
+        print(f"{side} is left out: {why}.", file=sys.stderr)
+        args.sides.remove(side)
+    if not args.sides:
+        return 2
     count = sum(args.rounds * len(args.sides) for _ in args.tasks)
     with tempfile.TemporaryDirectory() as folder, tqdm(total=count, leave=False) as bar:
         args.converted = Path(folder, "converted")
@@ -350,6 +397,10 @@ def run(args: argparse.Namespace) -> int:
         import faster_whisper as host
 
         document["versions"] |= {"faster-whisper": host.__version__, "ctranslate2": ctranslate2.__version__}
+    with contextlib.suppress(ImportError):
+        import openvino_genai
+
+        document["versions"]["openvino-genai"] = openvino_genai.__version__
     write(args.output, "speech", document)
     return int(any(about.get("same") != about.get("of") for task in found for about in task["sides"].values()))
 
@@ -361,6 +412,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the spoken files are")
     parser.add_argument("--texts", type=Path, metavar="FILE", help="what is spoken, for make")
     parser.add_argument("--whisper", type=Path, metavar="DIR", help="Whisper-base as transformers saves it")
+    parser.add_argument("--openvino", type=Path, metavar="DIR", help="holds whisper-float32 and whisper-int8")
     parser.add_argument("--clip", type=Path, metavar="FILE", help="11 s of speech at 16 kHz, as numpy saves it")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])

@@ -16,6 +16,11 @@ _LLAMA_CPP = [
     "as many threads as the others, greedy sampling on ids, nothing kept from one call to the next",
     "no torch in its process",
 ]
+_OPENVINO = [
+    "openvino-genai's LLMPipeline on a model that optimum-intel exported beforehand from the same weights",
+    "as many threads as the others, its default backend (paged attention), nothing kept from one call to the next",
+    "no torch in its process",
+]
 _CTRANSLATE2 = [
     "the model converted beforehand from the same weights; converting is not timed",
     "one translator with as many threads as the others, batches as given (max_batch_size 0)",
@@ -86,6 +91,26 @@ SIDES: dict[str, Side] = {
         {"int8": True},
         lossy=True,
         converter="gguf",
+    ),
+    "openvino": Side(
+        "OpenVINO",
+        "openvino",
+        [*_OPENVINO, "float32, keys and values too; activations are not quantised"],
+        _OFF,
+        converter="openvino_inputs",
+    ),
+    "openvino-int8": Side(
+        "OpenVINO, int8",
+        "openvino",
+        [
+            *_OPENVINO,
+            "weights quantised to 8 bits as they were exported, its own defaults for the rest: activations, keys and "
+            "values in 8 bits, bfloat16 where the processor has it: other outputs",
+        ],
+        _OFF,
+        {"int8": True},
+        lossy=True,
+        converter="openvino_inputs",
     ),
     "fastgen": _ours("fastgen", "default options"),
     "fastgen-int8": _rounded("int8", "quantised to 8 bits"),

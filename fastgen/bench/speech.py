@@ -36,6 +36,7 @@ def pipeline(folder: str | Path) -> Any:
     for name, value in settings.items():
         if getattr(model.generation_config, name, None) is None:
             setattr(model.generation_config, name, value)
+    model.generation_config._from_model_config = False  # else who loads what is saved of it makes them anew, without
     return transformers.pipeline(
         "automatic-speech-recognition",
         model=model,

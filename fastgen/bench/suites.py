@@ -20,7 +20,8 @@ FAIRSEQ = ("fairseq", "fastgen-fairseq")
 ALL = ("transformers", "fairseq", "ctranslate2", "ctranslate2-int8", "fastgen", "fastgen-fairseq")
 SENTENCES = "English to German, 1,000 sentences, batches of 64, 5 beams"
 DRAFTED = (*HOSTS, "fastgen-undrafted")
-LLAMA = (*DRAFTED, "fastgen-int8", "llamacpp", "llamacpp-int8")
+OPENVINO = ("openvino", "openvino-int8")
+LLAMA = (*DRAFTED, "fastgen-int8", "llamacpp", "llamacpp-int8", *OPENVINO)
 MODES = ("transformers", "fastgen", "fastgen-compat", "fastgen-tree", "fastgen-slim")
 
 
@@ -126,7 +127,8 @@ def int8(quick: bool) -> list[Section]:
         sizes = [dict(batch=4, source=512, new=48, beams=4), dict(batch=1, source=512, new=128)]
         sizes.append(dict(batch=1, source=64, new=256))
         name = "int8-smollm-{batch}x{source}".format_map
-        tasks = [task_of(name(each), "SmolLM2-135M", "smollm", ROUNDED, **each) for each in sizes]
+        sides = (*ROUNDED, "openvino-int8")
+        tasks = [task_of(name(each), "SmolLM2-135M", "smollm", sides, **each) for each in sizes]
         sections.append(
             Section("A language model with rounded weights", "Trained; its outputs are as long as is said.", tasks)
         )
@@ -169,11 +171,12 @@ def _trained(quick: bool) -> list[Task]:
     )
     if quick:
         return [demo]
+    beams: dict[str, Any] = dict(batch=4, source=512, new=48, beams=4)
     return [
         demo,
         Task("ddtp", SENTENCES, "ddtp", ALL, batch=64, new=120, beams=5),
         Task("whisper", "Whisper-base, 4 x 11 s of speech, 5 beams", "whisper", HOSTS, batch=4, new=120, beams=5),
-        Task("smollm", "SmolLM2-135M, 4 x 512 -> 48, 4 beams", "smollm", HOSTS, batch=4, source=512, new=48, beams=4),
+        Task("smollm", "SmolLM2-135M, 4 x 512 -> 48, 4 beams", "smollm", (*HOSTS, *OPENVINO), **beams),
     ]
 
 

@@ -40,8 +40,8 @@ def main() -> None:
 
 class Worker:
     def __init__(self, order: dict[str, Any]) -> None:
-        if order["runner"] == "ctranslate2":
-            sys.modules["torch"] = None  # type: ignore[assignment]  # it imports it where it can, for nothing
+        if order["runner"] in runners.WITHOUT_TORCH:
+            sys.modules["torch"] = None  # type: ignore[assignment]  # CTranslate2 imports it where it can, for nothing
         else:
             import torch
 

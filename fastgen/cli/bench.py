@@ -27,6 +27,7 @@ FOLDERS = {
     "shared": "holds data/ and models/: adds the trained translation model and others",
     "whisper": "Whisper-base as transformers saves it; with --shared",
     "smollm": "SmolLM2-135M as transformers saves it; with --shared",
+    "openvino": "holds models exported for OpenVINO (smollm-float32, smollm-int8): adds its sides",
 }
 SOAK = "soak"
 _ROUNDS, _QUICK_ROUNDS = 5, 3
@@ -42,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     listed += f"\n  {SOAK:16} Random models, options, modes and edits, until an output is not stock's; see --seed"
     result = Parser(
         prog=NAME,
-        description="Measure stock transformers, stock fairseq, CTranslate2 and fastgen on the same tasks, in turn, "
+        description="Measure stock transformers, stock fairseq, other engines and fastgen on the same tasks, in turn, "
         "after verifying that outputs agree. Writes a JSON and an HTML report for each suite.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"suites:\n{listed}\n\nExit code: 0 if every output that must be stock's is; 1 if one is not, if a "

@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+WITHOUT_TORCH = ("ctranslate2", "llamacpp", "openvino")  # beside their own threads torch's are in the way
+
 
 class Refused(Exception):
     """This side cannot do the task; the message is one sentence for the reader."""
