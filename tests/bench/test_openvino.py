@@ -78,11 +78,10 @@ def test_a_folder_without_the_model_is_said(tmp_path: Path) -> None:
 def test_float32_is_float32() -> None:
     openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
     ops = importlib.import_module("openvino.opset13")
-    given = ops.parameter([1, 4], dtype="f32")
+    given = ops.parameter([1, 4], dtype=openvino.Type.f32)
     model = openvino.Model([ops.relu(given)], [given])
     compiled = openvino.Core().compile_model(model, "CPU", properties(is_int8=False, threads=1))
-    wanted = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    for name in wanted:
+    for name in ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION"):
         assert compiled.get_property(name) == openvino.Type.f32, name
     assert int(compiled.get_property("DYNAMIC_QUANTIZATION_GROUP_SIZE")) == 0
     assert compiled.get_property("INFERENCE_NUM_THREADS") == 1
