@@ -14,7 +14,7 @@ JOB, IDS, MASK = "openvino.json", "openvino-ids-{}.npy", "openvino-mask-{}.npy" 
 
 _SAME: tuple[str, ...] = ("max_new_tokens", "min_new_tokens", "num_beams")
 _SAME += ("no_repeat_ngram_size", "repetition_penalty", "length_penalty")
-_NOTHING = ("do_sample", "pad_token_id")  # these need not be said
+_NOTHING = {"do_sample", "pad_token_id"}  # these need not be said
 
 
 class Runner:
@@ -45,6 +45,6 @@ def options_of(job: models.Job) -> dict[str, Any]:
         raise Refused("openvino-genai generates with decoder-only models alone; its Whisper returns text, not tokens")
     if job.options.get("do_sample"):
         raise Refused("openvino-genai draws samples of its own")
-    if others := sorted({*job.options} - {*_SAME, *_NOTHING}):
+    if others := sorted(job.options.keys() - _SAME - _NOTHING):
         raise Refused(f"this benchmark does not hand {', '.join(others)} to OpenVINO")
-    return {name: job.options[name] for name in _SAME if name in job.options}
+    return {name: job.options[name] for name in sorted(_SAME & job.options.keys())}
