@@ -202,13 +202,13 @@ def _marking(prepare: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(prepare)
     def _prepare_cache_for_generation(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         from fastgen.optimizer.transformers.versions import CACHE
 
         cache: Any = model_kwargs.get(CACHE)
         if hasattr(cache, "get_seq_length"):
             cache._is_user_defined = True
-        return prepare(self, generation_config, model_kwargs, *args)
+        return prepare(self, generation_config, model_kwargs, *args, **kwargs)
 
     return _prepare_cache_for_generation
