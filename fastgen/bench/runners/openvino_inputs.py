@@ -12,7 +12,14 @@ from fastgen.bench.runners import Missing, Refused
 
 JOB, IDS, MASK = "openvino.json", "openvino-ids-{}.npy", "openvino-mask-{}.npy"  # in the folder that the order names
 
-_SAME = {"max_new_tokens", "min_new_tokens", "num_beams", "no_repeat_ngram_size", "repetition_penalty", "length_penalty"}
+_SAME = {
+    "max_new_tokens",
+    "min_new_tokens",
+    "num_beams",
+    "no_repeat_ngram_size",
+    "repetition_penalty",
+    "length_penalty",
+}
 _NOTHING = {"do_sample", "pad_token_id"}  # these need not be said
 
 
