@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import itertools
 import json
 import random
@@ -46,7 +45,7 @@ import fastgen
 from fastgen.bench import data, speech
 from fastgen.bench.quality import MEASURES
 from fastgen.bench.runners import Missing
-from fastgen.bench.runners.openvino import exported, properties
+from fastgen.bench.runners.openvino import check, exported, properties
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.load import of_transformers
 
@@ -79,12 +78,22 @@ TASKS = {"clip": "11 s of speech", "long": "one recording", "files": "30 files"}
 
 
 # ---------------------------------------------------------------------------------------------- the sounds
+def sentences(texts: Path) -> list[str]:
+    """Those of a text that have letters and little else, of 41 to 199 characters."""
+    found = (one.strip() for one in re.split(r"(?<=[.!?])\s+", texts.read_text("utf-8")))
+    return [one for one in found if 40 < len(one) < 200 and re.fullmatch(r"[A-Za-z ,.'-]+", one)]
+
+
+def speak(text: str, path: Path, voice: str, speed: int) -> None:
+    """Have espeak-ng speak a text into a WAV file; `speed`: in words a minute."""
+    command = ["espeak-ng", "-v", voice, "-s", str(speed), "-w", str(path), "--stdin"]
+    subprocess.run(command, input=text.encode(), check=True)
+
+
 def make(folder: Path, texts: Path, seed: int) -> None:
     """Have espeak-ng speak sentences of a text into WAV files; what they say is beside them."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = texts.read_text("utf-8")
-    sentences = [one.strip() for one in re.split(r"(?<=[.!?])\s+", text)]
-    plain = [one for one in sentences if 40 < len(one) < 200 and re.fullmatch(r"[A-Za-z ,.'-]+", one)]
+    plain = sentences(texts)
     chance = random.Random(seed)
     chance.shuffle(plain)
     left = iter(plain)
@@ -92,8 +101,7 @@ def make(folder: Path, texts: Path, seed: int) -> None:
         name, count = ("long", 80) if number == 30 else (f"file-{number:02}", chance.choice([1, 2, 2, 3, 4]))
         said = " ".join(next(left) for _ in range(count))
         voice = ("en-us", "en-gb", "en-us+f3", "en-us+m3")[number % 4]
-        command = ["espeak-ng", "-v", voice, "-s", "150", "-w", str(folder / f"{name}.wav"), "--stdin"]
-        subprocess.run(command, input=said.encode(), check=True)
+        speak(said, folder / f"{name}.wav", voice, 150)
         (folder / f"{name}.txt").write_text(said)
 
 
@@ -193,11 +201,8 @@ def left_out(side: str, args: argparse.Namespace) -> str:
     """Why OpenVINO cannot take part; empty where the side can."""
     if side not in OPENVINO:
         return ""
-    if importlib.util.find_spec("openvino_genai") is None:
-        return "OpenVINO is not installed: pip install openvino-genai"
-    if args.openvino is None:
-        return "it needs --openvino DIR"
     try:
+        check(args.openvino)
         exported(args.openvino, "whisper", OPENVINO[side])
     except Missing as error:
         return str(error)

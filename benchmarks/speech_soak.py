@@ -9,12 +9,11 @@ code 1 says that a recording differs. No timing: other processes may run beside 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
 import random
-import re
-import subprocess
 import sys
 import tempfile
 import warnings
@@ -24,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import aligned, options, quieten
+from bench_speech import sentences, speak
+from measuring import aligned, quieten
 from tqdm import tqdm
 
 import fastgen
@@ -51,17 +51,12 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
 }
 
 
-def sentences(path: Path) -> list[str]:
-    found = (one.strip() for one in re.split(r"(?<=[.!?])\s+", path.read_text("utf-8")))
-    return sorted({one for one in found if 40 < len(one) < 200 and re.fullmatch(r"[A-Za-z ,.'-]+", one)})
-
-
 def spoken(chance: random.Random, texts: list[str], folder: str) -> Any:
     """Float32 `[samples]` of some sentences."""
     said = " ".join(chance.sample(texts, chance.choice([1, 2, 4, 8, 16, 40])))
-    words = ["espeak-ng", "-v", chance.choice(VOICES), "-s", str(chance.randrange(120, 220)), "--stdin"]
-    subprocess.run([*words, "-w", f"{folder}/spoken.wav"], input=said.encode(), check=True)
-    return audio.read(Path(folder, "spoken.wav")).samples
+    path = Path(folder, "spoken.wav")
+    speak(said, path, chance.choice(VOICES), chance.randrange(120, 220))
+    return audio.read(path).samples
 
 
 def hosts(path: Path) -> dict[str, tuple[dict[str, dict[str, Any]], Callable[[Any, dict[str, Any]], Any]]]:
@@ -113,17 +108,18 @@ def heard(number: int, texts: list[str], known: dict[str, Any], folder: str) -> 
 
 
 def main() -> int:
-    parser = options(__doc__ or "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="FILE", help="a line of JSON for each recording")
     parser.add_argument("--whisper", type=Path, metavar="DIR", required=True, help="Whisper as transformers saves it")
     parser.add_argument("--texts", type=Path, metavar="FILE", required=True, help="what is spoken")
+    parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--hours", type=float, default=1.0, help="of speech, with what the file has; default: 1")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
     quieten()
     done = [json.loads(line) for line in args.file.read_text().splitlines()] if args.file.exists() else []
-    texts, known, wanted = sentences(args.texts), hosts(args.whisper), round(3600 * args.hours)
+    texts, known, wanted = sorted(set(sentences(args.texts))), hosts(args.whisper), round(3600 * args.hours)
     seconds = sum(one["seconds"] for one in done)
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,13 +119,15 @@ class Answer:
         (text,) = await asyncio.to_thread(self._decoded, event.which, [event.tokens])
         new, is_stopped = self._texts[index].grow(text)
         if is_stopped and self._search.rows == 1:
-            count = await asyncio.to_thread(self._tokens_until_stop, event.which, event.tokens)
+            count = await asyncio.to_thread(self._tokens_until, event.which, event.tokens, self._has_stop)
             if self._service.engine.complete(self._request, event.which, count):
                 self._events.put(Finished(event.which, Hypotheses([event.tokens], [None])))
         piece = Piece(index, self._prefix(index) + new)
         if piece.text and self._logprobs and self._search.stream:
-            sent = self._texts[index].sent
-            count = await asyncio.to_thread(self._tokens_until, event.which, event.tokens, sent)
+            count = self._begun  # what is echoed has come alone
+            if sent := self._texts[index].sent:
+                until = functools.partial(self._tokens_until, has=lambda text: len(text) >= sent)
+                count = await asyncio.to_thread(until, event.which, event.tokens)
             piece = piece._replace(row=event.tokens[:count])
         return piece
 
@@ -136,7 +139,7 @@ class Answer:
             index, score = event.which * self._search.n + number, finite(scores[number])
             new, is_stopped = self._texts[index].end(text)
             if is_stopped:
-                reason, count = "stop", self._tokens_until_stop(event.which, row) - self._begun
+                reason, count = "stop", self._tokens_until(event.which, row, self._has_stop) - self._begun
                 if self._search.rows == 1:
                     score = None  # the engine may not have got to the end, which the score is of
                 kept = row[: self._begun + count]
@@ -179,21 +182,17 @@ class Answer:
         ends = self._request.config.eos_token_id
         return list(ends) if isinstance(ends, list) else [ends]
 
-    def _tokens_until_stop(self, which: int, row: list[int]) -> int:
-        def has_stop(tokens: list[int]) -> bool:
+    def _has_stop(self, text: str) -> bool:
+        return stop_in(text, self._search.stop) is not None
+
+    def _tokens_until(self, which: int, row: list[int], has: Callable[[str], bool]) -> int:
+        """The number of tokens of `row` with which the text first has what the whole text has."""
+
+        def is_enough(tokens: list[int]) -> bool:
             (text,) = self._decoded(which, [tokens])
-            return stop_in(stable(text, cleans_up=self._service.cleans_up), self._search.stop) is not None
+            return has(stable(text, cleans_up=self._service.cleans_up))
 
-        return tokens_until(row, has_stop)
-
-    def _tokens_until(self, which: int, row: list[int], length: int) -> int:
-        """The number of tokens with which the text first has so many characters."""
-
-        def has_length(tokens: list[int]) -> bool:
-            (text,) = self._decoded(which, [tokens])
-            return len(stable(text, cleans_up=self._service.cleans_up)) >= length
-
-        return tokens_until(row, has_length) if length else self._begun
+        return tokens_until(row, is_enough)
 
     def _decoded(self, which: int, rows: list[list[int]]) -> list[str]:
         """The text of each row, as it goes on from the prompt of this input."""

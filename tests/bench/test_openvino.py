@@ -13,7 +13,7 @@ import pytest
 
 from fastgen.bench import models
 from fastgen.bench.runners import Missing, Refused, openvino_inputs
-from fastgen.bench.runners.openvino import exported, properties
+from fastgen.bench.runners.openvino import IDS, JOB, MASK, exported, properties
 
 ORDER = {"folders": {}, "device": "cpu", "dtype": "float32"}
 
@@ -110,10 +110,10 @@ def test_a_batch_is_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(genai, "LLMPipeline", Pipeline)
     (tmp_path / "smollm-int8").mkdir()
     (tmp_path / "smollm-int8" / "openvino_model.xml").touch()
-    for name, rows in ((openvino_inputs.IDS, [[2, 5], [6, 7]]), (openvino_inputs.MASK, [[0, 1], [1, 1]])):
+    for name, rows in ((IDS, [[2, 5], [6, 7]]), (MASK, [[0, 1], [1, 1]])):
         numpy.save(tmp_path / name.format(0), numpy.array(rows))
     document = {"batches": 1, "options": {"num_beams": 3, "max_new_tokens": 4}, "ends": [2]}
-    (tmp_path / openvino_inputs.JOB).write_text(json.dumps(document))
+    (tmp_path / JOB).write_text(json.dumps(document))
     order = {"folder": str(tmp_path), "folders": {"openvino": str(tmp_path)}, "threads": 1, "options": {"int8": True}}
     runner = Runner(order | {"task": {"model": "smollm"}})
     assert runner.outputs(runner.generate()) == {"tokens": [[8, 9], [8, 9, 9, 9]]}

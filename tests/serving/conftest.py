@@ -1,4 +1,4 @@
-"""One service for the tests that need no network."""
+"""One service for the tests that need no network, and models behind OpenAI's endpoints."""
 
 from __future__ import annotations
 
@@ -30,3 +30,26 @@ def client(service: Any) -> Iterator[Any]:
 
     with TestClient(build(service, None), raise_server_exceptions=False) as client:
         yield client
+
+
+@pytest.fixture(scope="module", params=("gpt2", "llama", "bart"))
+def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of each kind of model."""
+    yield from _served(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield from _served("gpt2", tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    yield from _served("llama", tmp_path_factory)
+
+
+def _served(kind: str, folders: pytest.TempPathFactory) -> Iterator[Any]:
+    from openai_kit import served
+
+    with served(kind, folders.mktemp(kind)) as found:
+        yield found

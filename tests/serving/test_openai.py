@@ -9,7 +9,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,24 +28,6 @@ PROMPTS = {
     "llama": ["天地玄", "日月盈昃辰", "霜"],
     "bart": TEXTS[:4],
 }
-
-
-@pytest.fixture(scope="module", params=("gpt2", "llama", "bart"))
-def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(request.param, tmp_path_factory.mktemp(request.param)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served("gpt2", tmp_path_factory.mktemp("gpt2")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served("llama", tmp_path_factory.mktemp("llama")) as found:
-        yield found
 
 
 def prompts(at: Served) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,24 +10,12 @@ import pytest
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install -c constraints.txt openai")
 
 import torch  # noqa: E402
-from openai_kit import Served, served, wanted  # noqa: E402
+from openai_kit import Served, wanted  # noqa: E402
 from serving_kit import TEXTS  # noqa: E402
 
 from fastgen.serving import logprobs  # noqa: E402
 
 PROMPTS = {"gpt2": "the cat", "llama": "天地玄", "bart": TEXTS[0]}
-
-
-@pytest.fixture(scope="module", params=PROMPTS)
-def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(request.param, tmp_path_factory.mktemp(request.param)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served("llama", tmp_path_factory.mktemp("llama")) as found:
-        yield found
 
 
 def prompt(at: Served) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed:
 
 import torch  # noqa: E402
 import zoo  # noqa: E402
+from near import near  # noqa: E402
 from openai_kit import Served, served  # noqa: E402
 from serving_kit import TEXTS, slowly  # noqa: E402
 
@@ -32,18 +33,6 @@ SEARCHES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(scope="module", params=PROMPTS)
-def at(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(request.param, tmp_path_factory.mktemp(request.param)) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served("llama", tmp_path_factory.mktemp("llama")) as found:
-        yield found
-
-
 def joined(chunks: Sequence[Any], choices: int) -> list[tuple[str, dict[str, list[Any]]]]:
     """Text and log-probabilities of each choice, from the pieces."""
     found: list[tuple[str, dict[str, list[Any]]]] = [("", {}) for _ in range(choices)]
@@ -53,15 +42,6 @@ def joined(chunks: Sequence[Any], choices: int) -> list[tuple[str, dict[str, lis
             lists.setdefault(name, []).extend(values)
         found[choice.index] = text + choice.text, lists
     return found
-
-
-def near(value: Any) -> Any:
-    """A value whose numbers may be rounded otherwise."""
-    if isinstance(value, dict):
-        return {name: near(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [near(one) for one in value]
-    return pytest.approx(value, abs=NEAR) if isinstance(value, float) else value
 
 
 @pytest.mark.parametrize("stops", (False, True), ids=("whole", "stop"))
@@ -76,7 +56,7 @@ def test_completions(at: Served, search: dict[str, Any], stops: bool, monkeypatc
     slowly(monkeypatch)
     chunks = list(client.completions.create(stream=True, **asked))
     for choice, (text, found) in zip(whole, joined(chunks, len(whole)), strict=True):
-        assert text == choice.text and near(choice.logprobs.model_dump()) == found
+        assert text == choice.text and near(choice.logprobs.model_dump(), abs=NEAR) == found
 
 
 def test_each_chunk_has_its_own_tokens(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +99,7 @@ def test_with_the_prompt(kind: str, tmp_path_factory: pytest.TempPathFactory, mo
         slowly(monkeypatch)
         chunks = list(at.client().completions.create(stream=True, **asked))
         for choice, (text, found) in zip(whole, joined(chunks, 2), strict=True):
-            assert text == choice.text and near(choice.logprobs.model_dump()) == found
+            assert text == choice.text and near(choice.logprobs.model_dump(), abs=NEAR) == found
             assert found["token_logprobs"][0] is None
 
 
@@ -131,7 +111,7 @@ def test_conversations(llama: Served, search: dict[str, Any], monkeypatch: pytes
     slowly(monkeypatch)
     chunks = [chunk.choices[0] for chunk in llama.client().chat.completions.create(stream=True, **asked)]
     content = [one.model_dump() for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content]
-    assert near(whole.logprobs.model_dump()["content"]) == content
+    assert near(whole.logprobs.model_dump()["content"], abs=NEAR) == content
     own = [chunk for chunk in chunks if chunk.delta.content]
     assert len(own) > 5 and chunks[0].logprobs is None
     for chunk in own:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from fastgen.bench.runners import Missing
-from fastgen.bench.runners.openvino_inputs import IDS, JOB, MASK
+
+JOB, IDS, MASK = "openvino.json", "openvino-ids-{}.npy", "openvino-mask-{}.npy"  # which `openvino_inputs` writes
 
 # By itself it computes in bfloat16 where the CPU has that, keeps keys and values as 8 bits, and rounds activations.
 _FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
@@ -17,6 +19,14 @@ _FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYN
 def properties(is_int8: bool, threads: int) -> dict[str, Any]:
     """Of a pipeline: all in float32, or what it does with 8 bits by default."""
     return {"INFERENCE_NUM_THREADS": threads, **({} if is_int8 else _FLOAT32)}
+
+
+def check(folder: str | Path | None) -> None:
+    """Missing if OpenVINO is not installed, or nobody has named the folder with exported models."""
+    if importlib.util.find_spec("openvino_genai") is None:
+        raise Missing("OpenVINO is not installed: pip install openvino-genai")
+    if folder is None:
+        raise Missing("it needs --openvino DIR, with the models that optimum-intel has exported")
 
 
 def exported(folder: str | Path, model: str, is_int8: bool) -> Path:

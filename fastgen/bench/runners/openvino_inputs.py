@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from fastgen.bench import models
-from fastgen.bench.runners import Missing, Refused
-
-JOB, IDS, MASK = "openvino.json", "openvino-ids-{}.npy", "openvino-mask-{}.npy"  # in the folder that the order names
+from fastgen.bench.runners import Refused
+from fastgen.bench.runners.openvino import IDS, JOB, MASK, check
 
 _SAME = {
     "max_new_tokens",
@@ -27,12 +25,9 @@ class Runner:
     def __init__(self, order: dict[str, Any]) -> None:
         import numpy
 
-        if importlib.util.find_spec("openvino_genai") is None:
-            raise Missing("OpenVINO is not installed: pip install openvino-genai")
         if (order["device"], order["dtype"]) != ("cpu", "float32"):
             raise Refused("this benchmark runs OpenVINO on a CPU alone, in float32 or with weights in 8 bits")
-        if "openvino" not in order["folders"]:
-            raise Missing("it needs --openvino DIR, with the models that optimum-intel has exported")
+        check(order["folders"].get("openvino"))
         job = models.build(order["task"], order["folders"])
         folder, options = Path(order["folder"]), options_of(job)
         for number, batch in enumerate(job.batches):

@@ -348,7 +348,7 @@ def test_one_copy_for_all_beams() -> None:
         harness.compare(model, prompts(0, (LENGTH,)), num_beams=beams, **DETAILS)
         config = model.config
         numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * LENGTH
-        assert 4 * numbers < by_model.prefixes.nbytes < 2 * 4 * numbers
+        assert 4 * numbers < by_model.prefixes.nbytes < 4 * numbers + 4000
 
 
 def test_it_dies_with_the_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -15,6 +16,7 @@ import pytest
 import real_speech
 import speech_kit
 import torch
+from near import near
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import fastgen
@@ -98,13 +100,7 @@ def together(pipeline: Any, recordings: list[Any], **options: Any) -> list[Any]:
     return found
 
 
-def plain(result: Any) -> Any:
-    """A result whose times may differ by a frame."""
-    if isinstance(result, dict):
-        return {name: plain(value) for name, value in result.items()}
-    if isinstance(result, (list, tuple)):
-        return type(result)(plain(value) for value in result)
-    return pytest.approx(result, abs=0.021) if isinstance(result, float) else result
+plain = functools.partial(near, abs=0.021)  # times may differ by a frame
 
 
 @pytest.mark.parametrize(("seconds", "options", "chunks"), CASES.values(), ids=CASES)

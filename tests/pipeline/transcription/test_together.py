@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
@@ -16,6 +17,7 @@ import pytest
 import real_speech
 import torch
 import whisper
+from near import near
 
 import fastgen
 from fastgen.optimizer.whisper import inference
@@ -56,13 +58,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def plain(result: Any) -> Any:
-    """A result whose numbers may be rounded otherwise."""
-    if isinstance(result, dict):
-        return {name: plain(value) for name, value in result.items()}
-    if isinstance(result, list):
-        return [plain(value) for value in result]
-    return pytest.approx(result, rel=1e-4, abs=1e-4, nan_ok=True) if isinstance(result, float) else result
+plain = functools.partial(near, rel=1e-4, abs=1e-4, nan_ok=True)
 
 
 def alone(model: Any, sounds: list[Any], **options: Any) -> list[Any]:
