@@ -90,6 +90,40 @@ inline void check_topk(const Tensor& logits, int64_t k, const std::optional<Tens
       "banned is on ", device_name(*banned), " and logits on ", device_name(logits), ".");
 }
 
+inline void check_candidates(
+    const Tensor& logits, const Tensor& scores, int64_t k, const std::optional<Tensor>& banned) {
+  check_topk(logits, 1, banned);
+  FASTGEN_CHECK(
+      type, dtype_of(logits) == ScalarType::Float, "logits must be float32, not ", type_of(logits), ".");
+  FASTGEN_CHECK(
+      value, scores.dim() == 2 && scores.size(1) > 0 && scores.size(0) * scores.size(1) == logits.size(0),
+      "scores must be [batch, beams], ", logits.size(0), " in all, not of shape ", shape_of(scores), ".");
+  FASTGEN_CHECK(type, dtype_of(scores) == ScalarType::Float, "scores must be float32, not ", type_of(scores), ".");
+  FASTGEN_CHECK(
+      value, are_together(scores, logits),
+      "scores are on ", device_name(scores), " and logits on ", device_name(logits), ".");
+  FASTGEN_CHECK(
+      value, k >= 1 && k < logits.size(1), "k must be 1 to ", logits.size(1) - 1, ", not ", k, ".");
+}
+
+// A tensor that an operator changes, or reads beside those.
+struct Named {
+  const char* name;
+  const Tensor& tensor;
+  std::vector<int64_t> shape;
+  ScalarType type;
+};
+
+inline void check_named(const Named& each) {
+  FASTGEN_CHECK(
+      value, each.tensor.dim() == static_cast<int64_t>(each.shape.size()) &&
+          std::equal(each.shape.begin(), each.shape.end(), each.tensor.sizes().begin()),
+      each.name, " must be ", list_of(each.shape), ", not of shape ", shape_of(each.tensor), ".");
+  FASTGEN_CHECK(
+      type, dtype_of(each.tensor) == each.type, each.name, " has another dtype: ", type_of(each.tensor), ".");
+  FASTGEN_CHECK(value, each.tensor.is_contiguous(), each.name, " must be contiguous.");
+}
+
 inline void check_float(
     const char* name, const Tensor& tensor, const Tensor& like, const char* whose = "rows are",
     bool or_half = false) {

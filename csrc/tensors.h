@@ -101,7 +101,7 @@ inline ScalarType dtype_of(const Tensor& tensor) {
   // Tensor::scalar_type asks torch for the number of one type after the other, at every call.
   static const struct {
     int32_t float32 = aoti_torch_dtype_float32(), int64 = aoti_torch_dtype_int64(), int32 = aoti_torch_dtype_int32();
-    int32_t int8 = aoti_torch_dtype_int8(), bfloat16 = aoti_torch_dtype_bfloat16();
+    int32_t int8 = aoti_torch_dtype_int8(), bfloat16 = aoti_torch_dtype_bfloat16(), boolean = aoti_torch_dtype_bool();
   } numbers;
   int32_t number = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
@@ -110,6 +110,7 @@ inline ScalarType dtype_of(const Tensor& tensor) {
       : number == numbers.int32    ? ScalarType::Int
       : number == numbers.int8     ? ScalarType::Char
       : number == numbers.bfloat16 ? ScalarType::BFloat16
+      : number == numbers.boolean  ? ScalarType::Bool
                                    : tensor.scalar_type();
 #else
   return tensor.scalar_type();

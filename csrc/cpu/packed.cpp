@@ -10,6 +10,8 @@
 namespace fastgen {
 namespace {
 
+constexpr int64_t kRowsPerRead = 8; // whose arithmetic takes about as long as reading a panel
+
 Tensor packed_linear(
     const Tensor& rows, const Tensor& packed, int64_t width, const std::optional<Tensor>& bias) {
   check_packed(rows, packed, width, bias);
@@ -30,7 +32,8 @@ Tensor packed_linear(
       width,
       rows_of_a_block(count, size, panels_of(width), threads())};
   const auto multiply = FASTGEN_CHOOSE(multiply_panel);
-  const int64_t grain = grain_of(kPanel * all.size);
+  // Few rows wait for the weights, many for the arithmetic.
+  const int64_t grain = grain_of(kPanel * all.size * std::max<int64_t>(1, all.block / kRowsPerRead));
   parallel_for(0, all.tasks(), grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       multiply(all, task);

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
+from fastgen.cache.eviction import moves_to
 from fastgen.cache.retained import RetainedBuffers
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.memory.buffers import Buffers
@@ -221,7 +222,11 @@ class BeamTree:
         return num_finished > 0 and num_finished >= int(self.batch * part)
 
     def select(self, sentences: Tensor) -> None:
-        """Drop all sentences but these (int64 `[B']`), from the ancestry and from every layer."""
+        """Drop all sentences but these (int64 `[B']`), from the ancestry and from every layer.
+
+        In the order of `eviction.staying`, little is copied.
+        """
+        moves = None if self.is_static else moves_to(sentences)  # captured steps may be kept with the whole buffers
         self._ancestry = self._ancestry.index_select(0, sentences)
         if len(self._positions) > 1:
             self._positions = self._positions.index_select(0, sentences)
@@ -229,7 +234,7 @@ class BeamTree:
         self.batch = len(sentences)
         self.evictions += 1
         for layer in self._all():
-            layer.select(sentences)
+            layer.select(sentences, moves)
         self._of_step.clear()
 
     def positions(self) -> Tensor:

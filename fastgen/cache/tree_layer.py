@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
+from fastgen.cache.eviction import Moves, in_place
 from fastgen.cache.slim.latent import Slim, keys_and_values
 
 __phase__ = phases.CACHE
@@ -100,11 +101,14 @@ class TreeLayer:
         stored = tuple(stored[:, :, : self.prompt_length] for stored in self.needed())
         return keys_and_values(stored, self.slim)
 
-    def select(self, sentences: Tensor) -> None:
-        """Keep only these sentences (int64 `[B']`), and of them only the slots in use."""
+    def select(self, sentences: Tensor, moves: Moves | None = None) -> None:
+        """Keep only these sentences (int64 `[B']`), and of them only the slots in use; `moves`: in place, by these."""
         used = self.tree.used
         before = self._stored
         if not before:
+            return
+        if moves is not None:
+            self._stored = tuple(in_place(stored, sentences, moves, used) for stored in before)
             return
         self._stored = self._empty(before, len(sentences), before[0].shape[2])
         for selected, stored in zip(self._stored, before, strict=True):

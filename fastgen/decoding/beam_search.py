@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
+from fastgen.cache.eviction import staying
 from fastgen.decoding import sparse_topk
 from fastgen.decoding.search import Hypotheses, IsStopped
 from fastgen.memory.buffers import Buffers
@@ -83,8 +84,7 @@ class BeamSearch:
 
     ranks = True
     counts_late = False
-    _checks_late = False  # candidates by row are taken before it is known whether they are those of `torch.topk`: ...
-    _is_clear: Tensor | None = None  # ... that is left to be read at the end of the step, bool
+    _is_in_place = True  # one operator does a step's changes, where it may
 
     def __init__(
         self,
@@ -132,6 +132,7 @@ class BeamSearch:
         self.live = live
         self.length = self.policy.prompt_length
         self.done = self._evicted = False
+        self._num_finished: int | None = None  # after the last step, if that is known
         self._result = Hypotheses(live.tokens.clone(), live.rows.clone(), live.finished_scores.clone())
 
     @property
@@ -220,32 +221,29 @@ class BeamSearch:
         """
         from fastgen import ops  # loads or even compiles the operators, so not before they are needed
 
-        beams, wanted = self.beams, self.candidates + 1  # one more, to see a tie at the end
-        if scores.dtype != torch.float32 or scores.shape[-1] < wanted or not ops.is_native(scores.device):
+        if not self._may_find_by_row(scores):
             return None
-        log_probs, tokens, log_sum_exp = ops.topk_log_softmax(scores, wanted, banned)  # [B*M, K+1]
-        if not are_logits:
-            log_probs = scores.gather(1, tokens)
-        totals = (log_probs.view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)
-        best, place = torch.topk(totals, k=wanted)  # [B, K+1]
-        # The operator ranks NaN otherwise than torch, also the NaN that log_softmax makes of infinite logits.
-        is_clear = (best[:, :-1] > best[:, 1:]).all() & (log_sum_exp.abs() < torch.inf).all()
-        if self._checks_late:
-            self._is_clear = is_clear
-        elif not bool(is_clear):
-            return None
-        place = place[:, :-1]
-        return best[:, :-1], tokens.view(-1, beams * wanted).gather(1, place), place // wanted
+        found = ops.beam_candidates(scores, self.live.scores, self.candidates, banned, not are_logits)
+        return found[:3] if bool(found[3]) else None
+
+    def _may_find_by_row(self, scores: Tensor) -> bool:
+        from fastgen import ops
+
+        if scores.dtype != torch.float32 or scores.shape[-1] <= self.candidates:
+            return False
+        return ops.is_native(scores.device)
 
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""
-        live, beams = self.live, self.beams
+        live, beams, self._num_finished = self.live, self.beams, None
 
         def hypotheses() -> Tensor:
             so_far = self.running().index_select(0, (parents + self._first_row).flatten())
             return torch.cat([so_far, tokens.flatten()[:, None]], dim=1)
 
         stopped = is_stopped(tokens, hypotheses)
+        if self._is_in_place and (rows := self._advanced(scores, tokens, parents, stopped)) is not None:
+            return rows
         self._finish(scores, tokens, parents, stopped)
 
         # The next beams are the best candidates that go on.
@@ -264,6 +262,43 @@ class BeamSearch:
         live.improvable = live.improvable & improvable
         self.done = self._is_done(stopped)
         return local
+
+    def _advanced(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor) -> Tensor | None:
+        """Do what `_take` does once it is known which candidates stop; None, and nothing, if torch has to."""
+        from fastgen import ops
+
+        live, policy, length = self.live, self.policy, self.length
+        if {scores.dtype, live.scores.dtype, live.finished_scores.dtype} != {torch.float32}:
+            return None  # a logits processor has changed the dtype
+        if stopped.dtype != torch.bool or not ops.is_native(scores.device):
+            return None
+        rows, state = ops.advance_beams_(
+            live.tokens,
+            live.rows,
+            live.scores,
+            live.finished_tokens,
+            live.finished_rows,
+            live.finished_scores,
+            live.is_finished,
+            live.improvable,
+            live.sentence,
+            scores.contiguous(),
+            tokens.contiguous(),
+            parents.contiguous(),
+            stopped.contiguous(),
+            length,
+            policy.prompt_length,
+            policy.divisor(length + 1),
+            policy.best_divisor(length + 1),
+            policy.early_stopping is True,
+        )
+        is_done, goes_on, num_finished = state.tolist()
+        if not is_done:
+            return None
+        self._num_finished = num_finished
+        self.length += 1
+        self.done = not goes_on
+        return rows
 
     def _reorder(self, rows: Tensor) -> None:
         """Let the beams go on from these rows, int64 `[B*M]`, counted over the batch."""
@@ -346,12 +381,13 @@ class BeamSearch:
 
     def num_finished(self) -> int:
         """How many sentences have finished."""
-        return int(self.finished_mask().sum())
+        return int(self.finished_mask().sum()) if self._num_finished is None else self._num_finished
 
     def evict(self, leaving: Tensor) -> Tensor:
         """Evict the sentences `leaving`, bool `[B]`; returns those that stay, int64 `[B']`."""
         self._store(leaving)
-        stay = torch.nonzero(~leaving)[:, 0]
+        self._num_finished = None
+        stay = staying(leaving)
         self.live.select(stay)
         self._number_rows()
         self._evicted = True

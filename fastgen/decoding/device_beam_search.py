@@ -21,13 +21,15 @@ __phase__ = phases.CHOICE
 class DeviceBeamSearch(BeamSearch):
     """Beam search for one request that does more operations than `BeamSearch` and waits for the device once a step."""
 
+    _is_in_place = False
+    _is_clear: Tensor | None = None  # whether candidates by row are those of `torch.topk`, bool, if not known yet
+
     def __init__(self, *arguments: Any, may_repeat_step: bool = False) -> None:
         """`arguments`: those of `BeamSearch`; `may_repeat_step`: `is_stopped` may be asked twice in a step, as where it
         depends only on the last token and the length."""
         super().__init__(*arguments)
         self._checks_late = may_repeat_step
         self._was_clear = True
-        self._num_finished = 0
 
     def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False, is_tied: bool = False) -> Tensor:
         before = copy.copy(self.live), self.length
@@ -48,7 +50,29 @@ class DeviceBeamSearch(BeamSearch):
 
     def num_finished(self) -> int:
         """How many sentences had finished after the latest step."""
-        return self._num_finished
+        return self._num_finished or 0
+
+    def _candidates_by_row(
+        self, scores: Tensor, banned: Tensor | None = None, are_logits: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        from fastgen import ops
+
+        if not self._may_find_by_row(scores):
+            return None
+        beams, wanted = self.beams, self.candidates + 1  # one more, to see a tie at the end
+        log_probs, tokens, log_sum_exp = ops.topk_log_softmax(scores, wanted, banned)  # [B*M, K+1]
+        if not are_logits:
+            log_probs = scores.gather(1, tokens)
+        totals = (log_probs.view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)
+        best, place = torch.topk(totals, k=wanted)  # [B, K+1]
+        # The operator ranks NaN otherwise than torch, also the NaN that log_softmax makes of infinite logits.
+        is_clear = (best[:, :-1] > best[:, 1:]).all() & (log_sum_exp.abs() < torch.inf).all()
+        if self._checks_late:
+            self._is_clear = is_clear
+        elif not bool(is_clear):
+            return None
+        place = place[:, :-1]
+        return best[:, :-1], tokens.view(-1, beams * wanted).gather(1, place), place // wanted
 
     def _is_done(self, stopped: Tensor) -> bool:
         known = [self._goes_on(stopped), self.finished_mask().sum()]

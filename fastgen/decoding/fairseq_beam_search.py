@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
+from fastgen.cache.eviction import staying
 from fastgen.decoding.beam_search import PerSentence
 from fastgen.decoding.device_beam_search import of_rows
 from fastgen.decoding.static_beam_search import Late, divided
@@ -262,7 +263,7 @@ class FairseqBeamSearch:
         # If they are all, the search is done, though the CPU may not know yet.
         leaving = leaving & ~leaving.all()
         self._store(torch.nonzero(leaving)[:, 0])
-        stay = torch.nonzero(~leaving)[:, 0]
+        stay = staying(leaving)
         if self._replayer is not None:
             self._replayer.shrink()
             if self._replayer.retains_buffers and self._whole is None:

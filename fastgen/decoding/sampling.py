@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from fastgen.cache.eviction import staying
 from fastgen.decoding.beam_search import PerSentence
 from fastgen.decoding.search import Hypotheses, IsStopped
 
@@ -100,7 +101,7 @@ class Sampling:
     def evict(self, leaving: Tensor) -> Tensor:
         """Evict the sentences `leaving`, bool `[B]`; returns those that stay, int64 `[B']`."""
         self._store(leaving)
-        stay = torch.nonzero(~leaving)[:, 0]
+        stay = staying(leaving)
         self.live.select(stay)
         return stay
 

@@ -1,4 +1,4 @@
-"""Public operators of the decode loop: n-gram bans in place, exact top-k of the log-softmax, sampling,
+"""Public operators of the decode loop: n-gram bans in place, exact top-k of the log-softmax, beam search, sampling,
 attention of all beams of a sentence to its keys, and products with large weights.
 
 They run on every device in plain torch, and natively where a library could be found or built (`fastgen.ops.library`;
@@ -17,6 +17,7 @@ import torch
 
 from fastgen.ops import library, operator
 from fastgen.ops.attention import beam_attention
+from fastgen.ops.beam_search import advance_beams_, beam_candidates
 from fastgen.ops.fingerprint import fingerprint
 from fastgen.ops.linear import pack_weight, packed_linear, skinny_linear
 from fastgen.ops.multinomial import multinomial
@@ -33,9 +34,11 @@ from fastgen.ops.screened import screen_weight, screened_linear
 from fastgen.ops.topk import topk_log_softmax
 
 __all__ = [
+    "advance_beams_",
     "ban_repeated_ngrams_",
     "ban_source_ngrams_",
     "beam_attention",
+    "beam_candidates",
     "dequantize",
     "dynamic_quantized_linear",
     "fingerprint",

@@ -23,6 +23,8 @@ from fastgen.ops import builder, library_cache
 
 _UNWRITTEN = {  # operators without a kernel, and what runs instead
     ("beam_attention", "cuda"): "torch's own attention, or Triton's where that is faster",
+    ("beam_candidates", "cuda"): "torch's own operators",
+    ("advance_beams_", "cuda"): "torch's own operators",
     ("path_attention", "cuda"): "torch's own operators",
     ("fingerprint", "cuda"): "torch's own sums",
     ("multinomial", "cuda"): "torch's own",

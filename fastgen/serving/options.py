@@ -86,10 +86,18 @@ class Problem(BaseModel):
     detail: str
 
 
-# What a request for a stream is answered with, for the page.
+# What a request for a stream is answered with, for the page. The schema of a stream describes each event.
 STREAMS: dict[str, Any] = {
     "description": "the answer",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {
+        "text/event-stream": {
+            "schema": {
+                "type": "object",
+                "properties": {"data": {"type": "string", "description": "JSON, or [DONE] at the end"}},
+                "required": ["data"],
+            }
+        }
+    },
 }
 
 

@@ -78,7 +78,7 @@ def test_native_operators_are_counted() -> None:
     counts = counted(lambda: bench_models.generate(model, new=new))
     layers, attentions = 2, 2
     assert counts.by_operator["fastgen.beam_attention.default"] == layers * attentions * (new - 1)
-    assert counts.by_operator["fastgen.topk_log_softmax.default"] == new
+    assert counts.by_operator["fastgen.beam_candidates.default"] == new
 
 
 def test_each_kind_of_allocation() -> None:

@@ -13,9 +13,10 @@ pytest.importorskip("torch", reason="the searches need torch")
 import plain_search
 import torch
 from plain_search import AFTER, AT_ONCE, CPU, Hypothesis, Table, assert_found, beam_search, decode, drawn_table, stops
+from torch import Tensor
 
 from fastgen import ops
-from fastgen.decoding.beam_search import FinishingPolicy
+from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 
 INF = math.inf
 # Of AFTER two beams find these. At steps 2, 3 and 4 one ends, and at step 5, the last, both do. The score is the sum.
@@ -186,6 +187,23 @@ def test_as_on_lists(
         assert_found(search.result(), expected)
         if kind != "static":  # which lets them go a step late
             assert left == (sum(length < max(lengths) for length in lengths) if evicts else 0)
+
+
+@pytest.mark.parametrize("ends", [[1], [1, 5]])
+def test_one_operator_does_the_ordinary_steps(kind: str, ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the last, at which every candidate stops; nowhere else."""
+    by_torch: list[int] = []
+    by_itself = BeamSearch._finish
+
+    def noted(self: BeamSearch, *arguments: Tensor) -> None:
+        by_torch.append(self.length)
+        by_itself(self, *arguments)
+
+    monkeypatch.setattr(BeamSearch, "_finish", noted)
+    search = beam_search(kind, 3, 2, policy_of("never", 2.0, max_length=9), ends)
+    decode(search, drawn_table(3, 9, ends), partial(search.choose, is_stopped=stops(ends, 9)))
+    assert search.length == 9
+    assert by_torch == {"native": [8], "torch": [*range(1, 9)]}.get(kind, [])
 
 
 # ---------------------------------------------------------------------------------------------- logits and bans

@@ -107,3 +107,20 @@ def test_answers_are_those_of_the_schema(name: str, path: str, mode: str, reques
     assert service.engine.is_alive and service.running == 0
     if mode == "positive" and path not in LISTS:
         assert (200 in statuses) is ((name, path) not in NEVER)
+
+
+@pytest.mark.parametrize(
+    "path, asked",
+    [
+        ("/v1/generate", {"text": ["on we", "go"]}),
+        ("/v1/completions", {"prompt": "on we", "max_tokens": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "on we"}], "max_tokens": 4}),
+    ],
+)
+def test_streams_are_those_of_the_schema(texts: Service, path: str, asked: dict[str, Any]) -> None:
+    """Bodies that are drawn seldom ask for one. Each event is held against the schema."""
+    schema = schemathesis.openapi.from_asgi("/openapi.json", build(texts, None))
+    case = schema[path]["POST"].Case(body={**asked, "stream": True}, media_type="application/json")
+    answer = case.call()
+    assert answer.status_code == 200 and answer.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(answer, checks=[not_a_server_error, *PROMISES])

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
 )
 
 from fastgen import phases
+from fastgen.cache.eviction import in_place, moves_to
 from fastgen.cache.row_pool import RowPool
 from fastgen.cache.slim.latent import Slim
 from fastgen.cache.tree import BeamTree
@@ -333,13 +334,20 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
     cross_attention_cache: SourceCache
     _seats: list[list[RowPool]]  # for the tensors of each layer, in batches that stay full
     _capacity = 0
+    _is_own = False  # the tensors of cross-attention are copies: sentences have left
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.self_attention_cache.reorder_cache(beam_idx)
 
     def select(self, sentences: Tensor) -> None:
+        # Not in what the model has made: code of the user's may have kept it.
+        moves = moves_to(sentences) if self._is_own else None
         for layer in self.cross_attention_cache.layers:
-            layer.tensors = [tensor.index_select(0, sentences) for tensor in layer.tensors]
+            layer.tensors = [
+                tensor.index_select(0, sentences) if moves is None else in_place(tensor, sentences, moves)
+                for tensor in layer.tensors
+            ]
+        self._is_own = True
 
     def regroup(self, stay: Tensor, newcomers: list[Any], length: int, rows: int) -> None:
         """Drop all sentences but `stay` (int64 `[S]`), append those of `newcomers`, all with `length` slots."""

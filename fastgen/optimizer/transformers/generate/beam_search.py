@@ -24,6 +24,7 @@ from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import interception, versions
+from fastgen.optimizer.transformers.cache.recurrent import rows_of
 from fastgen.optimizer.transformers.generate import chunked_prefill, tries
 from fastgen.optimizer.transformers.generate.allowed_tokens import AllowedTokens
 from fastgen.optimizer.transformers.generate.processors import Banning, Processing
@@ -109,11 +110,11 @@ class Loop:
             self._stream.follow(search)
         if self._may_evict and (leaving := decoder.leaving(search)) is not None:
             rows = search.batch * request.beams
-            index = torch.arange(rows, device=request.input_ids.device)
-            index = index[~leaving.repeat_interleave(request.beams)]
+            stay = search.evict(leaving)
+            index = rows_of(stay.to(request.input_ids.device), request.beams)
             self._rows = selected_inputs(self._rows, index, rows)
             request.select(index)
-            decoder.select(search.evict(leaving))
+            decoder.select(stay)
             if self._allowed is not None:
                 self._allowed.select(index)
         return versions.next_inputs(model, search.running(), self._rows)

@@ -1,0 +1,285 @@
+"""The work of a beam search between two steps of the model: the candidates, and what becomes of the beams.
+
+`B` sentences, `M` beams, `K` candidates a sentence, `V` vocabulary, `L` maximal length, `P` length of the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastgen.ops.operator import define
+from fastgen.ops.topk import check_topk, reference_topk_log_softmax
+
+_DEAD = -1.0e9  # transformers' mark of a beam that must not be chosen
+_REAL = 0.1 * _DEAD  # what is worth less was marked
+
+
+def beam_candidates(
+    logits: Tensor, scores: Tensor, k: int, banned: Tensor | None = None, are_log_probs: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The k best continuations of each sentence's beams together: step 2 of LightSeq's search (Wang et al. 2021,
+    https://arxiv.org/abs/2010.13887, section 2.2), exactly.
+
+    Args:
+        logits: float32 `[B*M, V]`; or log-probabilities, if they `are_log_probs`.
+        scores: the beams' sums of log-probabilities so far, float32 `[B, M]`.
+        k: 1 to V - 1.
+        banned: int64 `[width]` or `[B*M, width]`: as in `topk_log_softmax`.
+
+    Returns:
+        scores: sums of log-probabilities, float32 `[B, k]`, best first.
+        tokens, parents: of each candidate the token, and the beam that it continues; int64 `[B, k]` each.
+        is_clear: int64 `[1]`, 0 if two of some sentence's k + 1 best are equal, or if a row's log-sum-exp is not
+            finite. Then the order is arbitrary, and others may belong among the k.
+
+    Raises:
+        ValueError: for shapes, devices or numbers other than these.
+        TypeError: for other dtypes.
+    """
+    best, tokens, parents, is_clear = _beam_candidates(logits, scores, k, banned, are_log_probs)
+    return best, tokens, parents, is_clear
+
+
+def check_candidates(logits: Tensor, scores: Tensor, k: int, banned: Tensor | None) -> None:
+    check_topk(logits, 1, banned)
+    if logits.dtype != torch.float32:
+        raise TypeError(f"logits must be float32, not {logits.dtype}.")
+    if scores.dim() != 2 or scores.shape[1] == 0 or scores.numel() != logits.shape[0]:
+        shape = list(scores.shape)
+        raise ValueError(f"scores must be [batch, beams], {logits.shape[0]} in all, not of shape {shape}.")
+    if scores.dtype != torch.float32:
+        raise TypeError(f"scores must be float32, not {scores.dtype}.")
+    if scores.device != logits.device:
+        raise ValueError(f"scores are on {scores.device} and logits on {logits.device}.")
+    if not 1 <= k < logits.shape[1]:
+        raise ValueError(f"k must be 1 to {logits.shape[1] - 1}, not {k}.")
+
+
+def reference_beam_candidates(
+    logits: Tensor, scores: Tensor, k: int, banned: Tensor | None = None, are_log_probs: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_candidates(logits, scores, k, banned)
+    beams = scores.shape[1]
+    log_probs, tokens, log_sum_exp = reference_topk_log_softmax(logits, k + 1, banned)
+    if are_log_probs:
+        log_probs = logits.gather(1, tokens)
+    totals = (log_probs.view(-1, beams, k + 1) + scores[:, :, None]).flatten(1)
+    best, places = totals.sort(dim=1, descending=True, stable=True)
+    best, places = best[:, : k + 1], places[:, :k]
+    is_clear = (best[:, :-1] > best[:, 1:]).all() & (log_sum_exp.abs() < torch.inf).all()
+    tokens = tokens.view(-1, beams * (k + 1)).gather(1, places)
+    return best[:, :k].contiguous(), tokens, places // (k + 1), is_clear.long()[None]
+
+
+def fake_beam_candidates(
+    logits: Tensor, scores: Tensor, k: int, banned: Tensor | None = None, are_log_probs: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_candidates(logits, scores, k, banned)
+    shape = scores.shape[0], k
+    return (
+        scores.new_empty(shape),
+        scores.new_empty(shape, dtype=torch.int64),
+        scores.new_empty(shape, dtype=torch.int64),
+        scores.new_empty(1, dtype=torch.int64),
+    )
+
+
+def advance_beams_(
+    tokens: Tensor,
+    rows: Tensor,
+    scores: Tensor,
+    finished_tokens: Tensor,
+    finished_rows: Tensor,
+    finished_scores: Tensor,
+    is_finished: Tensor,
+    improvable: Tensor,
+    sentence: Tensor,
+    candidate_scores: Tensor,
+    candidate_tokens: Tensor,
+    candidate_parents: Tensor,
+    stopped: Tensor,
+    length: int,
+    prompt_length: int,
+    divisor: float,
+    best_divisor: float,
+    early_stopping: bool,
+) -> tuple[Tensor, Tensor]:
+    """Let the best M candidates that go on be the beams, and those of the best M that end compete with the hypotheses
+    finished before, by the rules of transformers' `_beam_search`; all in place, and all or nothing.
+
+    Args:
+        tokens, finished_tokens: hypotheses, int64 `[B, M, L]`. rows, finished_rows: the rows that chose their tokens,
+            int32 `[B, M, L - P]`. scores: sums of log-probabilities, finished_scores: normalised ones, the best first,
+            float32 `[B, M]`. is_finished: which places are taken, bool `[B, M]`. improvable: bool `[B, 1]`. All of
+            these are changed.
+        sentence: each sentence's place in the request, int64 `[B]`.
+        candidate_scores: float32 `[B, K]`, K >= M, the best first; candidate_tokens, candidate_parents: int64 `[B, K]`.
+        stopped: which candidates end here, bool `[B, K]`.
+        length: of the beams so far, P to L - 1; prompt_length: P.
+        divisor: by which scores of candidates that end are divided; best_divisor: those of beams that go on.
+        early_stopping: whether a sentence with M finished hypotheses takes no more.
+
+    Returns:
+        parents: the row that each beam continues, int64 `[B*M]`.
+        state: int64 `[3]`: whether anything was done; whether a sentence goes on; how many sentences have finished, so
+            that no step can change them. Nothing is done where equal scores leave the order to `torch.topk`, where
+            fewer than M candidates go on, or where a score is not that of an ordinary hypothesis (NaN, above zero, or
+            marked as dead). Then `parents` holds zeros.
+
+    Raises:
+        ValueError, TypeError: for shapes and dtypes other than these, or a tensor that is not contiguous.
+    """
+    arguments = (tokens, rows, scores, finished_tokens, finished_rows, finished_scores, is_finished, improvable)
+    candidates = (candidate_scores, candidate_tokens, candidate_parents, stopped)
+    numbers = (length, prompt_length, divisor, best_divisor, early_stopping)
+    parents, state = _advance_beams_(*arguments, sentence, *candidates, *numbers)
+    return parents, state
+
+
+def check_beams(
+    tokens: Tensor,
+    rows: Tensor,
+    scores: Tensor,
+    finished_tokens: Tensor,
+    finished_rows: Tensor,
+    finished_scores: Tensor,
+    is_finished: Tensor,
+    improvable: Tensor,
+    sentence: Tensor,
+    candidate_scores: Tensor,
+    candidate_tokens: Tensor,
+    candidate_parents: Tensor,
+    stopped: Tensor,
+    length: int,
+    prompt_length: int,
+) -> None:
+    if tokens.dim() != 3 or scores.dim() != 2 or not scores.numel():
+        shapes = f"{list(tokens.shape)} and {list(scores.shape)}"
+        raise ValueError(f"tokens must be [batch, beams, length] and scores [batch, beams], not of shapes {shapes}.")
+    if not 0 <= prompt_length <= length < tokens.shape[2]:
+        raise ValueError(f"length must be {prompt_length} to {tokens.shape[2] - 1}, not {length}.")
+    (batch, beams), longest, count = scores.shape, tokens.shape[2], candidate_scores.shape[-1]
+    if count < beams:
+        raise ValueError(f"candidates must be {beams} or more, not {count}.")
+    steps = longest - prompt_length
+    for name, tensor, shape, dtype in (
+        ("tokens", tokens, (batch, beams, longest), torch.int64),
+        ("rows", rows, (batch, beams, steps), torch.int32),
+        ("scores", scores, (batch, beams), torch.float32),
+        ("finished_tokens", finished_tokens, (batch, beams, longest), torch.int64),
+        ("finished_rows", finished_rows, (batch, beams, steps), torch.int32),
+        ("finished_scores", finished_scores, (batch, beams), torch.float32),
+        ("is_finished", is_finished, (batch, beams), torch.bool),
+        ("improvable", improvable, (batch, 1), torch.bool),
+        ("sentence", sentence, (batch,), torch.int64),
+        ("candidate_scores", candidate_scores, (batch, count), torch.float32),
+        ("candidate_tokens", candidate_tokens, (batch, count), torch.int64),
+        ("candidate_parents", candidate_parents, (batch, count), torch.int64),
+        ("stopped", stopped, (batch, count), torch.bool),
+    ):
+        if tensor.shape != shape:
+            raise ValueError(f"{name} must be {list(shape)}, not of shape {list(tensor.shape)}.")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} has another dtype: {str(tensor.dtype).removeprefix('torch.')}.")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous.")
+
+
+def reference_advance_beams_(
+    tokens: Tensor,
+    rows: Tensor,
+    scores: Tensor,
+    finished_tokens: Tensor,
+    finished_rows: Tensor,
+    finished_scores: Tensor,
+    is_finished: Tensor,
+    improvable: Tensor,
+    sentence: Tensor,
+    candidate_scores: Tensor,
+    candidate_tokens: Tensor,
+    candidate_parents: Tensor,
+    stopped: Tensor,
+    length: int,
+    prompt_length: int,
+    divisor: float,
+    best_divisor: float,
+    early_stopping: bool,
+) -> tuple[Tensor, Tensor]:
+    state = tokens, rows, scores, finished_tokens, finished_rows, finished_scores, is_finished, improvable
+    candidates = candidate_scores, candidate_tokens, candidate_parents, stopped
+    check_beams(*state, sentence, *candidates, length, prompt_length)
+    (batch, beams), step = scores.shape, length - prompt_length
+    first = torch.arange(batch, device=scores.device)[:, None] * beams
+
+    going_on = ~stopped & ((~stopped).cumsum(1) <= beams)  # the first M
+    is_ordinary = (candidate_scores[:, :-1] > candidate_scores[:, 1:]).all(1) & (candidate_scores[:, 0] <= 0)
+    is_ordinary &= (going_on.sum(1) == beams) & ((candidate_scores > _REAL) | ~going_on).all(1)
+    is_ordinary &= ((candidate_parents >= 0) & (candidate_parents < beams)).all(1)
+    parents = candidate_parents.clamp(0, beams - 1)
+
+    accepts = improvable & ~is_finished.all(1, keepdim=True) if early_stopping else improvable
+    ending = stopped[:, :beams] & accepts
+    normalised = candidate_scores[:, :beams] / divisor
+    is_ordinary &= ((normalised > _REAL) | ~ending).all(1)
+    both = torch.cat([finished_scores, normalised.masked_fill(~ending, -torch.inf)], dim=1)
+    merged, places = both.sort(dim=1, descending=True, stable=True)  # an old one before an equal one
+    is_ordinary &= ((merged[:, :-1] > merged[:, 1:]) | (merged[:, 1:] <= _REAL)).all(1)
+    places = places[:, :beams]
+    is_done = is_ordinary.all()
+
+    def of_beams(tensor: Tensor, which: Tensor) -> Tensor:
+        return tensor.flatten(0, 1).index_select(0, (which + first).flatten()).view_as(tensor)
+
+    is_new, candidate = places >= beams, (places - beams).clamp(min=0)
+    chosen = going_on.sort(dim=1, descending=True, stable=True)[1][:, :beams]
+    after = []
+    for running, finished, new, column in (
+        (tokens, finished_tokens, candidate_tokens, length),
+        (rows, finished_rows, (parents + sentence[:, None] * beams).to(rows.dtype), step),
+    ):
+        entering = of_beams(running, parents.gather(1, candidate))
+        entering[:, :, column] = new.gather(1, candidate)
+        extended = of_beams(running, parents.gather(1, chosen))
+        extended[:, :, column:] = running[:, :, column:]
+        extended[:, :, column] = new.gather(1, chosen)
+        after += [extended, torch.where(is_new[:, :, None], entering, of_beams(finished, places.clamp(max=beams - 1)))]
+    new_scores, new_finished = candidate_scores.gather(1, chosen), merged[:, :beams]
+    new_flags = torch.cat([is_finished, ending], dim=1).gather(1, places)
+    worst = torch.where(new_flags, new_finished.min(dim=1, keepdim=True)[0], _DEAD)
+    may_improve = improvable & (new_scores[:, :1] / best_divisor > worst).any(1, keepdim=True)
+    after = [after[0], after[2], new_scores, after[1], after[3], new_finished, new_flags, may_improve]
+    for before, new in zip(state, after, strict=True):
+        before.copy_(torch.where(is_done, new, before))
+
+    goes_on = may_improve.any() & ~(new_flags.all() & early_stopping)
+    num_finished = (new_flags & (new_finished > _REAL)).all(1) & ~(may_improve[:, 0] & (not early_stopping))
+    found = torch.stack([is_done.long(), goes_on.long(), num_finished.sum()])
+    local = (parents.gather(1, chosen) + first).flatten()
+    return local * is_done, found * is_done
+
+
+def fake_advance_beams_(*arguments: Any) -> tuple[Tensor, Tensor]:
+    check_beams(*arguments[:15])
+    scores: Tensor = arguments[2]
+    return scores.new_empty(scores.numel(), dtype=torch.int64), scores.new_empty(3, dtype=torch.int64)
+
+
+_beam_candidates = define(
+    "beam_candidates",
+    "(Tensor logits, Tensor scores, int k, Tensor? banned=None, bool are_log_probs=False) "
+    "-> (Tensor scores, Tensor tokens, Tensor parents, Tensor is_clear)",
+    reference_beam_candidates,
+    fake_beam_candidates,
+)
+_advance_beams_ = define(
+    "advance_beams_",
+    "(Tensor(a!) tokens, Tensor(b!) rows, Tensor(c!) scores, Tensor(d!) finished_tokens, Tensor(e!) finished_rows, "
+    "Tensor(f!) finished_scores, Tensor(g!) is_finished, Tensor(h!) improvable, Tensor sentence, "
+    "Tensor candidate_scores, Tensor candidate_tokens, Tensor candidate_parents, Tensor stopped, int length, "
+    "int prompt_length, float divisor, float best_divisor, bool early_stopping) -> (Tensor parents, Tensor state)",
+    reference_advance_beams_,
+    fake_advance_beams_,
+)
