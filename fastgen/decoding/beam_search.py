@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen import phases
 from fastgen.cache.eviction import staying
-from fastgen.decoding import sparse_topk
+from fastgen.decoding import native_step, sparse_topk
 from fastgen.decoding.search import Hypotheses, IsStopped
 from fastgen.memory.buffers import Buffers
 
@@ -219,19 +219,7 @@ class BeamSearch:
 
         Returns None if there is no such operator, or if scores are equal and `torch.topk` has to order them.
         """
-        from fastgen import ops  # loads or even compiles the operators, so not before they are needed
-
-        if not self._may_find_by_row(scores):
-            return None
-        found = ops.beam_candidates(scores, self.live.scores, self.candidates, banned, not are_logits)
-        return found[:3] if bool(found[3]) else None
-
-    def _may_find_by_row(self, scores: Tensor) -> bool:
-        from fastgen import ops
-
-        if scores.dtype != torch.float32 or scores.shape[-1] <= self.candidates:
-            return False
-        return ops.is_native(scores.device)
+        return native_step.candidates(scores, self.live.scores, self.candidates, banned, not are_logits)
 
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""
@@ -242,8 +230,12 @@ class BeamSearch:
             return torch.cat([so_far, tokens.flatten()[:, None]], dim=1)
 
         stopped = is_stopped(tokens, hypotheses)
-        if self._is_in_place and (rows := self._advanced(scores, tokens, parents, stopped)) is not None:
-            return rows
+        if self._is_in_place:
+            found = native_step.advanced(live, self.policy, self.length, (scores, tokens, parents), stopped)
+            if found is not None:
+                rows, goes_on, self._num_finished = found
+                self.length, self.done = self.length + 1, not goes_on
+                return rows
         self._finish(scores, tokens, parents, stopped)
 
         # The next beams are the best candidates that go on.
@@ -262,43 +254,6 @@ class BeamSearch:
         live.improvable = live.improvable & improvable
         self.done = self._is_done(stopped)
         return local
-
-    def _advanced(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor) -> Tensor | None:
-        """Do what `_take` does once it is known which candidates stop; None, and nothing, if torch has to."""
-        from fastgen import ops
-
-        live, policy, length = self.live, self.policy, self.length
-        if {scores.dtype, live.scores.dtype, live.finished_scores.dtype} != {torch.float32}:
-            return None  # a logits processor has changed the dtype
-        if stopped.dtype != torch.bool or not ops.is_native(scores.device):
-            return None
-        rows, state = ops.advance_beams_(
-            live.tokens,
-            live.rows,
-            live.scores,
-            live.finished_tokens,
-            live.finished_rows,
-            live.finished_scores,
-            live.is_finished,
-            live.improvable,
-            live.sentence,
-            scores.contiguous(),
-            tokens.contiguous(),
-            parents.contiguous(),
-            stopped.contiguous(),
-            length,
-            policy.prompt_length,
-            policy.divisor(length + 1),
-            policy.best_divisor(length + 1),
-            policy.early_stopping is True,
-        )
-        is_done, goes_on, num_finished = state.tolist()
-        if not is_done:
-            return None
-        self._num_finished = num_finished
-        self.length += 1
-        self.done = not goes_on
-        return rows
 
     def _reorder(self, rows: Tensor) -> None:
         """Let the beams go on from these rows, int64 `[B*M]`, counted over the batch."""

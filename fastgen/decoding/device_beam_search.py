@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fastgen import phases
 from fastgen.decoding.beam_search import BeamSearch
+from fastgen.decoding.native_step import may_find_by_row
 from fastgen.decoding.search import IsStopped
 
 __phase__ = phases.CHOICE
@@ -57,7 +58,7 @@ class DeviceBeamSearch(BeamSearch):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         from fastgen import ops
 
-        if not self._may_find_by_row(scores):
+        if not may_find_by_row(scores, self.candidates):
             return None
         beams, wanted = self.beams, self.candidates + 1  # one more, to see a tie at the end
         log_probs, tokens, log_sum_exp = ops.topk_log_softmax(scores, wanted, banned)  # [B*M, K+1]

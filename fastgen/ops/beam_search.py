@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -188,6 +188,51 @@ def check_beams(
             raise ValueError(f"{name} must be contiguous.")
 
 
+class _Choice(NamedTuple):
+    """What is decided of all sentences."""
+
+    is_done: Tensor  # bool []: nothing is left to torch
+    parents: Tensor  # of the candidates, int64 [B, K], in range
+    going_on: Tensor  # the candidates that are the next beams, int64 [B, M]
+    places: Tensor  # of the next finished hypotheses: below M of the old ones, from M on of candidates, int64 [B, M]
+    scores: Tensor  # theirs, normalised, float32 [B, M]
+    is_finished: Tensor  # bool [B, M]
+
+
+def _choice(
+    finished_scores: Tensor,
+    is_finished: Tensor,
+    improvable: Tensor,
+    candidate_scores: Tensor,
+    candidate_parents: Tensor,
+    stopped: Tensor,
+    divisor: float,
+    early_stopping: bool,
+) -> _Choice:
+    beams = finished_scores.shape[1]
+    goes_on = ~stopped & ((~stopped).cumsum(1) <= beams)  # the first M
+    is_ordinary = (candidate_scores[:, :-1] > candidate_scores[:, 1:]).all(1) & (candidate_scores[:, 0] <= 0)
+    is_ordinary &= (goes_on.sum(1) == beams) & ((candidate_scores > _REAL) | ~goes_on).all(1)
+    is_ordinary &= ((candidate_parents >= 0) & (candidate_parents < beams)).all(1)
+
+    accepts = improvable & ~is_finished.all(1, keepdim=True) if early_stopping else improvable
+    ending = stopped[:, :beams] & accepts
+    normalised = candidate_scores[:, :beams] / divisor
+    is_ordinary &= ((normalised > _REAL) | ~ending).all(1)
+    both = torch.cat([finished_scores, normalised.masked_fill(~ending, -torch.inf)], dim=1)
+    merged, places = both.sort(dim=1, descending=True, stable=True)  # an old one before an equal one
+    is_ordinary &= ((merged[:, :-1] > merged[:, 1:]) | (merged[:, 1:] <= _REAL)).all(1)
+    places = places[:, :beams]
+    return _Choice(
+        is_ordinary.all(),
+        candidate_parents.clamp(0, beams - 1),
+        goes_on.sort(dim=1, descending=True, stable=True)[1][:, :beams],
+        places,
+        merged[:, :beams],
+        torch.cat([is_finished, ending], dim=1).gather(1, places),
+    )
+
+
 def reference_advance_beams_(
     tokens: Tensor,
     rows: Tensor,
@@ -213,52 +258,39 @@ def reference_advance_beams_(
     check_beams(*state, sentence, *candidates, length, prompt_length)
     (batch, beams), step = scores.shape, length - prompt_length
     first = torch.arange(batch, device=scores.device)[:, None] * beams
-
-    going_on = ~stopped & ((~stopped).cumsum(1) <= beams)  # the first M
-    is_ordinary = (candidate_scores[:, :-1] > candidate_scores[:, 1:]).all(1) & (candidate_scores[:, 0] <= 0)
-    is_ordinary &= (going_on.sum(1) == beams) & ((candidate_scores > _REAL) | ~going_on).all(1)
-    is_ordinary &= ((candidate_parents >= 0) & (candidate_parents < beams)).all(1)
-    parents = candidate_parents.clamp(0, beams - 1)
-
-    accepts = improvable & ~is_finished.all(1, keepdim=True) if early_stopping else improvable
-    ending = stopped[:, :beams] & accepts
-    normalised = candidate_scores[:, :beams] / divisor
-    is_ordinary &= ((normalised > _REAL) | ~ending).all(1)
-    both = torch.cat([finished_scores, normalised.masked_fill(~ending, -torch.inf)], dim=1)
-    merged, places = both.sort(dim=1, descending=True, stable=True)  # an old one before an equal one
-    is_ordinary &= ((merged[:, :-1] > merged[:, 1:]) | (merged[:, 1:] <= _REAL)).all(1)
-    places = places[:, :beams]
-    is_done = is_ordinary.all()
+    finished = finished_scores, is_finished, improvable
+    chosen = _choice(*finished, candidate_scores, candidate_parents, stopped, divisor, early_stopping)
 
     def of_beams(tensor: Tensor, which: Tensor) -> Tensor:
         return tensor.flatten(0, 1).index_select(0, (which + first).flatten()).view_as(tensor)
 
-    is_new, candidate = places >= beams, (places - beams).clamp(min=0)
-    chosen = going_on.sort(dim=1, descending=True, stable=True)[1][:, :beams]
+    is_new, candidate = chosen.places >= beams, (chosen.places - beams).clamp(min=0)
     after = []
-    for running, finished, new, column in (
+    for running, ended, new, column in (
         (tokens, finished_tokens, candidate_tokens, length),
-        (rows, finished_rows, (parents + sentence[:, None] * beams).to(rows.dtype), step),
+        (rows, finished_rows, (chosen.parents + sentence[:, None] * beams).to(rows.dtype), step),
     ):
-        entering = of_beams(running, parents.gather(1, candidate))
+        entering = of_beams(running, chosen.parents.gather(1, candidate))
         entering[:, :, column] = new.gather(1, candidate)
-        extended = of_beams(running, parents.gather(1, chosen))
+        extended = of_beams(running, chosen.parents.gather(1, chosen.going_on))
         extended[:, :, column:] = running[:, :, column:]
-        extended[:, :, column] = new.gather(1, chosen)
-        after += [extended, torch.where(is_new[:, :, None], entering, of_beams(finished, places.clamp(max=beams - 1)))]
-    new_scores, new_finished = candidate_scores.gather(1, chosen), merged[:, :beams]
-    new_flags = torch.cat([is_finished, ending], dim=1).gather(1, places)
-    worst = torch.where(new_flags, new_finished.min(dim=1, keepdim=True)[0], _DEAD)
+        extended[:, :, column] = new.gather(1, chosen.going_on)
+        old = of_beams(ended, chosen.places.clamp(max=beams - 1))
+        after.append((extended, torch.where(is_new[:, :, None], entering, old)))
+    new_scores = candidate_scores.gather(1, chosen.going_on)
+    worst = torch.where(chosen.is_finished, chosen.scores.min(dim=1, keepdim=True)[0], _DEAD)
     may_improve = improvable & (new_scores[:, :1] / best_divisor > worst).any(1, keepdim=True)
-    after = [after[0], after[2], new_scores, after[1], after[3], new_finished, new_flags, may_improve]
-    for before, new in zip(state, after, strict=True):
-        before.copy_(torch.where(is_done, new, before))
+    next_beams, next_finished = zip(*after, strict=True)
+    changed = *next_beams, new_scores, *next_finished, chosen.scores, chosen.is_finished, may_improve
+    for before, new in zip(state, changed, strict=True):
+        before.copy_(torch.where(chosen.is_done, new, before))
 
-    goes_on = may_improve.any() & ~(new_flags.all() & early_stopping)
-    num_finished = (new_flags & (new_finished > _REAL)).all(1) & ~(may_improve[:, 0] & (not early_stopping))
-    found = torch.stack([is_done.long(), goes_on.long(), num_finished.sum()])
-    local = (parents.gather(1, chosen) + first).flatten()
-    return local * is_done, found * is_done
+    goes_on = may_improve.any() & ~(chosen.is_finished.all() & early_stopping)
+    real = (chosen.is_finished & (chosen.scores > _REAL)).all(1)
+    num_finished = real if early_stopping else real & ~may_improve[:, 0]
+    found = torch.stack([chosen.is_done.long(), goes_on.long(), num_finished.sum()])
+    local = (chosen.parents.gather(1, chosen.going_on) + first).flatten()
+    return local * chosen.is_done, found * chosen.is_done
 
 
 def fake_advance_beams_(*arguments: Any) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,7 @@ def tensors() -> Names:
         scores=torch.randn(8, 61),
         source=torch.randint(5, 9, (2, 10)),
         logits=torch.randn(8, 61),
+        sums=torch.randn(2, 4),
         probabilities=torch.rand(8, 61),
         query=torch.randn(8, 4, 1, 8),
         key=torch.randn(2, 2, 20, 8),
