@@ -29,9 +29,10 @@ def moves_to(sentences: Tensor) -> Moves | None:
     return moves if all(source >= len(sentences) for _, source in moves) else None
 
 
-def in_place(tensor: Tensor, sentences: Tensor, moves: Moves, used: int | None = None) -> Tensor:
-    """`tensor[sentences]` as a view of `tensor`, which is changed; `used`: beyond, dimension 2 is left as it is."""
+def in_place(tensor: Tensor, count: int, moves: Moves, used: int | None = None) -> Tensor:
+    """The first `count` sentences after the moves, a view of `tensor`, which is changed; `used`: beyond, dimension 2 is
+    left as it is."""
     written = tensor if used is None else tensor[:, :, :used]
     for place, source in moves:
         written[place].copy_(written[source])  # faster than by an index: one block after the other
-    return tensor[: len(sentences)]
+    return tensor[:count]

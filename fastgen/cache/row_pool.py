@@ -33,7 +33,7 @@ class RowPool:
 
         Args:
             taken: the tensor so far, `[batch, H, slots, D]`.
-            stay: its rows to keep, int64 `[S]`, in ascending order.
+            stay: its rows to keep, int64 `[S]`.
             slots: which of their slots to keep, int64 `[S, W]`; None keeps the first `used`.
             newcomers: rows to put behind, each `[rows, H, slots, D]`.
         """

@@ -22,7 +22,8 @@ from fastgen.memory.buffers import Buffers
 __phase__ = phases.CACHE
 
 FIRST_STEPS = 64  # steps allocated at first
-# Evicting a finished sentence saves that sentence's share of every step, but copies the keys of all others.
+# Evicting a finished sentence saves that sentence's share of every step, but costs some twenty small operations and, in
+# a static tree and on a GPU, copies the keys of all others.
 _EVICT_FROM = 1 / 16  # of the live sentences have to have finished
 _EVICT_FROM_STATIC = 1 / 2  # the same for a static tree, where the step has to be captured anew
 _WORTH_PRUNING = 0.9  # prune if at most this part of the generated slots stays

@@ -108,7 +108,7 @@ class TreeLayer:
         if not before:
             return
         if moves is not None:
-            self._stored = tuple(in_place(stored, sentences, moves, used) for stored in before)
+            self._stored = tuple(in_place(stored, len(sentences), moves, used) for stored in before)
             return
         self._stored = self._empty(before, len(sentences), before[0].shape[2])
         for selected, stored in zip(self._stored, before, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastgen import phases
 from fastgen.cache.eviction import staying
-from fastgen.decoding import native_step, sparse_topk
+from fastgen.decoding import sparse_topk
 from fastgen.decoding.search import Hypotheses, IsStopped
 from fastgen.memory.buffers import Buffers
 
@@ -84,7 +84,6 @@ class BeamSearch:
 
     ranks = True
     counts_late = False
-    _is_in_place = True  # one operator does a step's changes, where it may
 
     def __init__(
         self,
@@ -132,7 +131,6 @@ class BeamSearch:
         self.live = live
         self.length = self.policy.prompt_length
         self.done = self._evicted = False
-        self._num_finished: int | None = None  # after the last step, if that is known
         self._result = Hypotheses(live.tokens.clone(), live.rows.clone(), live.finished_scores.clone())
 
     @property
@@ -219,34 +217,36 @@ class BeamSearch:
 
         Returns None if there is no such operator, or if scores are equal and `torch.topk` has to order them.
         """
-        return native_step.candidates(scores, self.live.scores, self.candidates, banned, not are_logits)
+        from fastgen import ops
+
+        if not may_find_by_row(scores, self.live.scores, self.candidates):
+            return None
+        best, tokens, parents, is_clear = ops.beam_candidates(
+            scores, self.live.scores, self.candidates, banned, not are_logits
+        )
+        return (best, tokens, parents) if bool(is_clear) else None
 
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""
-        live, beams, self._num_finished = self.live, self.beams, None
+        live, beams, step = self.live, self.beams, self.length - self.policy.prompt_length
 
         def hypotheses() -> Tensor:
             so_far = self.running().index_select(0, (parents + self._first_row).flatten())
             return torch.cat([so_far, tokens.flatten()[:, None]], dim=1)
 
         stopped = is_stopped(tokens, hypotheses)
-        if self._is_in_place:
-            found = native_step.advanced(live, self.policy, self.length, (scores, tokens, parents), stopped)
-            if found is not None:
-                rows, goes_on, self._num_finished = found
-                self.length, self.done = self.length + 1, not goes_on
-                return rows
-        self._finish(scores, tokens, parents, stopped)
-
-        # The next beams are the best candidates that go on.
         going_on = scores.add(stopped, alpha=_DEAD)
-        live.scores, best = torch.topk(going_on, k=beams)  # [B, M]
-        chosen = parents.gather(1, best)
-        local = (chosen + self._first_row).flatten()
-        self._reorder(local)
-        step = self.length - self.policy.prompt_length
-        live.tokens[:, :, self.length] = tokens.gather(1, best)
-        live.rows[:, :, step] = chosen + self._request_row
+        if self._moves_by_operator():
+            local = self._moved(scores, tokens, parents, stopped, going_on)
+        else:
+            self._finish(scores, tokens, parents, stopped)
+            # The next beams are the best candidates that go on.
+            live.scores, best = torch.topk(going_on, k=beams)  # [B, M]
+            chosen = parents.gather(1, best)
+            local = (chosen + self._first_row).flatten()
+            self._reorder(local)
+            live.tokens[:, :, self.length] = tokens.gather(1, best)
+            live.rows[:, :, step] = chosen + self._request_row
         self.length += 1
 
         best_score = live.scores[:, :1] / self.policy.best_divisor(self.length)
@@ -254,6 +254,26 @@ class BeamSearch:
         live.improvable = live.improvable & improvable
         self.done = self._is_done(stopped)
         return local
+
+    def _moves_by_operator(self) -> bool:
+        """Whether one operator moves a step's tokens and rows; beyond the maximal length torch raises the error."""
+        from fastgen import ops
+
+        return ops.is_native(self.live.tokens.device) and self.length < self.live.tokens.shape[2]
+
+    def _moved(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor, going_on: Tensor) -> Tensor:
+        """Do what `_finish` and `_reorder` do: torch says which candidates go where, an operator moves them."""
+        from fastgen import ops
+
+        live, policy = self.live, self.policy
+        finishing = stopped & self._best
+        finished_scores, places = self._ranked(scores / policy.divisor(self.length + 1), finishing)
+        live.is_finished = torch.cat([live.is_finished, finishing], dim=1).gather(1, places)
+        live.finished_scores = finished_scores
+        live.scores, best = torch.topk(going_on, k=self.beams)
+        state = live.tokens, live.rows, live.finished_tokens, live.finished_rows
+        candidates = tokens.contiguous(), parents.contiguous()
+        return ops.advance_beams_(*state, live.sentence, *candidates, best, places, self.length, policy.prompt_length)
 
     def _reorder(self, rows: Tensor) -> None:
         """Let the beams go on from these rows, int64 `[B*M]`, counted over the batch."""
@@ -336,12 +356,11 @@ class BeamSearch:
 
     def num_finished(self) -> int:
         """How many sentences have finished."""
-        return int(self.finished_mask().sum()) if self._num_finished is None else self._num_finished
+        return int(self.finished_mask().sum())
 
     def evict(self, leaving: Tensor) -> Tensor:
         """Evict the sentences `leaving`, bool `[B]`; returns those that stay, int64 `[B']`."""
         self._store(leaving)
-        self._num_finished = None
         stay = staying(leaving)
         self.live.select(stay)
         self._number_rows()
@@ -365,3 +384,15 @@ class BeamSearch:
         """All sentences' hypotheses in the order of the request."""
         self._store(torch.ones(self.batch, dtype=torch.bool, device=self.live.sentence.device))
         return self._result
+
+
+def may_find_by_row(scores: Tensor, so_far: Tensor, candidates: int) -> bool:
+    """Whether a sentence's candidates can be found among the best of each row of `scores`, `[B*M, V]`.
+
+    `so_far`: the beams' scores, whose dtype a logits processor may have changed.
+    """
+    from fastgen import ops  # loads or even compiles the operators, so not before they are needed
+
+    return (
+        scores.dtype == so_far.dtype == torch.float32 and scores.shape[-1] > candidates and ops.is_native(scores.device)
+    )

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
-from fastgen.decoding.beam_search import BeamSearch
-from fastgen.decoding.native_step import may_find_by_row
+from fastgen.decoding.beam_search import BeamSearch, may_find_by_row
 from fastgen.decoding.search import IsStopped
 
 __phase__ = phases.CHOICE
@@ -22,7 +21,6 @@ __phase__ = phases.CHOICE
 class DeviceBeamSearch(BeamSearch):
     """Beam search for one request that does more operations than `BeamSearch` and waits for the device once a step."""
 
-    _is_in_place = False
     _is_clear: Tensor | None = None  # whether candidates by row are those of `torch.topk`, bool, if not known yet
 
     def __init__(self, *arguments: Any, may_repeat_step: bool = False) -> None:
@@ -31,6 +29,7 @@ class DeviceBeamSearch(BeamSearch):
         super().__init__(*arguments)
         self._checks_late = may_repeat_step
         self._was_clear = True
+        self._num_finished = 0
 
     def choose(self, log_probs: Tensor, is_stopped: IsStopped, sample: bool = False, is_tied: bool = False) -> Tensor:
         before = copy.copy(self.live), self.length
@@ -51,14 +50,14 @@ class DeviceBeamSearch(BeamSearch):
 
     def num_finished(self) -> int:
         """How many sentences had finished after the latest step."""
-        return self._num_finished or 0
+        return self._num_finished
 
     def _candidates_by_row(
         self, scores: Tensor, banned: Tensor | None = None, are_logits: bool = False
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         from fastgen import ops
 
-        if not may_find_by_row(scores, self.candidates):
+        if not may_find_by_row(scores, self.live.scores, self.candidates):
             return None
         beams, wanted = self.beams, self.candidates + 1  # one more, to see a tie at the end
         log_probs, tokens, log_sum_exp = ops.topk_log_softmax(scores, wanted, banned)  # [B*M, K+1]
@@ -82,6 +81,9 @@ class DeviceBeamSearch(BeamSearch):
         goes_on, self._num_finished, *is_clear = torch.stack(known).tolist()  # the one wait of a step
         self._is_clear, self._was_clear = None, all(is_clear)
         return not goes_on
+
+    def _moves_by_operator(self) -> bool:
+        return False
 
     def _reorder(self, rows: Tensor) -> None:
         live = self.live  # whose tensors stay as they are, for a step that is repeated

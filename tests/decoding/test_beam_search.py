@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from plain_search import AFTER, AT_ONCE, CPU, Hypothesis, Table, assert_found, b
 from torch import Tensor
 
 from fastgen import ops
-from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
+from fastgen.decoding.beam_search import FinishingPolicy
 
 INF = math.inf
 # Of AFTER two beams find these. At steps 2, 3 and 4 one ends, and at step 5, the last, both do. The score is the sum.
@@ -189,21 +190,57 @@ def test_as_on_lists(
             assert left == (sum(length < max(lengths) for length in lengths) if evicts else 0)
 
 
-@pytest.mark.parametrize("ends", [[1], [1, 5]])
-def test_one_operator_does_the_ordinary_steps(kind: str, ends: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last, at which every candidate stops; nowhere else."""
-    by_torch: list[int] = []
-    by_itself = BeamSearch._finish
+def test_one_operator_moves_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every step, or nowhere."""
+    lengths: list[int] = []
+    moved = ops.advance_beams_
 
-    def noted(self: BeamSearch, *arguments: Tensor) -> None:
-        by_torch.append(self.length)
-        by_itself(self, *arguments)
+    def noted(*arguments: Any) -> Tensor:
+        lengths.append(arguments[-2])
+        return moved(*arguments)
 
-    monkeypatch.setattr(BeamSearch, "_finish", noted)
-    search = beam_search(kind, 3, 2, policy_of("never", 2.0, max_length=9), ends)
-    decode(search, drawn_table(3, 9, ends), partial(search.choose, is_stopped=stops(ends, 9)))
+    monkeypatch.setattr(ops, "advance_beams_", noted)
+    search = beam_search(kind, 3, 2, policy_of("never", 2.0, max_length=9), [1, 5])
+    decode(search, drawn_table(3, 9, [1, 5]), partial(search.choose, is_stopped=stops([1, 5], 9)))
     assert search.length == 9
-    assert by_torch == {"native": [8], "torch": [*range(1, 9)]}.get(kind, [])
+    assert lengths == ([*range(1, 9)] if kind == "native" else [])
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("penalty", [-6.0, -10.0, 1.0])
+def test_a_search_that_ends_with_places_left(penalty: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores that sink below the mark of the dead, or a step at which nothing is left: `torch.topk` has put candidates
+    that never ended in the places, and they are returned."""
+
+    def found(is_native: bool) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "is_native", lambda device: is_native)
+            search = beam_search("any", 2, 3, policy_of(False, penalty, max_length=24), [])
+            generator = torch.Generator().manual_seed(3)
+            while not search.done:
+                log_probs = torch.randn(6, 11, generator=generator).log_softmax(-1) - 4
+                if penalty == 1.0 and search.length > 4:
+                    log_probs = torch.full_like(log_probs, -1.0e10)
+                search.choose(log_probs, stops([], 24))
+            return search.result(), search.length
+
+    (ours, length), (by_torch, its) = found(True), found(False)
+    assert length == its
+    assert ours.tokens.equal(by_torch.tokens) and ours.rows.equal(by_torch.rows)
+    assert ours.scores.equal(by_torch.scores)
+
+
+@pytest.mark.usefixtures("native")
+def test_a_dtype_that_changes_back() -> None:
+    """A logits processor has made float64 of the first steps' scores."""
+    search, table = beam_search("any", 2, 2, policy_of(max_length=9)), drawn_table(2, 8)
+    expected = beam_search("any", 2, 2, policy_of(max_length=9))
+    while not search.done:
+        log_probs = plain_search.scores_of(table, search, [0, 1])
+        wide = log_probs.double() if search.length < 4 else log_probs
+        parents = search.choose(wide, stops([1], 9))
+        assert parents.equal(expected.choose(log_probs.double(), stops([1], 9)))
+    assert search.result().tokens.equal(expected.result().tokens)
 
 
 # ---------------------------------------------------------------------------------------------- logits and bans

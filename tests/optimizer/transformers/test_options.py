@@ -176,6 +176,25 @@ def test_beams(name: str, beams: int, tier: str) -> None:
     both_ways(zoo.load(name), zoo.inputs_for(name, batch=2), tier, num_beams=beams, max_new_tokens=10)
 
 
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"length_penalty": -6.0, "max_new_tokens": 20},
+        {"length_penalty": -10.0, "max_new_tokens": 8, "num_return_sequences": 3},
+        {"no_repeat_ngram_size": 1, "few": 15, "min_new_tokens": 39, "max_new_tokens": 40, "num_return_sequences": 3},
+    ],
+    ids=["sinks", "sinks soon", "dead end"],
+)
+def test_a_search_that_ends_with_places_left(options: dict[str, Any], early_stopping: bool | str) -> None:
+    """Scores fall below the mark of the dead, or no token is left: the host returns what never ended."""
+    model, inputs = zoo.load("gpt2"), zoo.inputs_for("gpt2")
+    options = {"num_beams": 3, "early_stopping": early_stopping, **options}
+    if few := options.pop("few", 0):
+        options["suppress_tokens"] = list(range(few, model.config.vocab_size))
+    harness.compare(model, inputs, tier="fast", **options)
+
+
 @tiers
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [-2.0, 0.0, 1.0, 3.0])

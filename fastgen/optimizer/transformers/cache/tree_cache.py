@@ -340,11 +340,11 @@ class TreeEncoderDecoderCache(EncoderDecoderCache):
         self.self_attention_cache.reorder_cache(beam_idx)
 
     def select(self, sentences: Tensor) -> None:
-        # Not in what the model has made: code of the user's may have kept it.
+        # Not in what the model has made: code of the user's may have kept it. The copies change as self-attention's do.
         moves = moves_to(sentences) if self._is_own else None
         for layer in self.cross_attention_cache.layers:
             layer.tensors = [
-                tensor.index_select(0, sentences) if moves is None else in_place(tensor, sentences, moves)
+                tensor.index_select(0, sentences) if moves is None else in_place(tensor, len(sentences), moves)
                 for tensor in layer.tensors
             ]
         self._is_own = True

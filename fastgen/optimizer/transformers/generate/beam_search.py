@@ -111,7 +111,7 @@ class Loop:
         if self._may_evict and (leaving := decoder.leaving(search)) is not None:
             rows = search.batch * request.beams
             stay = search.evict(leaving)
-            index = rows_of(stay.to(request.input_ids.device), request.beams)
+            index = rows_of(stay, request.beams)
             self._rows = selected_inputs(self._rows, index, rows)
             request.select(index)
             decoder.select(stay)
