@@ -84,6 +84,7 @@ class BeamSearch:
 
     ranks = True
     counts_late = False
+    _moves_by_operator = True  # one operator moves a step's tokens and rows, where it may
 
     def __init__(
         self,
@@ -236,8 +237,18 @@ class BeamSearch:
 
         stopped = is_stopped(tokens, hypotheses)
         going_on = scores.add(stopped, alpha=_DEAD)
-        if self._moves_by_operator():
-            local = self._moved(scores, tokens, parents, stopped, going_on)
+        if self._moves_by_operator and may_move(live.tokens, self.length):
+            # Torch says which candidates go where, an operator does what `_finish` and `_reorder` do.
+            from fastgen import ops
+
+            finishing, prompt_length = stopped & self._best, self.policy.prompt_length
+            ranked = self._ranked(scores / self.policy.divisor(self.length + 1), finishing)
+            live.finished_scores, places = ranked
+            live.is_finished = torch.cat([live.is_finished, finishing], dim=1).gather(1, places)
+            live.scores, best = torch.topk(going_on, k=beams)
+            state = live.tokens, live.rows, live.finished_tokens, live.finished_rows, live.sentence
+            found = tokens.contiguous(), parents.contiguous()
+            local = ops.advance_beams_(*state, *found, best, places, self.length, prompt_length)
         else:
             self._finish(scores, tokens, parents, stopped)
             # The next beams are the best candidates that go on.
@@ -254,26 +265,6 @@ class BeamSearch:
         live.improvable = live.improvable & improvable
         self.done = self._is_done(stopped)
         return local
-
-    def _moves_by_operator(self) -> bool:
-        """Whether one operator moves a step's tokens and rows; beyond the maximal length torch raises the error."""
-        from fastgen import ops
-
-        return ops.is_native(self.live.tokens.device) and self.length < self.live.tokens.shape[2]
-
-    def _moved(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor, going_on: Tensor) -> Tensor:
-        """Do what `_finish` and `_reorder` do: torch says which candidates go where, an operator moves them."""
-        from fastgen import ops
-
-        live, policy = self.live, self.policy
-        finishing = stopped & self._best
-        finished_scores, places = self._ranked(scores / policy.divisor(self.length + 1), finishing)
-        live.is_finished = torch.cat([live.is_finished, finishing], dim=1).gather(1, places)
-        live.finished_scores = finished_scores
-        live.scores, best = torch.topk(going_on, k=self.beams)
-        state = live.tokens, live.rows, live.finished_tokens, live.finished_rows
-        candidates = tokens.contiguous(), parents.contiguous()
-        return ops.advance_beams_(*state, live.sentence, *candidates, best, places, self.length, policy.prompt_length)
 
     def _reorder(self, rows: Tensor) -> None:
         """Let the beams go on from these rows, int64 `[B*M]`, counted over the batch."""
@@ -396,3 +387,10 @@ def may_find_by_row(scores: Tensor, so_far: Tensor, candidates: int) -> bool:
     return (
         scores.dtype == so_far.dtype == torch.float32 and scores.shape[-1] > candidates and ops.is_native(scores.device)
     )
+
+
+def may_move(tokens: Tensor, length: int) -> bool:
+    """Whether `ops.advance_beams_` may move these tokens, `[B, M, L]`: beyond L torch raises the error."""
+    from fastgen import ops
+
+    return ops.is_native(tokens.device) and length < tokens.shape[2]

@@ -21,6 +21,7 @@ __phase__ = phases.CHOICE
 class DeviceBeamSearch(BeamSearch):
     """Beam search for one request that does more operations than `BeamSearch` and waits for the device once a step."""
 
+    _moves_by_operator = False
     _is_clear: Tensor | None = None  # whether candidates by row are those of `torch.topk`, bool, if not known yet
 
     def __init__(self, *arguments: Any, may_repeat_step: bool = False) -> None:
@@ -81,9 +82,6 @@ class DeviceBeamSearch(BeamSearch):
         goes_on, self._num_finished, *is_clear = torch.stack(known).tolist()  # the one wait of a step
         self._is_clear, self._was_clear = None, all(is_clear)
         return not goes_on
-
-    def _moves_by_operator(self) -> bool:
-        return False
 
     def _reorder(self, rows: Tensor) -> None:
         live = self.live  # whose tensors stay as they are, for a step that is repeated
