@@ -236,23 +236,21 @@ class BeamSearch:
             return torch.cat([so_far, tokens.flatten()[:, None]], dim=1)
 
         stopped = is_stopped(tokens, hypotheses)
-        going_on = scores.add(stopped, alpha=_DEAD)
+        # The next beams are the best candidates that go on.
+        live.scores, best = torch.topk(scores.add(stopped, alpha=_DEAD), k=beams)  # [B, M]
         if self._moves_by_operator and may_move(live.tokens, self.length):
             # Torch says which candidates go where, an operator does what `_finish` and `_reorder` do.
             from fastgen import ops
 
             finishing, prompt_length = stopped & self._best, self.policy.prompt_length
-            ranked = self._ranked(scores / self.policy.divisor(self.length + 1), finishing)
-            live.finished_scores, places = ranked
+            normalised = scores / self.policy.divisor(self.length + 1)
+            live.finished_scores, places = self._ranked(normalised, finishing)
             live.is_finished = torch.cat([live.is_finished, finishing], dim=1).gather(1, places)
-            live.scores, best = torch.topk(going_on, k=beams)
             state = live.tokens, live.rows, live.finished_tokens, live.finished_rows, live.sentence
             found = tokens.contiguous(), parents.contiguous()
             local = ops.advance_beams_(*state, *found, best, places, self.length, prompt_length)
         else:
             self._finish(scores, tokens, parents, stopped)
-            # The next beams are the best candidates that go on.
-            live.scores, best = torch.topk(going_on, k=beams)  # [B, M]
             chosen = parents.gather(1, best)
             local = (chosen + self._first_row).flatten()
             self._reorder(local)

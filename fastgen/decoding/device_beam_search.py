@@ -57,23 +57,20 @@ class DeviceBeamSearch(BeamSearch):
         self, scores: Tensor, banned: Tensor | None = None, are_logits: bool = False
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         from fastgen import ops
+        from fastgen.ops.beam_search import merged_candidates
 
         if not may_find_by_row(scores, self.live.scores, self.candidates):
             return None
-        beams, wanted = self.beams, self.candidates + 1  # one more, to see a tie at the end
-        log_probs, tokens, log_sum_exp = ops.topk_log_softmax(scores, wanted, banned)  # [B*M, K+1]
+        log_probs, tokens, log_sum_exp = ops.topk_log_softmax(scores, self.candidates + 1, banned)  # [B*M, K+1]
         if not are_logits:
             log_probs = scores.gather(1, tokens)
-        totals = (log_probs.view(-1, beams, wanted) + self.live.scores[:, :, None]).flatten(1)
-        best, place = torch.topk(totals, k=wanted)  # [B, K+1]
-        # The operator ranks NaN otherwise than torch, also the NaN that log_softmax makes of infinite logits.
-        is_clear = (best[:, :-1] > best[:, 1:]).all() & (log_sum_exp.abs() < torch.inf).all()
+        *found, is_clear = merged_candidates(log_probs, tokens, log_sum_exp, self.live.scores)
         if self._checks_late:
             self._is_clear = is_clear
         elif not bool(is_clear):
             return None
-        place = place[:, :-1]
-        return best[:, :-1], tokens.view(-1, beams * wanted).gather(1, place), place // wanted
+        best, tokens, parents = found
+        return best, tokens, parents
 
     def _is_done(self, stopped: Tensor) -> bool:
         known = [self._goes_on(stopped), self.finished_mask().sum()]

@@ -59,16 +59,27 @@ def reference_beam_candidates(
     logits: Tensor, scores: Tensor, k: int, banned: Tensor | None = None, are_log_probs: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_candidates(logits, scores, k, banned)
-    beams = scores.shape[1]
     log_probs, tokens, log_sum_exp = reference_topk_log_softmax(logits, k + 1, banned)
     if are_log_probs:
         log_probs = logits.gather(1, tokens)
-    totals = (log_probs.view(-1, beams, k + 1) + scores[:, :, None]).flatten(1)
-    best, places = totals.sort(dim=1, descending=True, stable=True)
-    best, places = best[:, : k + 1], places[:, :k]
+    best, tokens, parents, is_clear = merged_candidates(log_probs, tokens, log_sum_exp, scores)
+    return best.contiguous(), tokens, parents, is_clear.long()[None]
+
+
+def merged_candidates(
+    log_probs: Tensor, tokens: Tensor, log_sum_exp: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `beam_candidates` returns, from the k + 1 best of each row: one more, to see a tie at the end.
+
+    `log_probs`, `tokens` `[B*M, k + 1]` and `log_sum_exp` `[B*M]`: as of `topk_log_softmax`. `is_clear` is bool `[]`.
+    """
+    beams, wanted = scores.shape[1], tokens.shape[1]
+    totals = (log_probs.view(-1, beams, wanted) + scores[:, :, None]).flatten(1)
+    best, places = torch.topk(totals, k=wanted)  # [B, k + 1]
+    # The operator ranks NaN otherwise than torch, also the NaN that log_softmax makes of infinite logits.
     is_clear = (best[:, :-1] > best[:, 1:]).all() & (log_sum_exp.abs() < torch.inf).all()
-    tokens = tokens.view(-1, beams * (k + 1)).gather(1, places)
-    return best[:, :k].contiguous(), tokens, places // (k + 1), is_clear.long()[None]
+    places = places[:, :-1]
+    return best[:, :-1], tokens.view(-1, beams * wanted).gather(1, places), places // wanted, is_clear
 
 
 def fake_beam_candidates(
