@@ -79,12 +79,34 @@ class _Live(PerSentence):
     sentence: Tensor  # index in the request, int64 [B]
 
 
+def first_state(prompt: Tensor, beams: int, policy: FinishingPolicy, fill: int) -> _Live:
+    """The state before the first step; arguments as of `BeamSearch`."""
+    device, batch = prompt.device, prompt.shape[0] // beams
+    tokens = torch.full((batch, beams, policy.max_length), fill, dtype=torch.int64, device=device)
+    tokens[:, :, : policy.prompt_length] = prompt.unflatten(0, (batch, beams))
+    steps = max(policy.max_length - policy.prompt_length, 0)
+    rows = torch.full((batch, beams, steps), -1, dtype=torch.int32, device=device)
+    # Only the first beam counts at first, or all beams would choose the same tokens.
+    scores = torch.zeros(batch, beams, dtype=torch.float32, device=device)
+    scores[:, 1:] = _DEAD
+    return _Live(
+        tokens=tokens,
+        rows=rows,
+        scores=scores,
+        finished_tokens=tokens.clone(),
+        finished_rows=rows.clone(),
+        finished_scores=torch.full_like(scores, _DEAD),
+        is_finished=torch.zeros(batch, beams, dtype=torch.bool, device=device),
+        improvable=torch.ones(batch, 1, dtype=torch.bool, device=device),
+        sentence=torch.arange(batch, device=device),
+    )
+
+
 class BeamSearch:
     """Beam search for one request; implements `Search`."""
 
     ranks = True
     counts_late = False
-    _moves_by_operator = True  # one operator moves a step's tokens and rows, where it may
 
     def __init__(
         self,
@@ -99,34 +121,11 @@ class BeamSearch:
         buffers come from."""
         self._buffers = Buffers(None) if buffers is None else buffers
         self.beams, self.candidates, self.policy, self._fill = beams, candidates, policy, fill
-        self._begin(self._first(prompt))
+        self._begin(first_state(prompt, beams, policy, fill))
         self._totals: Tensor | None = None
         self._best = torch.arange(candidates, device=prompt.device) < beams  # bool [K]
         self._places = torch.arange(beams, device=prompt.device)
         self._number_rows()
-
-    def _first(self, prompt: Tensor) -> _Live:
-        """The state before the first step."""
-        beams, policy, device = self.beams, self.policy, prompt.device
-        batch = prompt.shape[0] // beams
-        tokens = torch.full((batch, beams, policy.max_length), self._fill, dtype=torch.int64, device=device)
-        tokens[:, :, : policy.prompt_length] = prompt.unflatten(0, (batch, beams))
-        steps = max(policy.max_length - policy.prompt_length, 0)
-        rows = torch.full((batch, beams, steps), -1, dtype=torch.int32, device=device)
-        # Only the first beam counts at first, or all beams would choose the same tokens.
-        scores = torch.zeros(batch, beams, dtype=torch.float32, device=device)
-        scores[:, 1:] = _DEAD
-        return _Live(
-            tokens=tokens,
-            rows=rows,
-            scores=scores,
-            finished_tokens=tokens.clone(),
-            finished_rows=rows.clone(),
-            finished_scores=torch.full_like(scores, _DEAD),
-            is_finished=torch.zeros(batch, beams, dtype=torch.bool, device=device),
-            improvable=torch.ones(batch, 1, dtype=torch.bool, device=device),
-            sentence=torch.arange(batch, device=device),
-        )
 
     def _begin(self, live: _Live) -> None:
         self.live = live
@@ -229,33 +228,24 @@ class BeamSearch:
 
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""
-        live, beams, step = self.live, self.beams, self.length - self.policy.prompt_length
 
         def hypotheses() -> Tensor:
             so_far = self.running().index_select(0, (parents + self._first_row).flatten())
             return torch.cat([so_far, tokens.flatten()[:, None]], dim=1)
 
-        stopped = is_stopped(tokens, hypotheses)
-        # The next beams are the best candidates that go on.
-        live.scores, best = torch.topk(scores.add(stopped, alpha=_DEAD), k=beams)  # [B, M]
-        if self._moves_by_operator and may_move(live.tokens, self.length):
-            # Torch says which candidates go where, an operator does what `_finish` and `_reorder` do.
-            from fastgen import ops
+        return self._advance(scores, tokens, parents, is_stopped(tokens, hypotheses))
 
-            finishing, prompt_length = stopped & self._best, self.policy.prompt_length
-            normalised = scores / self.policy.divisor(self.length + 1)
-            live.finished_scores, places = self._ranked(normalised, finishing)
-            live.is_finished = torch.cat([live.is_finished, finishing], dim=1).gather(1, places)
-            state = live.tokens, live.rows, live.finished_tokens, live.finished_rows, live.sentence
-            found = tokens.contiguous(), parents.contiguous()
-            local = ops.advance_beams_(*state, *found, best, places, self.length, prompt_length)
-        else:
-            self._finish(scores, tokens, parents, stopped)
-            chosen = parents.gather(1, best)
-            local = (chosen + self._first_row).flatten()
-            self._reorder(local)
-            live.tokens[:, :, self.length] = tokens.gather(1, best)
-            live.rows[:, :, step] = chosen + self._request_row
+    def _advance(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor) -> Tensor:
+        """Do what `_take` does once it is known which of the candidates stop here, bool `[B, K]`."""
+        live = self.live
+        self._finish(scores, tokens, parents, stopped)
+        # The next beams are the best candidates that go on.
+        live.scores, best = torch.topk(scores.add(stopped, alpha=_DEAD), k=self.beams)  # [B, M]
+        chosen = parents.gather(1, best)
+        local = (chosen + self._first_row).flatten()
+        self._reorder(local)
+        live.tokens[:, :, self.length] = tokens.gather(1, best)
+        live.rows[:, :, self.length - self.policy.prompt_length] = chosen + self._request_row
         self.length += 1
 
         best_score = live.scores[:, :1] / self.policy.best_divisor(self.length)
@@ -385,10 +375,3 @@ def may_find_by_row(scores: Tensor, so_far: Tensor, candidates: int) -> bool:
     return (
         scores.dtype == so_far.dtype == torch.float32 and scores.shape[-1] > candidates and ops.is_native(scores.device)
     )
-
-
-def may_move(tokens: Tensor, length: int) -> bool:
-    """Whether `ops.advance_beams_` may move these tokens, `[B, M, L]`: beyond L torch raises the error."""
-    from fastgen import ops
-
-    return ops.is_native(tokens.device) and length < tokens.shape[2]

@@ -21,7 +21,6 @@ __phase__ = phases.CHOICE
 class DeviceBeamSearch(BeamSearch):
     """Beam search for one request that does more operations than `BeamSearch` and waits for the device once a step."""
 
-    _moves_by_operator = False
     _is_clear: Tensor | None = None  # whether candidates by row are those of `torch.topk`, bool, if not known yet
 
     def __init__(self, *arguments: Any, may_repeat_step: bool = False) -> None:

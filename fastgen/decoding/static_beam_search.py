@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
-from fastgen.decoding.beam_search import _DEAD, FinishingPolicy
+from fastgen.decoding.beam_search import _DEAD, FinishingPolicy, first_state
 from fastgen.decoding.device_beam_search import DeviceBeamSearch, of_rows
 from fastgen.decoding.search import IsStopped
 from fastgen.replay.replayer import Replayer
@@ -67,7 +67,7 @@ class StaticBeamSearch(DeviceBeamSearch):
 
     def restart(self, prompt: Tensor, replayer: Replayer) -> None:
         """Begin anew, in place, with other prompts of the same shape; `replayer` takes over the captured steps."""
-        self.live.become(self._first(prompt))
+        self.live.become(first_state(prompt, self.beams, self.policy, self._fill))
         self._begin(self.live)
         self._step.zero_()
         self._known.drop_retained()

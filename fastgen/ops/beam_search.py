@@ -13,6 +13,9 @@ from torch import Tensor
 from fastgen.ops.operator import define
 from fastgen.ops.topk import check_topk, reference_topk_log_softmax
 
+_DEAD = -1.0e9  # transformers' mark of a beam that must not be chosen
+_REAL = 0.1 * _DEAD  # what is worth less was marked
+
 
 def beam_candidates(
     logits: Tensor, scores: Tensor, k: int, banned: Tensor | None = None, are_log_probs: bool = False
@@ -98,70 +101,95 @@ def fake_beam_candidates(
 def advance_beams_(
     tokens: Tensor,
     rows: Tensor,
+    scores: Tensor,
     finished_tokens: Tensor,
     finished_rows: Tensor,
+    finished_scores: Tensor,
+    is_finished: Tensor,
+    improvable: Tensor,
     sentence: Tensor,
+    candidate_scores: Tensor,
     candidate_tokens: Tensor,
     candidate_parents: Tensor,
-    going_on: Tensor,
-    places: Tensor,
+    stopped: Tensor,
     length: int,
     prompt_length: int,
-) -> Tensor:
-    """Put finished hypotheses in their places, and let the candidates that go on be the beams; in place.
+    divisor: float,
+    best_divisor: float,
+    early_stopping: bool,
+) -> tuple[Tensor, Tensor]:
+    """Let the best M candidates that go on be the beams, and those of the best M that end compete with the hypotheses
+    finished before, by the rules of transformers' `_beam_search`; all in place, and all or nothing.
 
     Args:
         tokens, finished_tokens: hypotheses, int64 `[B, M, L]`. rows, finished_rows: the rows that chose their tokens,
-            int32 `[B, M, L - P]`. These four are changed.
+            int32 `[B, M, L - P]`. scores: sums of log-probabilities, finished_scores: normalised ones, the best first,
+            float32 `[B, M]`. is_finished: which places are taken, bool `[B, M]`. improvable: bool `[B, 1]`. All of
+            these are changed.
         sentence: each sentence's place in the request, int64 `[B]`.
-        candidate_tokens, candidate_parents: each candidate's token, and the beam that it continues, int64 `[B, K]`.
-        going_on: the candidates that are the next beams, int64 `[B, M]`.
-        places: the next finished hypotheses, int64 `[B, M]`: the old one of that number or, from M on, the candidate
-            of that number less M.
+        candidate_scores: float32 `[B, K]`, K >= M, the best first; candidate_tokens, candidate_parents: int64 `[B, K]`.
+        stopped: which candidates end here, bool `[B, K]`.
         length: of the beams so far, P to L - 1; prompt_length: P.
+        divisor: by which scores of candidates that end are divided; best_divisor: those of beams that go on.
+        early_stopping: whether a sentence with M finished hypotheses takes no more.
 
-    Returns: the row that each beam continues, int64 `[B*M]`.
+    Returns:
+        parents: the row that each beam continues, int64 `[B*M]`.
+        state: int64 `[4]`: whether anything was done; whether a sentence goes on; how many sentences have finished, so
+            that no step can change them; how many places are left that no hypothesis has taken. Nothing is done where
+            equal scores leave the order to `torch.topk`, where fewer than M candidates go on, or where a score is not
+            that of an ordinary hypothesis (NaN, above zero, or marked as dead). Then all numbers are zero.
 
     Raises:
         ValueError, TypeError: for shapes and dtypes other than these, or a tensor that is not contiguous.
-        IndexError: for a beam or a candidate that there is not.
     """
-    state, candidates = (tokens, rows, finished_tokens, finished_rows), (candidate_tokens, candidate_parents)
-    parents: Tensor = _advance_beams_(*state, sentence, *candidates, going_on, places, length, prompt_length)
-    return parents
+    arguments = (tokens, rows, scores, finished_tokens, finished_rows, finished_scores, is_finished, improvable)
+    candidates = (candidate_scores, candidate_tokens, candidate_parents, stopped)
+    numbers = (length, prompt_length, divisor, best_divisor, early_stopping)
+    parents, state = _advance_beams_(*arguments, sentence, *candidates, *numbers)
+    return parents, state
 
 
 def check_beams(
     tokens: Tensor,
     rows: Tensor,
+    scores: Tensor,
     finished_tokens: Tensor,
     finished_rows: Tensor,
+    finished_scores: Tensor,
+    is_finished: Tensor,
+    improvable: Tensor,
     sentence: Tensor,
+    candidate_scores: Tensor,
     candidate_tokens: Tensor,
     candidate_parents: Tensor,
-    going_on: Tensor,
-    places: Tensor,
+    stopped: Tensor,
     length: int,
     prompt_length: int,
 ) -> None:
-    if tokens.dim() != 3 or candidate_tokens.dim() != 2:
-        raise ValueError(
-            "tokens must be [batch, beams, length] and candidate_tokens [batch, candidates], "
-            f"not of shapes {list(tokens.shape)} and {list(candidate_tokens.shape)}."
-        )
-    (batch, beams, longest), count = tokens.shape, candidate_tokens.shape[1]
-    if not 0 <= prompt_length <= length < longest:
-        raise ValueError(f"length must be {prompt_length} to {longest - 1}, not {length}.")
+    if tokens.dim() != 3 or scores.dim() != 2 or not scores.numel():
+        shapes = f"{list(tokens.shape)} and {list(scores.shape)}"
+        raise ValueError(f"tokens must be [batch, beams, length] and scores [batch, beams], not of shapes {shapes}.")
+    if not 0 <= prompt_length <= length < tokens.shape[2]:
+        raise ValueError(f"length must be {prompt_length} to {tokens.shape[2] - 1}, not {length}.")
+    (batch, beams), longest, count = scores.shape, tokens.shape[2], candidate_scores.shape[-1]
+    if count < beams:
+        raise ValueError(f"candidates must be {beams} or more, not {count}.")
+    steps = longest - prompt_length
     for name, tensor, shape, dtype in (
         ("tokens", tokens, (batch, beams, longest), torch.int64),
-        ("rows", rows, (batch, beams, longest - prompt_length), torch.int32),
+        ("rows", rows, (batch, beams, steps), torch.int32),
+        ("scores", scores, (batch, beams), torch.float32),
         ("finished_tokens", finished_tokens, (batch, beams, longest), torch.int64),
-        ("finished_rows", finished_rows, (batch, beams, longest - prompt_length), torch.int32),
+        ("finished_rows", finished_rows, (batch, beams, steps), torch.int32),
+        ("finished_scores", finished_scores, (batch, beams), torch.float32),
+        ("is_finished", is_finished, (batch, beams), torch.bool),
+        ("improvable", improvable, (batch, 1), torch.bool),
         ("sentence", sentence, (batch,), torch.int64),
+        ("candidate_scores", candidate_scores, (batch, count), torch.float32),
         ("candidate_tokens", candidate_tokens, (batch, count), torch.int64),
         ("candidate_parents", candidate_parents, (batch, count), torch.int64),
-        ("going_on", going_on, (batch, beams), torch.int64),
-        ("places", places, (batch, beams), torch.int64),
+        ("stopped", stopped, (batch, count), torch.bool),
     ):
         if tensor.shape != shape:
             raise ValueError(f"{name} must be {list(shape)}, not of shape {list(tensor.shape)}.")
@@ -174,42 +202,80 @@ def check_beams(
 def reference_advance_beams_(
     tokens: Tensor,
     rows: Tensor,
+    scores: Tensor,
     finished_tokens: Tensor,
     finished_rows: Tensor,
+    finished_scores: Tensor,
+    is_finished: Tensor,
+    improvable: Tensor,
     sentence: Tensor,
+    candidate_scores: Tensor,
     candidate_tokens: Tensor,
     candidate_parents: Tensor,
-    going_on: Tensor,
-    places: Tensor,
+    stopped: Tensor,
     length: int,
     prompt_length: int,
-) -> Tensor:
-    state, candidates = (tokens, rows, finished_tokens, finished_rows), (candidate_tokens, candidate_parents)
-    check_beams(*state, sentence, *candidates, going_on, places, length, prompt_length)
-    batch, beams = places.shape
-    first = torch.arange(batch, device=tokens.device)[:, None] * beams
+    divisor: float,
+    best_divisor: float,
+    early_stopping: bool,
+) -> tuple[Tensor, Tensor]:
+    state = tokens, rows, scores, finished_tokens, finished_rows, finished_scores, is_finished, improvable
+    candidates = candidate_scores, candidate_tokens, candidate_parents, stopped
+    check_beams(*state, sentence, *candidates, length, prompt_length)
+    (batch, beams), step = scores.shape, length - prompt_length
+    first = torch.arange(batch, device=scores.device)[:, None] * beams
+
+    going_on = ~stopped & ((~stopped).cumsum(1) <= beams)  # the first M
+    is_ordinary = (candidate_scores[:, :-1] > candidate_scores[:, 1:]).all(1) & (candidate_scores[:, 0] <= 0)
+    is_ordinary &= (going_on.sum(1) == beams) & ((candidate_scores > _REAL) | ~going_on).all(1)
+    is_ordinary &= ((candidate_parents >= 0) & (candidate_parents < beams)).all(1)
+    parents = candidate_parents.clamp(0, beams - 1)
+
+    accepts = improvable & ~is_finished.all(1, keepdim=True) if early_stopping else improvable
+    ending = stopped[:, :beams] & accepts
+    normalised = candidate_scores[:, :beams] / divisor
+    is_ordinary &= ((normalised > _REAL) | ~ending).all(1)
+    both = torch.cat([finished_scores, normalised.masked_fill(~ending, -torch.inf)], dim=1)
+    merged, places = both.sort(dim=1, descending=True, stable=True)  # an old one before an equal one
+    is_ordinary &= ((merged[:, :-1] > merged[:, 1:]) | (merged[:, 1:] <= _REAL)).all(1)
+    places = places[:, :beams]
+    is_done = is_ordinary.all()
 
     def of_beams(tensor: Tensor, which: Tensor) -> Tensor:
         return tensor.flatten(0, 1).index_select(0, (which + first).flatten()).view_as(tensor)
 
-    is_new, candidate = (places >= beams)[:, :, None], (places - beams).clamp(min=0)
-    parents = candidate_parents.gather(1, going_on)
+    is_new, candidate = places >= beams, (places - beams).clamp(min=0)
+    chosen = going_on.sort(dim=1, descending=True, stable=True)[1][:, :beams]
+    after = []
     for running, finished, new, column in (
         (tokens, finished_tokens, candidate_tokens, length),
-        (rows, finished_rows, (candidate_parents + sentence[:, None] * beams).to(rows.dtype), length - prompt_length),
+        (rows, finished_rows, (parents + sentence[:, None] * beams).to(rows.dtype), step),
     ):
-        entering = of_beams(running, candidate_parents.gather(1, candidate))
+        entering = of_beams(running, parents.gather(1, candidate))
         entering[:, :, column] = new.gather(1, candidate)
-        finished.copy_(torch.where(is_new, entering, of_beams(finished, places.clamp(max=beams - 1))))
-        running[:, :, :column] = of_beams(running, parents)[:, :, :column]
-        running[:, :, column] = new.gather(1, going_on)
-    return (parents + first).flatten()
+        extended = of_beams(running, parents.gather(1, chosen))
+        extended[:, :, column:] = running[:, :, column:]
+        extended[:, :, column] = new.gather(1, chosen)
+        after += [extended, torch.where(is_new[:, :, None], entering, of_beams(finished, places.clamp(max=beams - 1)))]
+    new_scores, new_finished = candidate_scores.gather(1, chosen), merged[:, :beams]
+    new_flags = torch.cat([is_finished, ending], dim=1).gather(1, places)
+    worst = torch.where(new_flags, new_finished.min(dim=1, keepdim=True)[0], _DEAD)
+    may_improve = improvable & (new_scores[:, :1] / best_divisor > worst).any(1, keepdim=True)
+    after = [after[0], after[2], new_scores, after[1], after[3], new_finished, new_flags, may_improve]
+    for before, new in zip(state, after, strict=True):
+        before.copy_(torch.where(is_done, new, before))
+
+    goes_on = may_improve.any() & ~(new_flags.all() & early_stopping)
+    num_finished = (new_flags & (new_finished > _REAL)).all(1) & ~(may_improve[:, 0] & (not early_stopping))
+    found = torch.stack([is_done.long(), goes_on.long(), num_finished.sum(), (~new_flags).sum()])
+    local = (parents.gather(1, chosen) + first).flatten()
+    return local * is_done, found * is_done
 
 
-def fake_advance_beams_(*arguments: Any) -> Tensor:
-    check_beams(*arguments)
-    tokens: Tensor = arguments[0]
-    return tokens.new_empty(tokens.shape[0] * tokens.shape[1])
+def fake_advance_beams_(*arguments: Any) -> tuple[Tensor, Tensor]:
+    check_beams(*arguments[:15])
+    scores: Tensor = arguments[2]
+    return scores.new_empty(scores.numel(), dtype=torch.int64), scores.new_empty(4, dtype=torch.int64)
 
 
 _beam_candidates = define(
@@ -221,9 +287,10 @@ _beam_candidates = define(
 )
 _advance_beams_ = define(
     "advance_beams_",
-    "(Tensor(a!) tokens, Tensor(b!) rows, Tensor(c!) finished_tokens, Tensor(d!) finished_rows, Tensor sentence, "
-    "Tensor candidate_tokens, Tensor candidate_parents, Tensor going_on, Tensor places, int length, int prompt_length) "
-    "-> Tensor",
+    "(Tensor(a!) tokens, Tensor(b!) rows, Tensor(c!) scores, Tensor(d!) finished_tokens, Tensor(e!) finished_rows, "
+    "Tensor(f!) finished_scores, Tensor(g!) is_finished, Tensor(h!) improvable, Tensor sentence, "
+    "Tensor candidate_scores, Tensor candidate_tokens, Tensor candidate_parents, Tensor stopped, int length, "
+    "int prompt_length, float divisor, float best_divisor, bool early_stopping) -> (Tensor parents, Tensor state)",
     reference_advance_beams_,
     fake_advance_beams_,
 )

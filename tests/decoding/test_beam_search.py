@@ -190,20 +190,59 @@ def test_as_on_lists(
             assert left == (sum(length < max(lengths) for length in lengths) if evicts else 0)
 
 
-def test_one_operator_moves_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every step, or nowhere."""
-    lengths: list[int] = []
-    moved = ops.advance_beams_
+def test_one_operator_does_a_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step but the last, where all candidates stop; or none."""
+    done: list[int] = []
+    advance = ops.advance_beams_
 
-    def noted(*arguments: Any) -> Tensor:
-        lengths.append(arguments[-2])
-        return moved(*arguments)
+    def noted(*arguments: Any) -> tuple[Tensor, Tensor]:
+        parents, state = advance(*arguments)
+        done.extend([arguments[13]] * int(state[0]))
+        return parents, state
 
     monkeypatch.setattr(ops, "advance_beams_", noted)
     search = beam_search(kind, 3, 2, policy_of("never", 2.0, max_length=9), [1, 5])
     decode(search, drawn_table(3, 9, [1, 5]), partial(search.choose, is_stopped=stops([1, 5], 9)))
     assert search.length == 9
-    assert lengths == ([*range(1, 9)] if kind == "native" else [])
+    assert done == ([*range(1, 8)] if kind == "native" else [])
+
+
+SEEN = ("tokens", "rows", "scores", "finished_scores", "is_finished", "improvable", "sentence")
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("penalty", [1.0, 0.0, 3.0, -2.0, -8.0])
+@pytest.mark.parametrize("early", [True, False, "never"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_operator_as_torch(seed: int, early: bool | str, penalty: float) -> None:
+    """After each step all is equal but what places hold that none has taken, and at the end these too: with equal
+    scores, with banned tokens, with steps of which nothing is left, and with sentences that leave."""
+    generator = torch.Generator().manual_seed(seed)
+    sentences, beams = [(1, 2), (3, 3), (5, 1), (4, 5), (40, 2)][seed]
+    policy, ends = policy_of(early, penalty, max_length=14), [1, 5][: 1 + seed % 2]
+    ours, by_torch = (beam_search(kind, sentences, beams, policy, ends) for kind in ("native", "torch"))
+    scale, rarely = (0.5, 4.0)[seed % 2], torch.randint(2, 14, (4,), generator=generator).tolist()
+    while not by_torch.done:
+        log_probs = (torch.randn(ours.batch * beams, 12, generator=generator) * 2).log_softmax(-1)
+        log_probs[:, ends] -= scale
+        if ours.length == rarely[0]:
+            log_probs = log_probs.mul(2).round().div(2)  # many are equal
+        if ours.length == rarely[1]:
+            log_probs[torch.rand(log_probs.shape, generator=generator) < 0.9] = -INF
+        if ours.length == rarely[2] and seed == 3:
+            log_probs.fill_(-1.0e10)
+        is_stopped = stops(ends, 14)
+        assert ours.choose(log_probs, is_stopped).equal(by_torch.choose(log_probs, is_stopped, is_tied=True))
+        assert ours.length == by_torch.length and ours.done == by_torch.done
+        for name in SEEN:
+            assert getattr(ours.live, name).equal(getattr(by_torch.live, name)), name
+        assert ours.num_finished() == by_torch.num_finished()
+        if not ours.done and ours.length % 3 == 0 and 0 < ours.num_finished() < ours.batch:
+            leaving = ours.finished_mask()
+            assert ours.evict(leaving).equal(by_torch.evict(leaving))
+    found, expected = ours.result(), by_torch.result()
+    assert found.tokens.equal(expected.tokens) and found.rows.equal(expected.rows)
+    assert found.scores.equal(expected.scores)
 
 
 @pytest.mark.usefixtures("native")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.decoding.device_beam_search import DeviceBeamSearch
+from fastgen.decoding.native_beam_search import NativeBeamSearch
 from fastgen.decoding.search import Hypotheses, IsStopped
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.replay.replayer import Replayer
@@ -86,13 +87,15 @@ def stops(ends: Sequence[int], max_length: int) -> IsStopped:
 def beam_search(
     kind: str, sentences: int, beams: int, policy: FinishingPolicy, ends: Sequence[int] = (1,), **static: Any
 ) -> BeamSearch:
-    """`kind`: "static", "device" or any other; `static`: a static one's further arguments. All begin, and are filled,
+    """`kind`: "static", "device", "torch" or any other; `static`: a static one's further arguments. All begin, and are filled,
     with 0."""
     prompt, candidates = torch.zeros(sentences * beams, 1, dtype=torch.int64), max(2, 1 + len(ends)) * beams
     if kind == "device":
         return DeviceBeamSearch(prompt, beams, candidates, policy, 0, may_repeat_step=True)
-    if kind != "static":
+    if kind == "torch":
         return BeamSearch(prompt, beams, candidates, policy, 0)
+    if kind != "static":
+        return NativeBeamSearch(prompt, beams, candidates, policy, 0)
     static = {"replayer": Replayer(CPU), "ends": torch.tensor(ends, dtype=torch.int64), "is_late": False} | static
     return StaticBeamSearch(prompt, beams, candidates, policy, 0, **static)
 

@@ -19,6 +19,7 @@ from transformers.generation.utils import (
 from fastgen import phases
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
 from fastgen.decoding.device_beam_search import DeviceBeamSearch
+from fastgen.decoding.native_beam_search import NativeBeamSearch
 from fastgen.decoding.sampling import Sampling
 from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
@@ -247,7 +248,7 @@ def _search(request: Request, decoder: Decoder, buffers: Buffers) -> BeamSearch:
     arguments = (request.input_ids, request.beams, candidates, policy, fill)
     if decoder.replayer is None or not decoder.replayer.waits_for_nothing or not request.chooses_by_numbers:
         if request.input_ids.device.type == "cpu":
-            return BeamSearch(*arguments, buffers)
+            return NativeBeamSearch(*arguments, buffers)
         return DeviceBeamSearch(*arguments, buffers, may_repeat_step=request.stops_by_last_token)
     replayer = decoder.replayer.another()
     key = (
