@@ -222,13 +222,10 @@ def reference_advance_beams_(
     state = tokens, rows, scores, finished_tokens, finished_rows, finished_scores, is_finished, improvable
     candidates = candidate_scores, candidate_tokens, candidate_parents, stopped
     check_beams(*state, sentence, *candidates, length, prompt_length)
-    (batch, beams), step = scores.shape, length - prompt_length
-    first = torch.arange(batch, device=scores.device)[:, None] * beams
+    beams, step = scores.shape[1], length - prompt_length
 
     going_on = ~stopped & ((~stopped).cumsum(1) <= beams)  # the first M
-    is_ordinary = (candidate_scores[:, :-1] > candidate_scores[:, 1:]).all(1) & (candidate_scores[:, 0] <= 0)
-    is_ordinary &= (going_on.sum(1) == beams) & ((candidate_scores > _REAL) | ~going_on).all(1)
-    is_ordinary &= ((candidate_parents >= 0) & (candidate_parents < beams)).all(1)
+    is_ordinary = _are_ordinary(candidate_scores, candidate_parents, going_on, beams)
     parents = candidate_parents.clamp(0, beams - 1)
 
     accepts = improvable & ~is_finished.all(1, keepdim=True) if early_stopping else improvable
@@ -238,26 +235,17 @@ def reference_advance_beams_(
     both = torch.cat([finished_scores, normalised.masked_fill(~ending, -torch.inf)], dim=1)
     merged, places = both.sort(dim=1, descending=True, stable=True)  # an old one before an equal one
     is_ordinary &= ((merged[:, :-1] > merged[:, 1:]) | (merged[:, 1:] <= _REAL)).all(1)
-    places = places[:, :beams]
+    places, new_finished = places[:, :beams], merged[:, :beams]
     is_done = is_ordinary.all()
 
-    def of_beams(tensor: Tensor, which: Tensor) -> Tensor:
-        return tensor.flatten(0, 1).index_select(0, (which + first).flatten()).view_as(tensor)
-
-    is_new, candidate = places >= beams, (places - beams).clamp(min=0)
     chosen = going_on.sort(dim=1, descending=True, stable=True)[1][:, :beams]
     after = []
     for running, finished, new, column in (
         (tokens, finished_tokens, candidate_tokens, length),
         (rows, finished_rows, (parents + sentence[:, None] * beams).to(rows.dtype), step),
     ):
-        entering = of_beams(running, parents.gather(1, candidate))
-        entering[:, :, column] = new.gather(1, candidate)
-        extended = of_beams(running, parents.gather(1, chosen))
-        extended[:, :, column:] = running[:, :, column:]
-        extended[:, :, column] = new.gather(1, chosen)
-        after += [extended, torch.where(is_new[:, :, None], entering, of_beams(finished, places.clamp(max=beams - 1)))]
-    new_scores, new_finished = candidate_scores.gather(1, chosen), merged[:, :beams]
+        after += _moved(running, finished, new, parents, chosen, places, column)
+    new_scores = candidate_scores.gather(1, chosen)
     new_flags = torch.cat([is_finished, ending], dim=1).gather(1, places)
     worst = torch.where(new_flags, new_finished.min(dim=1, keepdim=True)[0], _DEAD)
     may_improve = improvable & (new_scores[:, :1] / best_divisor > worst).any(1, keepdim=True)
@@ -268,8 +256,39 @@ def reference_advance_beams_(
     goes_on = may_improve.any() & ~(new_flags.all() & early_stopping)
     num_finished = (new_flags & (new_finished > _REAL)).all(1) & ~(may_improve[:, 0] & (not early_stopping))
     found = torch.stack([is_done.long(), goes_on.long(), num_finished.sum(), (~new_flags).sum()])
-    local = (parents.gather(1, chosen) + first).flatten()
+    local = (parents.gather(1, chosen) + _first_rows(tokens)).flatten()
     return local * is_done, found * is_done
+
+
+def _are_ordinary(scores: Tensor, parents: Tensor, going_on: Tensor, beams: int) -> Tensor:
+    """Which sentences have candidates `[B, K]` that leave nothing to torch, of which M are `going_on`; bool `[B]`."""
+    is_ordinary = (scores[:, :-1] > scores[:, 1:]).all(1) & (scores[:, 0] <= 0)
+    is_ordinary &= (going_on.sum(1) == beams) & ((scores > _REAL) | ~going_on).all(1)
+    is_ordinary &= ((parents >= 0) & (parents < beams)).all(1)
+    return is_ordinary
+
+
+def _first_rows(tokens: Tensor) -> Tensor:
+    """Each sentence's first row, int64 `[B, 1]`."""
+    return torch.arange(tokens.shape[0], device=tokens.device)[:, None] * tokens.shape[1]
+
+
+def _moved(
+    running: Tensor, finished: Tensor, new: Tensor, parents: Tensor, chosen: Tensor, places: Tensor, column: int
+) -> list[Tensor]:
+    """What `running` and `finished`, `[B, M, L]`, become: `new`, `[B, K]`, is what each candidate adds at `column`."""
+    beams, first = running.shape[1], _first_rows(running)
+
+    def of_beams(tensor: Tensor, which: Tensor) -> Tensor:
+        return tensor.flatten(0, 1).index_select(0, (which + first).flatten()).view_as(tensor)
+
+    is_new, candidate = places >= beams, (places - beams).clamp(min=0)
+    entering = of_beams(running, parents.gather(1, candidate))
+    entering[:, :, column] = new.gather(1, candidate)
+    extended = of_beams(running, parents.gather(1, chosen))
+    extended[:, :, column:] = running[:, :, column:]
+    extended[:, :, column] = new.gather(1, chosen)
+    return [extended, torch.where(is_new[:, :, None], entering, of_beams(finished, places.clamp(max=beams - 1)))]
 
 
 def fake_advance_beams_(*arguments: Any) -> tuple[Tensor, Tensor]:

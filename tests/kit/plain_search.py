@@ -87,8 +87,8 @@ def stops(ends: Sequence[int], max_length: int) -> IsStopped:
 def beam_search(
     kind: str, sentences: int, beams: int, policy: FinishingPolicy, ends: Sequence[int] = (1,), **static: Any
 ) -> BeamSearch:
-    """`kind`: "static", "device", "torch" or any other; `static`: a static one's further arguments. All begin, and are filled,
-    with 0."""
+    """`kind`: "static", "device", "torch" or any other; `static`: a static one's further arguments. All begin, and are
+    filled, with 0."""
     prompt, candidates = torch.zeros(sentences * beams, 1, dtype=torch.int64), max(2, 1 + len(ends)) * beams
     if kind == "device":
         return DeviceBeamSearch(prompt, beams, candidates, policy, 0, may_repeat_step=True)
