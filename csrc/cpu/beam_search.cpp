@@ -144,6 +144,9 @@ bool choose(const Beams& all, int64_t b, Choice& choice) {
   const bool* const stopped = all.stopped + b * all.candidates;
   const int64_t* const parents = all.candidate_parents + b * all.candidates;
   const float* const finished = all.finished_scores + b * all.beams;
+  if (!std::isnormal(all.divisor) || !std::isnormal(all.best_divisor)) {
+    return false; // a quotient might be NaN
+  }
   choice.next.clear();
   choice.finished.clear();
   choice.finished_scores.clear();
@@ -162,6 +165,12 @@ bool choose(const Beams& all, int64_t b, Choice& choice) {
     return false;
   }
   const bool* const is_finished = all.is_finished + b * all.beams;
+  for (int64_t m = 0; m < all.beams; ++m) {
+    // A dead beam has ended: its score is that of the places that none has taken, and torch puts them in an order.
+    if (is_finished[m] && !(finished[m] > kReal)) {
+      return false;
+    }
+  }
   const bool are_all = std::all_of(is_finished, is_finished + all.beams, [](bool each) { return each; });
   const bool accepts = all.improvable[b] && !(all.early_stopping && are_all);
   // Two sorted lists become one: the finished hypotheses and, of the best candidates, those that end here.
@@ -279,11 +288,15 @@ bool has_finished(const Beams& all, int64_t b) {
   return all.early_stopping || !all.improvable[b];
 }
 
-void check_columns(const Tensor& tokens, const Tensor& scores, int64_t length, int64_t prompt_length) {
+void check_columns(
+    const Tensor& tokens, const Tensor& scores, const Tensor& candidates, int64_t length, int64_t prompt_length) {
   FASTGEN_CHECK(
       value, tokens.dim() == 3 && scores.dim() == 2 && scores.size(0) > 0 && scores.size(1) > 0,
       "tokens must be [batch, beams, length] and scores [batch, beams], not of shapes ", shape_of(tokens), " and ",
       shape_of(scores), ".");
+  FASTGEN_CHECK(
+      value, candidates.dim() == 2, "candidate_scores must be [batch, candidates], not of shape ", shape_of(candidates),
+      ".");
   FASTGEN_CHECK(
       value, 0 <= prompt_length && prompt_length <= length && length < tokens.size(2),
       "length must be ", prompt_length, " to ", tokens.size(2) - 1, ", not ", length, ".");
@@ -295,9 +308,9 @@ std::tuple<Tensor, Tensor> advance_beams_(
     const Tensor& sentence, const Tensor& candidate_scores, const Tensor& candidate_tokens,
     const Tensor& candidate_parents, const Tensor& stopped, int64_t length, int64_t prompt_length, double divisor,
     double best_divisor, bool early_stopping) {
-  check_columns(tokens, scores, length, prompt_length);
+  check_columns(tokens, scores, candidate_scores, length, prompt_length);
   const int64_t batch = scores.size(0), beams = scores.size(1), longest = tokens.size(2);
-  const int64_t steps = longest - prompt_length, candidates = candidate_scores.size(-1);
+  const int64_t steps = longest - prompt_length, candidates = candidate_scores.size(1);
   FASTGEN_CHECK(value, candidates >= beams, "candidates must be ", beams, " or more, not ", candidates, ".");
   for (const Named& each : {
            Named{"tokens", tokens, {batch, beams, longest}, ScalarType::Long},

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastgen import phases
 from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
+from fastgen.decoding.search import Hypotheses
 from fastgen.memory.buffers import Buffers
 
 __phase__ = phases.CHOICE
@@ -120,15 +121,20 @@ class NativeBeamSearch(BeamSearch):
         self._num_finished = None
         return super().evict(leaving)
 
-    def _store(self, which: Tensor) -> None:
-        if self._has_skipped:
-            self._fill_places(which)
-        super()._store(which)
+    def hypotheses(self, row: int) -> tuple[Tensor, Tensor]:
+        self._fill_places(torch.tensor([row], device=self.live.sentence.device))
+        return super().hypotheses(row)
 
-    def _fill_places(self, which: Tensor) -> None:
-        """Put in the places that none has taken, of the sentences `which`, bool `[B]`, what the host has there."""
+    def result(self) -> Hypotheses:
+        self._fill_places(torch.arange(self.batch, device=self.live.sentence.device))
+        return super().result()
+
+    def _fill_places(self, rows: Tensor) -> None:
+        """Put in the places of these live sentences, int64 `[n]`, that none has taken what the host has there."""
+        if not self._has_skipped:
+            return
         live = self.live
-        left = torch.nonzero(which & ~live.is_finished.all(dim=1)).flatten()
+        left = rows[~live.is_finished[rows].all(dim=1)]
         if not len(left):
             return
         sentences, prompt_length = live.sentence[left], self.policy.prompt_length

@@ -137,8 +137,10 @@ def advance_beams_(
         parents: the row that each beam continues, int64 `[B*M]`.
         state: int64 `[4]`: whether anything was done; whether a sentence goes on; how many sentences have finished, so
             that no step can change them; how many places are left that no hypothesis has taken. Nothing is done where
-            equal scores leave the order to `torch.topk`, where fewer than M candidates go on, or where a score is not
-            that of an ordinary hypothesis (NaN, above zero, or marked as dead). Then all numbers are zero.
+            equal scores leave the order to `torch.topk`, where fewer than M candidates go on, or where a score, of a
+            candidate or of a place that is taken, is not that of an ordinary hypothesis (NaN, above zero, or marked as
+            dead). Then all numbers are zero. A place that none has taken stays as it is, while the host puts some
+            candidate there that has not ended.
 
     Raises:
         ValueError, TypeError: for shapes and dtypes other than these, or a tensor that is not contiguous.
@@ -170,9 +172,11 @@ def check_beams(
     if tokens.dim() != 3 or scores.dim() != 2 or not scores.numel():
         shapes = f"{list(tokens.shape)} and {list(scores.shape)}"
         raise ValueError(f"tokens must be [batch, beams, length] and scores [batch, beams], not of shapes {shapes}.")
+    if candidate_scores.dim() != 2:
+        raise ValueError(f"candidate_scores must be [batch, candidates], not of shape {list(candidate_scores.shape)}.")
     if not 0 <= prompt_length <= length < tokens.shape[2]:
         raise ValueError(f"length must be {prompt_length} to {tokens.shape[2] - 1}, not {length}.")
-    (batch, beams), longest, count = scores.shape, tokens.shape[2], candidate_scores.shape[-1]
+    (batch, beams), longest, count = scores.shape, tokens.shape[2], candidate_scores.shape[1]
     if count < beams:
         raise ValueError(f"candidates must be {beams} or more, not {count}.")
     steps = longest - prompt_length
@@ -226,6 +230,8 @@ def reference_advance_beams_(
 
     going_on = ~stopped & ((~stopped).cumsum(1) <= beams)  # the first M
     is_ordinary = _are_ordinary(candidate_scores, candidate_parents, going_on, beams)
+    is_ordinary &= ~(is_finished & ~(finished_scores > _REAL)).any(1)  # a dead beam has ended
+    is_ordinary &= all(is_normal(number) for number in (divisor, best_divisor))  # or a quotient might be NaN
     parents = candidate_parents.clamp(0, beams - 1)
 
     accepts = improvable & ~is_finished.all(1, keepdim=True) if early_stopping else improvable
@@ -258,6 +264,12 @@ def reference_advance_beams_(
     found = torch.stack([is_done.long(), goes_on.long(), num_finished.sum(), (~new_flags).sum()])
     local = (parents.gather(1, chosen) + _first_rows(tokens)).flatten()
     return local * is_done, found * is_done
+
+
+def is_normal(number: float) -> bool:
+    """Whether a float32 of this value is a normal number."""
+    limits = torch.finfo(torch.float32)
+    return limits.tiny <= abs(number) <= limits.max
 
 
 def _are_ordinary(scores: Tensor, parents: Tensor, going_on: Tensor, beams: int) -> Tensor:

@@ -213,18 +213,22 @@ SEEN = ("tokens", "rows", "scores", "finished_scores", "is_finished", "improvabl
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 3.0, -2.0, -8.0])
 @pytest.mark.parametrize("early", [True, False, "never"])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_operator_as_torch(seed: int, early: bool | str, penalty: float) -> None:
+@pytest.mark.parametrize("begins_narrow", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_operator_as_torch(seed: int, begins_narrow: bool, early: bool | str, penalty: float) -> None:
     """After each step all is equal but what places hold that none has taken, and at the end these too: with equal
-    scores, with banned tokens, with steps of which nothing is left, and with sentences that leave."""
+    scores, with banned tokens, with steps of which nothing is left, and with sentences that leave. A search that
+    `begins_narrow` has fewer tokens than beams at first, so dead beams may end."""
     generator = torch.Generator().manual_seed(seed)
-    sentences, beams = [(1, 2), (3, 3), (5, 1), (4, 5), (40, 2)][seed]
+    sentences, beams = [(1, 2), (3, 3), (5, 1), (4, 5), (40, 2), (6, 6)][seed]
     policy, ends = policy_of(early, penalty, max_length=14), [1, 5][: 1 + seed % 2]
     ours, by_torch = (beam_search(kind, sentences, beams, policy, ends) for kind in ("native", "torch"))
     scale, rarely = (0.5, 4.0)[seed % 2], torch.randint(2, 14, (4,), generator=generator).tolist()
     while not by_torch.done:
         log_probs = (torch.randn(ours.batch * beams, 12, generator=generator) * 2).log_softmax(-1)
         log_probs[:, ends] -= scale
+        if begins_narrow and ours.length <= 1 + seed % 2:
+            log_probs[:, [each for each in range(12) if each not in (1, 7)]] = -INF
         if ours.length == rarely[0]:
             log_probs = log_probs.mul(2).round().div(2)  # many are equal
         if ours.length == rarely[1]:
@@ -240,6 +244,9 @@ def test_the_operator_as_torch(seed: int, early: bool | str, penalty: float) -> 
         if not ours.done and ours.length % 3 == 0 and 0 < ours.num_finished() < ours.batch:
             leaving = ours.finished_mask()
             assert ours.evict(leaving).equal(by_torch.evict(leaving))
+    for row in range(ours.batch):
+        for mine, its in zip(ours.hypotheses(row), by_torch.hypotheses(row), strict=True):
+            assert mine.equal(its)
     found, expected = ours.result(), by_torch.result()
     assert found.tokens.equal(expected.tokens) and found.rows.equal(expected.rows)
     assert found.scores.equal(expected.scores)
