@@ -231,7 +231,7 @@ def reference_advance_beams_(
     going_on = ~stopped & ((~stopped).cumsum(1) <= beams)  # the first M
     is_ordinary = _are_ordinary(candidate_scores, candidate_parents, going_on, beams)
     is_ordinary &= ~(is_finished & ~(finished_scores > _REAL)).any(1)  # a dead beam has ended
-    is_ordinary &= all(is_normal(number) for number in (divisor, best_divisor))  # or a quotient might be NaN
+    is_ordinary &= all(_is_normal(number) for number in (divisor, best_divisor))  # or a quotient might be NaN
     parents = candidate_parents.clamp(0, beams - 1)
 
     accepts = improvable & ~is_finished.all(1, keepdim=True) if early_stopping else improvable
@@ -241,8 +241,7 @@ def reference_advance_beams_(
     both = torch.cat([finished_scores, normalised.masked_fill(~ending, -torch.inf)], dim=1)
     merged, places = both.sort(dim=1, descending=True, stable=True)  # an old one before an equal one
     is_ordinary &= ((merged[:, :-1] > merged[:, 1:]) | (merged[:, 1:] <= _REAL)).all(1)
-    places, new_finished = places[:, :beams], merged[:, :beams]
-    is_done = is_ordinary.all()
+    places, new_finished, is_done = places[:, :beams], merged[:, :beams], is_ordinary.all()
 
     chosen = going_on.sort(dim=1, descending=True, stable=True)[1][:, :beams]
     after = []
@@ -262,11 +261,10 @@ def reference_advance_beams_(
     goes_on = may_improve.any() & ~(new_flags.all() & early_stopping)
     num_finished = (new_flags & (new_finished > _REAL)).all(1) & ~(may_improve[:, 0] & (not early_stopping))
     found = torch.stack([is_done.long(), goes_on.long(), num_finished.sum(), (~new_flags).sum()])
-    local = (parents.gather(1, chosen) + _first_rows(tokens)).flatten()
-    return local * is_done, found * is_done
+    return (parents.gather(1, chosen) + _first_rows(tokens)).flatten() * is_done, found * is_done
 
 
-def is_normal(number: float) -> bool:
+def _is_normal(number: float) -> bool:
     """Whether a float32 of this value is a normal number."""
     limits = torch.finfo(torch.float32)
     return limits.tiny <= abs(number) <= limits.max
