@@ -103,11 +103,13 @@ class Answer:
             if self._inputs.contexts:
                 self._bases = await asyncio.to_thread(self._service.decoded, self._inputs.contexts)
             async for event in self._service.events_of(self._request, self._events):
-                if isinstance(event, Grown) and event.which in self._request.left:
+                if isinstance(event, Finished):
+                    pieces = await asyncio.to_thread(self._finished, event)
+                elif isinstance(event, Grown) and event.which in self._request.left:
                     pieces = await asyncio.to_thread(self._grown, event)
                     self._complete(event.which)
                 else:
-                    pieces = await asyncio.to_thread(self._finished, event) if isinstance(event, Finished) else []
+                    continue
                 for piece in pieces:
                     self._work.tokens += piece.tokens
                     yield await self._with_logprobs(piece)
