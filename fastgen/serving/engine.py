@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from fastgen.memory.limits import is_out_of_memory
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
 from fastgen.optimizer.transformers.generate.shareable import unrefillable
-from fastgen.optimizer.transformers.generate.suspended_call import Call, Found
+from fastgen.optimizer.transformers.generate.suspended_call import Call, Decided, Found
 from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
@@ -67,15 +67,17 @@ class Engine(BaseEngine):
             self._requests.append(request)
             self._changed.notify()
 
-    def complete(self, request: GenerationRequest, index: int, tokens: int) -> bool:
-        """End an input that needs no more than `tokens`, from any thread: no event follows. False if it has ended."""
+    def complete(self, request: GenerationRequest, index: int, tokens: Sequence[int]) -> bool:
+        """End an input whose rows need no more than so many `tokens`, from any thread: no event follows. False if it
+        has ended.
+        """
         with self._changed:
             if request.is_over or index not in request.left:
                 return False
             request.complete.add(index)
-            self.counts.tokens += tokens
+            self.counts.tokens += sum(tokens)
             request.left.discard(index)
-            self.latencies.finished(request, index, tokens)
+            self.latencies.finished(request, index, max(tokens))
             request.is_over = not request.left
             self.counts.finished += request.is_over
         return True
@@ -249,10 +251,10 @@ class Engine(BaseEngine):
                 self._take_result(call, units)
             return
         if any(request.streams for request, _ in units):
-            for sentence, tokens in call.decided().items():
+            for sentence, decided in call.decided().items():
                 request, index = units[sentence]
                 if request.streams and index in request.left and not request.is_over:
-                    request.listener(Grown(index, tokens[self._prompt(call) :].tolist()))
+                    request.listener(self._grown(request, index, decided, call))
 
     def _take_result(self, call: Call, units: list[_Unit]) -> None:
         """Take the host's results for inputs without one yet, as they could not share a batch after all."""
@@ -267,6 +269,11 @@ class Engine(BaseEngine):
     def _prompt(self, call: Call) -> int:
         """The number of tokens before the first generated one."""
         return 0 if self._model.config.is_encoder_decoder else call.request.input_ids.shape[1]
+
+    def _grown(self, request: GenerationRequest, index: int, decided: Decided, call: Call) -> Grown:
+        rows, pad = decided.tokens[:, self._prompt(call) :].tolist(), request.config.pad_token_id
+        each = zip(rows, decided.scores, strict=True)
+        return Grown(index, [row if score is None else without_tail(row, pad) for row, score in each], decided.scores)
 
     def _hypotheses(self, request: GenerationRequest, index: int, found: Found, call: Call) -> Hypotheses:
         pad = request.config.pad_token_id

@@ -22,7 +22,8 @@ class Grown(NamedTuple):
     """Event: all tokens of an input that are decided so far, for a request that streams."""
 
     which: int
-    tokens: list[int]
+    rows: list[list[int]]  # of each sample, or of the best hypothesis of beams
+    scores: list[float | None]  # of the samples that have ended, while others go on
 
 
 class Failed(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import time
 import uuid
@@ -81,6 +80,7 @@ class Answer:
         )
         count = len(inputs.tokens) * search.n
         self._texts = [GrowingText(search.stop, cleans_up=service.cleans_up) for _ in range(count)]
+        self._counts: list[int | None] = [None] * count  # of the new tokens of choices that have ended
         self._bases: list[str] = []  # the texts of the contexts
         self._prefixes = [inputs.prefixes[i // search.n] if inputs.prefixes else "" for i in range(count)]
         self._logprobs: list[Logprobs] = []  # of the choices, if asked for
@@ -103,51 +103,73 @@ class Answer:
             if self._inputs.contexts:
                 self._bases = await asyncio.to_thread(self._service.decoded, self._inputs.contexts)
             async for event in self._service.events_of(self._request, self._events):
-                if isinstance(event, Grown) and event.which in self._request.left:
-                    yield await self._with_logprobs(await self._grown(event))
-                elif isinstance(event, Finished):
-                    for piece in await asyncio.to_thread(self._finished, event):
-                        self._work.tokens += piece.tokens
-                        yield await self._with_logprobs(piece)
+                if isinstance(event, Finished):
+                    pieces = await asyncio.to_thread(self._finished, event)
+                elif isinstance(event, Grown) and event.which in self._request.left:
+                    pieces = await asyncio.to_thread(self._grown, event)
+                    self._complete(event.which)
+                else:
+                    continue
+                for piece in pieces:
+                    self._work.tokens += piece.tokens
+                    yield await self._with_logprobs(piece)
         finally:
             if self._request.left:
                 self._service.engine.cancel(self._request)
 
-    async def _grown(self, event: Grown) -> Piece:
-        """What an input's best hypothesis has become; if a stop string ends it, the engine need not go on."""
-        index = event.which * self._search.n
-        (text,) = await asyncio.to_thread(self._decoded, event.which, [event.tokens])
-        new, is_stopped = self._texts[index].grow(text)
-        if is_stopped and self._search.rows == 1:
-            count = await asyncio.to_thread(self._tokens_until, event.which, event.tokens, self._has_stop)
-            if self._service.engine.complete(self._request, event.which, count):
-                self._events.put(Finished(event.which, Hypotheses([event.tokens], [None])))
-        piece = Piece(index, self._prefix(index) + new)
-        if piece.text and self._logprobs and self._search.stream:
-            count = self._begun  # what is echoed has come alone
-            if sent := self._texts[index].sent:
-                until = functools.partial(self._tokens_until, has=lambda text: len(text) >= sent)
-                count = await asyncio.to_thread(until, event.which, event.tokens)
-            piece = piece._replace(row=event.tokens[:count])
-        return piece
+    def _grown(self, event: Grown) -> list[Piece]:
+        """What has become of an input's samples, or of the best of beams; none of those that have ended before."""
+        pieces = []
+        for index, row, text, score in self._open(event.which, event.rows, event.scores):
+            has_ended, growing = score is not None, self._texts[index]  # one of beams ends with the search
+            new, is_stopped = growing.end(text) if has_ended else growing.grow(text)
+            if has_ended or is_stopped:
+                pieces.append(self._last(index, row, new, score, is_stopped=is_stopped))
+                continue
+            piece = Piece(index, self._prefix(index) + new)
+            if piece.text and self._logprobs and self._search.stream:
+                piece = piece._replace(row=row[: self._tokens_of(growing.sent, event.which, row)])
+            pieces.append(piece)
+        return pieces
+
+    def _complete(self, which: int) -> None:
+        """If all choices of an input have ended, at a stop string or by themselves, the engine need not go on."""
+        counts = self._counts[which * self._search.n :][: self._search.n]
+        tokens = [count + self._begun for count in counts if count is not None]
+        if len(tokens) == len(counts) and self._service.engine.complete(self._request, which, tokens):
+            self._events.put(Finished(which, Hypotheses([], [])))
 
     def _finished(self, event: Finished) -> list[Piece]:
-        """The last pieces of an input's choices, best first."""
+        """The last pieces of an input's choices that have not ended before, best first."""
         rows, scores = self._search.best(event.found, lambda row: self._end(row)[1])
         pieces = []
-        for number, (row, text) in enumerate(zip(rows, self._decoded(event.which, rows), strict=True)):
-            index, score = event.which * self._search.n + number, finite(scores[number])
+        for index, row, text, score in self._open(event.which, rows, scores):
             new, is_stopped = self._texts[index].end(text)
-            if is_stopped:
-                reason, count = "stop", self._tokens_until(event.which, row, self._has_stop) - self._begun
-                if self._search.rows == 1:
-                    score = None  # the engine may not have got to the end, which the score is of
-                kept = row[: self._begun + count]
-            else:
-                reason, count = self._end(row)
-                kept = row[:-1] if len(row) > self._begun and row[-1] in self._ends else row
-            pieces.append(Piece(index, self._prefix(index) + new, reason, count, score, kept))
+            pieces.append(self._last(index, row, new, score, is_stopped=is_stopped))
         return pieces
+
+    def _open(
+        self, which: int, rows: Sequence[list[int]], scores: Sequence[float | None]
+    ) -> list[tuple[int, list[int], str, float | None]]:
+        """Of the choices that have not ended: the index, the row, its text, and the score."""
+        first = which * self._search.n
+        left = [i for i in range(len(rows)) if self._counts[first + i] is None]
+        texts = self._decoded(which, [rows[i] for i in left]) if left else []
+        return [(first + i, rows[i], text, scores[i]) for i, text in zip(left, texts, strict=True)]
+
+    def _last(self, index: int, row: list[int], new: str, score: float | None, *, is_stopped: bool) -> Piece:
+        """The last piece of a choice, with this text."""
+        if is_stopped:
+            reason = "stop"
+            count = self._tokens_until(index // self._search.n, row, self._has_stop) - self._begun
+            if self._search.stops_early:
+                score = None  # the engine may not have got to the end, which the score is of
+            kept = row[: self._begun + count]
+        else:
+            reason, count = self._end(row)
+            kept = row[:-1] if len(row) > self._begun and row[-1] in self._ends else row
+        self._counts[index] = count
+        return Piece(index, self._prefix(index) + new, reason, count, finite(score), kept)
 
     async def _with_logprobs(self, piece: Piece) -> Piece:
         """The piece with the log-probabilities of the tokens in it, if they are asked for."""
@@ -193,6 +215,10 @@ class Answer:
             return has(stable(text, cleans_up=self._service.cleans_up))
 
         return tokens_until(row, is_enough)
+
+    def _tokens_of(self, sent: int, which: int, row: list[int]) -> int:
+        """The number of tokens of `row` in the first `sent` characters."""
+        return self._tokens_until(which, row, lambda text: len(text) >= sent) if sent else self._begun
 
     def _decoded(self, which: int, rows: list[list[int]]) -> list[str]:
         """The text of each row, as it goes on from the prompt of this input."""

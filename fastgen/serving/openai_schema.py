@@ -125,7 +125,7 @@ class TextChoice(BaseModel):
     finish_reason: Literal["stop", "length"]
     logprobs: TextLogprobs | None = None
     score: float | None = Field(
-        description="as /v1/generate has it; none where a stop string ended a search of one row"
+        description="as /v1/generate has it; without beams, none where a stop string ended the text"
     )
 
 

@@ -11,7 +11,7 @@ from fastgen.pipeline.transformers.hypotheses import Hypotheses
 from fastgen.serving.limits import Limits
 from fastgen.serving.openai_schema import NEUTRAL
 from fastgen.serving.options import offered
-from fastgen.serving.service import Refusal, check_stream
+from fastgen.serving.service import Refusal
 
 _LEAST_TEMPERATURE = 0.01
 _OF_SAMPLES = {"temperature", "top_k", "top_p"}  # which clients send with a temperature of 0, too
@@ -32,14 +32,9 @@ class SearchRequest:
     logprobs: int | None = None  # of the tokens, and of so many of the most likely ones in each place
 
     @property
-    def rows(self) -> int:
-        """Beams or samples of an input."""
-        return max(int(self.options["num_beams"]), int(self.options["num_return_sequences"]))
-
-    @property
     def stops_early(self) -> bool:
-        """Whether the service reads along and ends an input at a stop string: the only row of it."""
-        return bool(self.stop) and self.rows == 1
+        """Whether the service reads along, and ends an input when a stop string has ended the text of each row."""
+        return bool(self.stop) and self.options["num_beams"] == 1
 
     def best(self, found: Hypotheses, count: Callable[[list[int]], int]) -> Hypotheses:
         """The `n` best hypotheses; samples by log-probability per token, as OpenAI's service orders them.
@@ -77,14 +72,12 @@ def search_of(body: Mapping[str, Any], own: Any, limits: Limits) -> SearchReques
     options |= _search(given, own)
     stop = given.get("stop", ())
     stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    samples = options["do_sample"] and options["num_beams"] == 1
-    if stop and samples and options["num_return_sequences"] > given.get("n", 1):
-        raise Refusal(
-            422, "best_of with stop is for beams: ask for temperature 0, or leave out one of them.", "best_of"
-        )
-    if given.get("stream"):
-        check_stream(options, "n" if given.get("n", 1) > 1 else "best_of")
-    elif "stream_options" in given:
+    chooses_samples = options["num_beams"] == 1 and options["num_return_sequences"] > given.get("n", 1)
+    other = "stop" if stop else "stream" if given.get("stream") else None
+    if chooses_samples and other is not None:
+        what = f"best_of with {other} is for beams: ask for temperature 0, or leave out one of them."
+        raise Refusal(422, what, "best_of")
+    if "stream_options" in given and not given.get("stream"):
         raise Refusal(422, "stream_options is for streams: ask for stream, or leave it out.", "stream_options")
     return SearchRequest(
         options,

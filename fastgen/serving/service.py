@@ -72,13 +72,10 @@ class Events:
         return self._grown.pop(event.which, event) if isinstance(event, Grown) else event
 
 
-def check_stream(options: Mapping[str, Any], name: str = "num_return_sequences") -> None:
-    """Raise Refusal if a search with these options cannot be streamed.
-
-    Args:
-        name: the request's field that asks for several outputs.
-    """
+def _check_stream(options: Mapping[str, Any]) -> None:
+    """Raise Refusal if /v1/generate does not stream a search with these options."""
     if int(options.get("num_return_sequences") or 1) > 1:
+        name = "num_return_sequences"
         raise Refusal(422, f"stream is for one output of each input: leave out {name}.", name)
 
 
@@ -148,7 +145,7 @@ class Service(BaseService):
     async def stream(self, body: dict[str, Any], work: Work) -> AsyncIterator[str]:
         """Answer in server-sent events, and note the size in `work`; Refusal is raised before the first event."""
         self.check_open()
-        check_stream(body)
+        _check_stream(body)
         self.running += 1
         try:
             asked, events = await self._asked(body, work, streams=True)
@@ -165,7 +162,7 @@ class Service(BaseService):
             yield ""
             async for event in self.events_of(asked, events):
                 if isinstance(event, Grown):
-                    (text,) = await asyncio.to_thread(self.decoded, [event.tokens])
+                    (text,) = await asyncio.to_thread(self.decoded, event.rows)
                     text = settled(text, self._known.tokenizer)
                     # Some tokenizers change a space later on: then the new text is not sent yet.
                     if len(text) > len(sent[event.which]) and text.startswith(sent[event.which]):

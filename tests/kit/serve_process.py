@@ -141,7 +141,7 @@ def check_who_sends_nothing_or_too_slowly(server: Server) -> None:
 
 
 def asked_by_openais_client(server: Server) -> None:
-    """Texts, a stream and an error, as OpenAI's client reads them."""
+    """Texts, streams and an error, as OpenAI's client reads them."""
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="any", max_retries=0, timeout=240)
     asked = dict(model=SHIPPED_MODEL.name, prompt=TEXTS[3], max_tokens=20, temperature=0)
@@ -151,6 +151,11 @@ def asked_by_openais_client(server: Server) -> None:
     assert [choice.score for choice in answer.choices] == pytest.approx(scores, abs=1e-4)
     pieces = client.completions.create(stream=True, **asked)
     assert "".join(one.choices[0].text for one in pieces) == stock(TEXTS[3], max_new_tokens=20)[0][0]
+    grown = ["", "", ""]
+    for chunk in client.completions.create(stream=True, n=3, seed=6, **{**asked, "temperature": 2.5}):
+        grown[chunk.choices[0].index] += chunk.choices[0].text
+    options = dict(do_sample=True, top_k=0, temperature=2.5, num_return_sequences=3, max_new_tokens=20)
+    assert grown == stock(TEXTS[3], 6, **options)[0] and len(set(grown)) == 3
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(**{**asked, "model": "other"})
     assert caught.value.code == "model_not_found"

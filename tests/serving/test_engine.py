@@ -104,8 +104,24 @@ def test_what_streams_grows_into_what_is_finished(engine: Engine, options: dict[
     assert isinstance(last, Finished) and len(grown) > 2
     for before, after in zip(grown, [*grown[1:], None], strict=True):
         assert isinstance(before, Grown)
-        longer = last.found.tokens[0] if after is None else after.tokens
-        assert longer[: len(before.tokens)] == before.tokens
+        (row,), (longer,) = before.rows, last.found.tokens if after is None else after.rows
+        assert longer[: len(row)] == row and before.scores == [None]
+
+
+def test_samples_that_stream_grow_until_each_has_ended(engine: Engine) -> None:
+    options = dict(max_new_tokens=30, do_sample=True, num_return_sequences=4, temperature=3.0)
+    ask, events = ask_of([TEXTS[3]], streams=True, seed=6, **options)
+    engine.submit(ask)
+    wait(ask)
+    *grown, last = events
+    assert isinstance(last, Finished) and texts_of(last) == stock(TEXTS[3], 6, **options)[0]
+    seen: list[list[float | None]] = []
+    for event in grown:
+        assert isinstance(event, Grown)
+        seen.append(event.scores)
+        for row, score, whole, final in zip(event.rows, event.scores, *last.found, strict=True):
+            assert (row == whole and score == final) if score is not None else whole[: len(row)] == row
+    assert any(None in scores and any(scores) for scores in seen)  # some have ended before the others
 
 
 def test_who_goes_away_or_waits_too_long_frees_its_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,10 @@ STREAMS: list[dict[str, Any]] = [
     dict(extra_body=dict(num_beams=3)),
     dict(temperature=0, best_of=4, extra_body=dict(length_penalty=-0.5, min_tokens=20)),
     dict(seed=6, extra_body=dict(num_beams=2)),
+    dict(seed=5, n=3),
+    dict(seed=7, n=2, temperature=1.4, extra_body=dict(min_tokens=9)),
+    dict(n=2, extra_body=dict(num_beams=3)),
+    dict(seed=6, n=2, extra_body=dict(num_beams=2)),
 ]
 
 
@@ -183,7 +187,7 @@ def test_a_stream_is_the_answer_in_pieces(
         asked["stop"] = _stop_of(client.completions.create(**asked).choices[0].text, 0.6)
     whole = client.completions.create(**asked)
     slowly(monkeypatch)  # or several pieces come at once
-    texts, ends, usages = ["", ""], dict[int, Any](), list[Any]()
+    texts, ends, usages = [""] * len(whole.choices), dict[int, Any](), list[Any]()
     for chunk in client.completions.create(stream=True, stream_options=dict(include_usage=True), **asked):
         usages.append(chunk.usage)
         assert chunk.object == "text_completion" and len(chunk.choices) == (chunk.usage is None)
@@ -193,9 +197,9 @@ def test_a_stream_is_the_answer_in_pieces(
             if choice.finish_reason:
                 ends[choice.index] = choice
     assert texts == [choice.text for choice in whole.choices]
-    assert [ends[i].finish_reason for i in (0, 1)] == [choice.finish_reason for choice in whole.choices]
-    scores = [choice.score for choice in whole.choices]
-    assert [ends[i].score for i in (0, 1)] == [s if s is None else pytest.approx(s, abs=1e-4) for s in scores]
+    assert [ends[i].finish_reason for i in range(len(ends))] == [choice.finish_reason for choice in whole.choices]
+    scores = [s if s is None else pytest.approx(s, abs=1e-4) for s in (choice.score for choice in whole.choices)]
+    assert [ends[i].score for i in range(len(ends))] == scores
     assert usages[-1] == whole.usage and not any(usages[:-1])
 
 
@@ -242,7 +246,9 @@ def test_echo_begins_with_the_prompt(gpt2: Served, stream: bool) -> None:
         assert found == [text + more for text, more in zip(texts, plain, strict=True)]
 
 
-@pytest.mark.parametrize("options", (dict(), dict(n=2), dict(num_beams=3), dict(stream=True), dict(logprobs=2)))
+@pytest.mark.parametrize(
+    "options", (dict(), dict(n=2), dict(num_beams=3), dict(stream=True), dict(stream=True, n=2), dict(logprobs=2))
+)
 def test_a_text_that_ends_at_once_is_empty(at: Served, options: dict[str, Any]) -> None:
     """Of a model whose padding is its end token, nothing is left of it."""
     from fastapi.testclient import TestClient
@@ -254,8 +260,9 @@ def test_a_text_that_ends_at_once_is_empty(at: Served, options: dict[str, Any]) 
         assert answer.status_code == 200, answer.text
         if options.get("stream"):
             *events, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-            (choice,) = (json.loads(event)["choices"][0] for event in events)
-            assert done == "[DONE]" and (choice["text"], choice["finish_reason"]) == ("", "stop")
+            choices = [json.loads(event)["choices"][0] for event in events]
+            assert done == "[DONE]" and [one["index"] for one in choices] == list(range(options.get("n", 1)))
+            assert {(one["text"], one["finish_reason"]) for one in choices} == {("", "stop")}
             return
     found = answer.json()
     assert [(one["text"], one["finish_reason"]) for one in found["choices"]] == [("", "stop")] * options.get("n", 1)
@@ -380,9 +387,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "stream_options.x is no field of the service",
         "stream_options.x",
     ),
-    (dict(prompt="a", stream=True, n=2), "stream is for one output of each input: leave out n.", "n"),
-    (dict(prompt="a", stream=True, n=2, num_beams=3), "stream is for one output of each input: leave out n.", "n"),
-    (dict(prompt="a", stream=True, best_of=2), "one output of each input: leave out best_of.", "best_of"),
+    (dict(prompt="a", stream=True, best_of=2), "best_of with stream is for beams: ask for temp", "best_of"),
+    (dict(prompt="a", stream=True, n=2, best_of=3), "best_of with stream is for beams: ask for temp", "best_of"),
+    (dict(prompt="a", stream=True, n=2, temperature=0), "n is 2, and the search has 1 beam: ask for num_beams", "n"),
     (dict(prompt="a", typical_p=0), "typical_p should be greater than 0.", "typical_p"),
     (dict(messages=[]), "messages should have at least 1 item", "messages"),
     (dict(messages=[{"role": "user"}]), "messages[0].content is missing: the request needs it.", "messages[0].content"),
@@ -534,11 +541,11 @@ def test_many_clients_of_all_kinds(at: Served) -> None:
 
     def ask(job: Any) -> list[str]:
         text, asked, options, streams = job
-        client, alone = at.client(), options.get("num_return_sequences", 1) == 1
-        found = client.completions.create(model=at.name, prompt=text, max_tokens=10, stream=streams and alone, **asked)
-        if streams and alone:
-            return ["".join(chunk.choices[0].text for chunk in found)]
-        return [choice.text for choice in found.choices]
+        found = at.client().completions.create(model=at.name, prompt=text, max_tokens=10, stream=streams, **asked)
+        texts = [""] * options.get("num_return_sequences", 1)
+        for choice in itertools.chain.from_iterable(one.choices for one in (found if streams else [found])):
+            texts[choice.index] += choice.text
+        return texts
 
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         answers = list(threads.map(ask, jobs))

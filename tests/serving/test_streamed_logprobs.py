@@ -30,6 +30,8 @@ SEARCHES: list[dict[str, Any]] = [
     dict(extra_body=dict(num_beams=3)),
     dict(temperature=0, best_of=4, extra_body=dict(length_penalty=-0.5, min_tokens=20)),
     dict(seed=6, extra_body=dict(num_beams=2)),  # which comes in one piece
+    dict(seed=5, n=3),
+    dict(temperature=0, n=2, best_of=3),
 ]
 
 

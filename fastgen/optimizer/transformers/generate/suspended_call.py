@@ -42,6 +42,13 @@ class Found(NamedTuple):
     scores: Tensor  # [num_return_sequences]
 
 
+class Decided(NamedTuple):
+    """What is decided of a sentence that is still here."""
+
+    tokens: Tensor  # int64 [rows, length], the prompt among them: all rows, or what the best one of beams begins with
+    scores: list[float | None]  # of the rows that have ended, which are filled up behind their end
+
+
 class Call:
     """One call of `generate`, suspended at each of its steps."""
 
@@ -116,17 +123,21 @@ class Call:
         hypotheses = search.running().unflatten(0, (-1, self.decoder.beams))
         return dict(zip(search.live.sentence.tolist(), hypotheses, strict=True))
 
-    def decided(self) -> dict[int, Tensor]:
-        """What is decided of each sentence that is still here, int64 `[length]`, by the sentence's number.
-
-        With beams, what the best hypothesis will begin with; else all tokens of the first row.
-        """
+    def decided(self) -> dict[int, Decided]:
+        """What is decided of each sentence that is still here, by the sentence's number."""
         search = self.decoder.searching
-        if not isinstance(search, BeamSearch):
-            return {sentence: hypotheses[0] for sentence, hypotheses in self.running().items()}
-        counts, tokens, _ = front.of_beam_search(search, 0, self.request.scores_only_fall).shared()
-        each = zip(search.live.sentence.tolist(), counts.tolist(), tokens, strict=True)
-        return {sentence: row[:count] for sentence, count, row in each}
+        if search is None:
+            return {}
+        if isinstance(search, BeamSearch):
+            counts, tokens, _ = front.of_beam_search(search, 0, self.request.scores_only_fall).shared()
+            each = zip(search.live.sentence.tolist(), counts.tolist(), tokens, strict=True)
+            return {sentence: Decided(row[None, :count], [None]) for sentence, count, row in each}
+        found = {}
+        states = zip(search.live.scores.tolist(), search.live.unfinished.tolist(), strict=True)
+        for (sentence, rows), (scores, goes_on) in zip(self.running().items(), states, strict=True):
+            ended = [None if goes else score for score, goes in zip(scores, goes_on, strict=True)]
+            found[sentence] = Decided(rows, ended)
+        return found
 
     def abandon(self, sentence: int) -> None:
         """Let this sentence go, unfinished, before the step after the next."""
