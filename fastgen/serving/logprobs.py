@@ -32,8 +32,9 @@ class Scored(NamedTuple):
 class Scorer:
     """Finds the log-probabilities of a hypothesis, without the start token of a decoder with an encoder.
 
-    While the hypothesis grows, the model's own cache is kept, so that it reads each token once. Only models whose
-    sentences can be at different positions have results that grow, and those keep nothing but keys and values.
+    While the hypothesis grows, and no longer, the model's own cache is kept, so that it reads each token once. Only
+    models whose sentences can be at different positions have results that grow, and those keep nothing but keys and
+    values.
     """
 
     def __init__(self, source: Sequence[int], top: int, *, whole: bool = False) -> None:
@@ -62,6 +63,7 @@ class Scorer:
             found, self._done = [Scored(tokens[0], None, [])], 1
         begun = self._done or (1 if is_answer else len(self._source))
         if len(tokens) <= begun:
+            self._kept = self._kept if grows else {}
             return found
         targets = tokens[begun:]
         ids = torch.tensor([tokens[begun - 1 if self._kept else 0 : -1]], device=model.device)
@@ -73,8 +75,7 @@ class Scorer:
             mask = torch.ones(1, len(tokens) - 1, dtype=torch.int64, device=model.device)
             given = {**self._kept, "input_ids": ids, "attention_mask": mask, **few}
         output = model(**given, use_cache=grows or bool(self._kept))
-        if grows:
-            self._kept = {versions.CACHE: output[versions.CACHE]}
+        self._kept = {versions.CACHE: output[versions.CACHE]} if grows else {}
         if grows and is_answer:
             states = BaseModelOutput(output.encoder_last_hidden_state)
             self._kept |= {"attention_mask": given["attention_mask"], "encoder_outputs": states}

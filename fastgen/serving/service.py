@@ -72,11 +72,16 @@ class Events:
         return self._grown.pop(event.which, event) if isinstance(event, Grown) else event
 
 
-def _check_stream(options: Mapping[str, Any]) -> None:
-    """Raise Refusal if /v1/generate does not stream a search with these options."""
-    if int(options.get("num_return_sequences") or 1) > 1:
-        name = "num_return_sequences"
-        raise Refusal(422, f"stream is for one output of each input: leave out {name}.", name)
+def _check_stream(options: Mapping[str, Any], own: Any) -> None:
+    """Raise Refusal if /v1/generate does not stream a search with these options.
+
+    `own`: the model's GenerationConfig.
+    """
+    name = "num_return_sequences"
+    asked = int(options.get(name) or 1)
+    if asked > 1 or (options.get(name) is None and int(getattr(own, name, None) or 1) > 1):
+        what = f"leave out {name}" if asked > 1 else f"ask for {name} 1, where the model's own is more"
+        raise Refusal(422, f"stream is for one output of each input: {what}.", name)
 
 
 class BaseService:
@@ -145,7 +150,7 @@ class Service(BaseService):
     async def stream(self, body: dict[str, Any], work: Work) -> AsyncIterator[str]:
         """Answer in server-sent events, and note the size in `work`; Refusal is raised before the first event."""
         self.check_open()
-        _check_stream(body)
+        _check_stream(body, self.own_generation_config)
         self.running += 1
         try:
             asked, events = await self._asked(body, work, streams=True)

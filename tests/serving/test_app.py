@@ -140,6 +140,15 @@ def test_what_cannot_be_used_is_a_sentence(client: Any, body: Any, status: int, 
     assert (answer.status_code, what in answer.json()["detail"]) == (status, True), answer.text
 
 
+def test_a_model_that_returns_several_streams_one(client: Any, service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service.own_generation_config, "num_beams", 2)
+    monkeypatch.setattr(service.own_generation_config, "num_return_sequences", 2)
+    answer = ask(client, text="1", stream=True)
+    assert answer.status_code == 422 and "ask for num_return_sequences 1" in answer.json()["detail"]
+    *_, end = _events(ask(client, text="1", stream=True, num_return_sequences=1).text)
+    assert end["text"] == stock("1", num_beams=2)[0][0]
+
+
 def test_the_example_on_the_page_is_answered(client: Any) -> None:
     schema = client.get("/openapi.json").json()["components"]["schemas"]["Question"]
     answer = ask(client, **schema["example"])

@@ -153,7 +153,9 @@ def test_every_family_that_streams(name: str) -> None:
             pytest.skip("the host's own pass looks ahead, as that of umt5 does in 5.17")
         for end in (1, 2, 3, 3, 7, 8, len(row) - 1):
             found += scorer(model, row[:end], grows=True)
+        assert scorer._kept
         found += scorer(model, row)
+        assert not scorer._kept  # a choice that has ended holds no keys and values
     assert none == [] and [one.token for one in found] == [one.token for one in expected] == words[9:]
     for one, other in zip(found, expected, strict=True):
         assert one.logprob == pytest.approx(other.logprob, rel=1e-6)
