@@ -69,6 +69,7 @@ def _section(document: Document, section: Section) -> str:
         _metrics(document, tasks) if "metrics" in show else "",
         _caches(document, tasks, sides) if show[0] == "memory" else "",
         _ratios(document, tasks, sides) if "ratios" in show else "",
+        _peaks(document, tasks, sides) if {"lines", "memory"} <= {*show} else "",
     ]
     return "\n\n".join([f"**{section['title']}.** {section['text']}", *(one for one in tables if one)])
 
@@ -103,6 +104,17 @@ def _caches(document: Document, tasks: list[Task], sides: list[str]) -> str:
 
     rows = [(task["what"], *(cell(task, side) for side in sides)) for task in tasks]
     return table(("caches", *(facts.label(document, side) for side in sides)), rows)
+
+
+def _peaks(document: Document, tasks: list[Task], sides: list[str]) -> str:
+    """The memory of each side's first call, above what the process held before it."""
+
+    def cell(task: Task, side: str) -> str:
+        most = facts.results(task).get(side, {}).get("peak_bytes")
+        return f"{most / 2**20:,.0f} MiB" if most else "–"
+
+    rows = [(task["what"], *(cell(task, side) for side in sides)) for task in tasks]
+    return table(("memory of the first call", *(facts.label(document, side) for side in sides)), rows)
 
 
 def _metrics(document: Document, tasks: list[Task]) -> str:
