@@ -144,9 +144,6 @@ bool choose(const Beams& all, int64_t b, Choice& choice) {
   const bool* const stopped = all.stopped + b * all.candidates;
   const int64_t* const parents = all.candidate_parents + b * all.candidates;
   const float* const finished = all.finished_scores + b * all.beams;
-  if (!std::isnormal(all.divisor) || !std::isnormal(all.best_divisor)) {
-    return false; // a quotient might be NaN
-  }
   choice.next.clear();
   choice.finished.clear();
   choice.finished_scores.clear();
@@ -214,11 +211,9 @@ void copy_row(const Number* from, int64_t row, int64_t width, int64_t count, Num
   std::copy(from + row * width, from + row * width + count, to);
 }
 
+// Puts each finished hypothesis in its place: an old one, or a beam with a candidate's token.
 void finish(const Beams& all, int64_t b, const Choice& choice, Room& room) {
   const int64_t first = b * all.beams;
-  room.tokens.resize(all.beams * all.longest);
-  room.rows.resize(all.beams * all.steps);
-  room.flags.resize(all.beams);
   for (int64_t m = 0; m < all.beams; ++m) {
     const int64_t place = choice.finished[m];
     int64_t* const tokens = room.tokens.data() + m * all.longest;
@@ -244,8 +239,6 @@ void finish(const Beams& all, int64_t b, const Choice& choice, Room& room) {
 
 void go_on(const Beams& all, int64_t b, const Choice& choice, Room& room, int64_t* parents) {
   const int64_t first = b * all.beams;
-  room.tokens.resize(all.beams * all.longest);
-  room.rows.resize(all.beams * all.steps);
   for (int64_t m = 0; m < all.beams; ++m) {
     const int64_t parent = all.candidate_parents[b * all.candidates + choice.next[m]];
     copy_row(all.tokens, first + parent, all.longest, all.length, room.tokens.data() + m * all.length);
@@ -362,7 +355,8 @@ std::tuple<Tensor, Tensor> advance_beams_(
 
   // First all is decided, then all is changed: nothing is, where torch has to decide for one sentence.
   std::vector<Choice> choices(all.batch);
-  std::atomic<bool> are_clear{true};
+  // Of other divisors a quotient might be NaN.
+  std::atomic<bool> are_clear{std::isnormal(all.divisor) && std::isnormal(all.best_divisor)};
   const int64_t few = std::max<int64_t>(1, kCandidatesPerTask / all.candidates);
   parallel_for(0, all.batch, few, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
@@ -378,7 +372,8 @@ std::tuple<Tensor, Tensor> advance_beams_(
   std::atomic<int64_t> num_places{0}, num_finished{0};
   const int64_t grain = std::max<int64_t>(1, kTokensPerTask / (all.beams * all.longest));
   parallel_for(0, all.batch, grain, [&](int64_t begin, int64_t end) {
-    Room room;
+    Room room{
+        std::vector<int64_t>(beams * longest), std::vector<int32_t>(beams * steps), std::vector<uint8_t>(beams)};
     for (int64_t b = begin; b < end; ++b) {
       if (choices[b].has_new) {
         finish(all, b, choices[b], room);

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from fastgen import phases
-from fastgen.decoding.beam_search import BeamSearch, FinishingPolicy
+from fastgen.decoding.beam_search import BeamSearch, _Live
 from fastgen.decoding.search import Hypotheses
-from fastgen.memory.buffers import Buffers
 
 __phase__ = phases.CHOICE
 
@@ -44,16 +43,8 @@ class _Step:
 class NativeBeamSearch(BeamSearch):
     """Beam search for one request whose steps are done by `fastgen.ops.advance_beams_`, where that decides."""
 
-    def __init__(
-        self,
-        prompt: Tensor,
-        beams: int,
-        candidates: int,
-        policy: FinishingPolicy,
-        fill: int,
-        buffers: Buffers | None = None,
-    ) -> None:
-        super().__init__(prompt, beams, candidates, policy, fill, buffers)
+    def _begin(self, live: _Live) -> None:
+        super()._begin(live)
         self._steps: list[_Step] = []  # so far, as long as a sentence has a place that none has taken
         self._has_places, self._has_skipped = True, False  # such a place; one that the operator has left as it was
         self._misses = 0

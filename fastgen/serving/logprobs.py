@@ -63,7 +63,8 @@ class Scorer:
             found, self._done = [Scored(tokens[0], None, [])], 1
         begun = self._done or (1 if is_answer else len(self._source))
         if len(tokens) <= begun:
-            self._kept = self._kept if grows else {}
+            if not grows:
+                self._kept = {}
             return found
         targets = tokens[begun:]
         ids = torch.tensor([tokens[begun - 1 if self._kept else 0 : -1]], device=model.device)
