@@ -59,7 +59,7 @@ class BuildPython(build_py):
         target = None
         try:
             how = builder.recipe(library)
-            target = folder / f"{library}-{builder.source_key(library)}.so"
+            target = folder / f"{library}-{builder.source_key(library)}{builder.SUFFIX}"
             builder.build(how, target)
             if library == "cuda":
                 target.with_suffix(".arch").write_text(" ".join(builder.cuda_architectures()))

@@ -3,11 +3,13 @@
 // Each time there are FASTGEN_ISA (a namespace), FASTGEN_TARGET (a function attribute that allows the instructions),
 // FASTGEN_LANES (floats in a register), FASTGEN_FUSED (whether products are added unrounded) and
 // FASTGEN_REACHED(a, b) (bit i: a[i] >= b[i]).
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <string>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 
 #define FASTGEN_ISA avx512
@@ -66,19 +68,36 @@ namespace fastgen {
 
 enum class InstructionSet { baseline, avx2, avx512 };
 
+inline bool has_all(uint32_t word, uint32_t bits) {
+  return (word & bits) == bits;
+}
+
+// What the processor has and the system keeps when threads change (Intel's manual, volume 1, 14.5 and 15.3). Not by
+// __builtin_cpu_supports, which Clang has in no library that it links on Windows.
+inline InstructionSet newest() {
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+  constexpr uint32_t kXsave = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_POPCNT;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !has_all(c, kXsave) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+    return InstructionSet::baseline;
+  }
+  uint32_t kept = 0, above = 0; // registers: bits 1 and 2 for those of AVX, 5 to 7 for the rest of AVX-512
+  __asm__("xgetbv" : "=a"(kept), "=d"(above) : "c"(0));
+  if (!has_all(kept, 0x6) || !has_all(b, bit_AVX2)) {
+    return InstructionSet::baseline;
+  }
+  constexpr uint32_t kAvx512 = bit_AVX512F | bit_AVX512VL | bit_AVX512BW | bit_AVX512DQ;
+  return has_all(kept, 0xe6) && has_all(b, kAvx512) ? InstructionSet::avx512 : InstructionSet::avx2;
+}
+
 // What `at::get_cpu_capability` says, which is not in torch's stable ABI.
 inline InstructionSet instruction_set() {
   static const InstructionSet best = [] {
-    __builtin_cpu_init();
     const char* const variable = std::getenv("ATEN_CPU_CAPABILITY");
     const std::string most = variable == nullptr ? "" : variable;
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-    if (most == "default" || !has_avx2) {
-      return InstructionSet::baseline;
-    }
-    return most == "avx2" || !has_avx512 ? InstructionSet::avx2 : InstructionSet::avx512;
+    const InstructionSet allowed = most == "default" ? InstructionSet::baseline
+        : most == "avx2"                             ? InstructionSet::avx2
+                                                     : InstructionSet::avx512;
+    return std::min(allowed, newest());
   }();
   return best;
 }

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ LIBRARIES = ("cpu", "runtime", "cuda")  # folders of csrc/
 _PACKAGE = Path(__file__).resolve().parents[1]
 _TORCH = Path(torch.__file__).resolve().parent
 AHEAD_OF_TIME = _PACKAGE / "_native"
+SUFFIX = ".dll" if os.name == "nt" else ".so"
 _STABLE_ABI = "0x020a000000000000"  # of torch 2.10: the first with threads in it
 
 _LAUNCHERS = {"ccache", "sccache", "distcc", "icecc", "env"}  # what CXX may name before the compiler
@@ -127,9 +129,14 @@ def recipe(library: str) -> Recipe:
     Raises:
         Unavailable: if a compiler or its requirements are missing.
     """
+    is_windows = platform.system() == "Windows"
+    if is_windows and not is_stable(library):
+        raise Unavailable(f"the {library} operators are not built on Windows")
     cxx = _find_compiler()
     user = _words("CXXFLAGS")
-    cpp = [*cxx, "-c", "-Wall", "-fPIC", "-fvisibility=hidden", *_flags(), *user]  # torch finds what is registered
+    # On Windows all code can be moved, and exceptions pass between libraries that share one C runtime, as torch's do.
+    shared = ["-fms-runtime-lib=dll"] if is_windows else ["-fPIC", "-fvisibility=hidden"]
+    cpp = [*cxx, "-c", "-Wall", *shared, *_flags(), *user]  # torch finds what is registered
     link = [*cxx, "-shared", *user]
     tail = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu"]
     if is_stable(library):
@@ -264,7 +271,10 @@ def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
                 is_over = True
                 for process in running:
                     with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
+                        if sys.platform == "win32":
+                            process.kill()
+                        else:
+                            os.killpg(process.pid, signal.SIGKILL)
             raise
 
 
@@ -280,16 +290,17 @@ def _words(variable: str) -> list[str]:
 
 
 def _find_compiler() -> list[str]:
-    if os.name != "posix":
-        raise Unavailable(f"native operators are not built on {platform.system()}")
     if own := _words("CXX"):
         if shutil.which(own[0]) is None:
             raise Unavailable(f"there is no C++ compiler {own[0]}, which CXX names", "Install it, or unset CXX.")
         return own
-    for name in ("c++", "g++", "clang++"):
+    # On Windows Clang alone: the sources use vectors and attributes that Microsoft's compiler lacks, and exceptions of
+    # GCC's would end the process, as torch can't catch them there.
+    is_windows = platform.system() == "Windows"
+    for name in ("clang++",) if is_windows else ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise Unavailable("there is no C++ compiler", "Install one, such as g++.")
+    raise Unavailable("there is no C++ compiler", f"Install one, such as {'clang++' if is_windows else 'g++'}.")
 
 
 def _version(command: list[str]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import sys
 import threading
 from pathlib import Path
@@ -106,7 +107,8 @@ def _load_all(wanted: list[str], mode: str, operators: tuple[str, ...]) -> dict[
         try:
             loaded[library] = _load(library, mode, operators)
         except builder.Unavailable as error:
-            if mode == "required":
+            is_nowhere = library == "runtime" and platform.system() == "Windows"  # nor in the wheel
+            if mode == "required" and not is_nowhere:
                 raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
             loaded[library] = str(error)
             if library == "runtime":  # the status says it: a machine without a compiler needs none for the rest
@@ -161,10 +163,12 @@ def _find(library: str, mode: str) -> Path:
         OSError: there is no place to write to.
     """
     if mode != "build":
-        ready = builder.AHEAD_OF_TIME / f"{library}-{builder.source_key(library)}.so"
+        ready = builder.AHEAD_OF_TIME / f"{library}-{builder.source_key(library)}{builder.SUFFIX}"
         # It lies among the package's own code: whoever could replace it could replace this file, too.
         if ready.is_file() and (library != "cuda" or _fits_devices(ready)):
             return ready
+    if platform.system() == "Windows":  # where `library_cache` can't tell whom a folder belongs to
+        raise builder.Unavailable("on Windows native operators come in the wheel", "Install fastgen from its wheel.")
     target = library_cache.trusted(library_cache.cache_folder()) / library_cache.cached_name(library)
     why_not = "" if mode == "build" else library_cache.why_not_loadable(target)
     if mode != "build" and not why_not:

@@ -76,8 +76,6 @@ def trusted(folder: Path) -> Path:
         OSError: it can't be looked at.
     """
     folder = Path(os.path.realpath(folder.parent)) / folder.name
-    if os.name != "posix":
-        return folder
     for parent in folder.parents:
         with contextlib.suppress(FileNotFoundError):
             _check_parent(parent)
@@ -155,7 +153,7 @@ def locked(target: Path) -> Iterator[None]:
         Untrusted: the folder is not the user's alone.
         OSError: it can't be made, or the file to lock is somebody else's.
     """
-    import fcntl  # no Windows: there, the builder has refused before
+    import fcntl  # no Windows: there, nothing is kept
 
     for parent in reversed(target.parent.parents):
         if not parent.exists():

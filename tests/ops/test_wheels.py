@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from build_kit import ROOT, needs_compiler
+from build_kit import ROOT, TOUCH, compiler, needs_compiler
 from elf import needed_libraries
 
 from fastgen import ops
@@ -65,3 +65,57 @@ def test_delocate_copies_no_library(name: str, monkeypatch: pytest.MonkeyPatch) 
     linked = [f"lib{word[2:]}.dylib" for word in builder.recipe(name).tail if word.startswith("-l")]
     assert "libtorch_cpu.dylib" in linked
     assert [one for one in linked if not any(word in one for word in left_out("macos"))] == []
+
+
+@pytest.fixture
+def on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+
+
+needs_stable_abi = pytest.mark.skipif(not builder.is_stable("cpu"), reason="torch before 2.10 has no stable ABI")
+
+
+@needs_stable_abi
+def test_on_windows_clang_compiles_what_needs_the_stable_abi_alone(
+    on_windows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clang = Path(compiler(tmp_path, TOUCH)).rename(tmp_path / "clang++")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    how = builder.recipe("cpu")
+    assert how.compiler == "clang++"
+    assert all("-fms-runtime-lib=dll" in command and "-fPIC" not in command for _, command in how.compile)
+    assert [word for word in how.tail if word.startswith("-l")] == ["-ltorch_cpu"]
+    with pytest.raises(builder.Unavailable, match="the runtime operators are not built on Windows"):
+        builder.recipe("runtime")
+    clang.rename(tmp_path / "g++")
+    with pytest.raises(builder.Unavailable, match=r"there is no C\+\+ compiler"):
+        builder.recipe("cpu")
+
+
+def test_on_windows_a_wheel_brings_the_library_or_nothing_does(
+    on_windows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
+    with pytest.raises(builder.Unavailable, match="on Windows native operators come in the wheel"):
+        library._find("cpu", "")
+    ready = tmp_path / f"cpu-{builder.source_key('cpu')}{builder.SUFFIX}"
+    ready.touch()
+    assert library._find("cpu", "required") == ready
+
+
+@pytest.mark.parametrize("missing", ["cpu", "runtime"])
+def test_what_no_wheel_for_windows_has_is_not_required(
+    missing: str, on_windows: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(name: str, *_: object) -> str:
+        if name == missing:
+            raise builder.Unavailable("it is not there")
+        return ""
+
+    monkeypatch.setattr(library, "_load", load)
+    if missing == "runtime":
+        assert library._load_all(["cpu", "runtime"], "required", ()) == {"cpu": "", "runtime": "it is not there"}
+        monkeypatch.setattr(platform, "system", lambda: "Linux")
+    with pytest.raises(RuntimeError, match="FASTGEN_NATIVE=required, but it is not there"):
+        library._load_all(["cpu", "runtime"], "required", ())
