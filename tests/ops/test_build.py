@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -447,3 +449,32 @@ print(ops.library.is_loaded("cpu"))
 """
     run = use(library_cache.cache_folder(), code=code)  # where it has been built
     assert run.stdout == "True\n", run.stderr
+
+
+WHICH = """
+#define FASTGEN_LOOPS "loops.h"
+#include "cpu/each_isa.h"
+#include <cstdio>
+int main() { std::printf("%d", static_cast<int>(fastgen::instruction_set())); }
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="others have one instruction set")
+def test_the_instructions_are_those_that_torch_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loops.h").touch()
+    (tmp_path / "which.cpp").write_text(WHICH)
+    folders = [f"-I{tmp_path}", f"-I{builder.source_folder()}"]
+    program = tmp_path / "which"
+    subprocess.run([REAL, "-std=c++17", *folders, tmp_path / "which.cpp", "-o", program], check=True)
+    sets = ["DEFAULT", "AVX2", "AVX512"]
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    asks = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    for most in ("", "avx2", "default"):  # of what the processor has: torch believes the variable
+        if most == "avx2" and chosen == sets.index("DEFAULT"):
+            continue
+        if most:
+            monkeypatch.setenv("ATEN_CPU_CAPABILITY", most)
+        chosen = int(subprocess.run([program], capture_output=True, text=True, check=True).stdout)
+        torchs = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True).stdout
+        assert sets[chosen] == torchs.strip()
