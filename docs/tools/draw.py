@@ -237,7 +237,8 @@ def gain(colours: Colours) -> Picture:
     said = "; ".join(
         f"{one.who}: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio, _ in of_row) for one, of_row in bars
     )
-    left, bar, space, top = 205, 17, 9, 44
+    left = 14 + 7 * max(len(one.who) for one in rows)  # 7 pixels a letter, in a wide font
+    bar, space, top = 17, 9, 44
     height = top + sum(len(of_row) * (bar + 2) + space for _, of_row in bars) + 24
     picture = Picture(720, height, "How many times as fast as the stock host", f"{said}.", colours)
     unit = (720 - left - 160) / max(ratio for _, of_row in bars for _, ratio, _ in of_row)
