@@ -72,21 +72,26 @@ inline bool has_all(uint32_t word, uint32_t bits) {
   return (word & bits) == bits;
 }
 
-// What the processor has and the system keeps when threads change (Intel's manual, volume 1, 14.5 and 15.3). Not by
-// __builtin_cpu_supports, which Clang has in no library that it links on Windows.
-inline InstructionSet newest() {
-  uint32_t a = 0, b = 0, c = 0, d = 0;
-  constexpr uint32_t kXsave = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C | bit_POPCNT;
-  if (!__get_cpuid(1, &a, &b, &c, &d) || !has_all(c, kXsave) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
-    return InstructionSet::baseline;
-  }
-  uint32_t kept = 0, above = 0; // registers: bits 1 and 2 for those of AVX, 5 to 7 for the rest of AVX-512
-  __asm__("xgetbv" : "=a"(kept), "=d"(above) : "c"(0));
-  if (!has_all(kept, 0x6) || !has_all(b, bit_AVX2)) {
-    return InstructionSet::baseline;
-  }
+// By Intel's manual, volume 1, 14.5 and 15.3, from register c of cpuid's leaf 1, register b of leaf 7, and XCR0: which
+// registers the system keeps when threads change (bits 1 and 2: those of AVX; 5 to 7: the rest of AVX-512).
+inline InstructionSet newest_of(uint32_t leaf1, uint32_t leaf7, uint32_t kept) {
   constexpr uint32_t kAvx512 = bit_AVX512F | bit_AVX512VL | bit_AVX512BW | bit_AVX512DQ;
-  return has_all(kept, 0xe6) && has_all(b, kAvx512) ? InstructionSet::avx512 : InstructionSet::avx2;
+  if (!has_all(leaf1, bit_AVX | bit_FMA | bit_F16C | bit_POPCNT) || !has_all(leaf7, bit_AVX2) || !has_all(kept, 0x6)) {
+    return InstructionSet::baseline;
+  }
+  return has_all(leaf7, kAvx512) && has_all(kept, 0xe6) ? InstructionSet::avx512 : InstructionSet::avx2;
+}
+
+// Not by __builtin_cpu_supports, which Clang has in no library that it links on Windows.
+inline InstructionSet newest() {
+  uint32_t a = 0, b = 0, leaf1 = 0, leaf7 = 0, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &leaf1, &d) || !has_all(leaf1, bit_OSXSAVE) ||
+      !__get_cpuid_count(7, 0, &a, &leaf7, &c, &d)) {
+    return InstructionSet::baseline;
+  }
+  uint32_t kept = 0, above = 0;
+  __asm__ volatile("xgetbv" : "=a"(kept), "=d"(above) : "c"(0)); // without OSXSAVE there is no such instruction
+  return newest_of(leaf1, leaf7, kept);
 }
 
 // What `at::get_cpu_capability` says, which is not in torch's stable ABI.

@@ -129,15 +129,15 @@ def recipe(library: str) -> Recipe:
     Raises:
         Unavailable: if a compiler or its requirements are missing.
     """
+    check_system(library)
     is_windows = platform.system() == "Windows"
-    if is_windows and not is_stable(library):
-        raise Unavailable(f"the {library} operators are not built on Windows")
     cxx = _find_compiler()
     user = _words("CXXFLAGS")
-    # On Windows all code can be moved, and exceptions pass between libraries that share one C runtime, as torch's do.
+    # On Windows all code can be moved. There torch catches exceptions of libraries that share its C and C++ runtime:
+    # objects name the shared one, and -nostartfiles keeps Clang from naming the static one, too.
     shared = ["-fms-runtime-lib=dll"] if is_windows else ["-fPIC", "-fvisibility=hidden"]
     cpp = [*cxx, "-c", "-Wall", *shared, *_flags(), *user]  # torch finds what is registered
-    link = [*cxx, "-shared", *user]
+    link = [*cxx, "-shared", *(["-nostartfiles"] if is_windows else []), *user]
     tail = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu"]
     if is_stable(library):
         cpp.append(f"-DTORCH_TARGET_VERSION={_STABLE_ABI}")
@@ -160,6 +160,17 @@ def recipe(library: str) -> Recipe:
     )
     key = hashlib.sha256(repr((versions, [command for _, command in compiled], link, tail)).encode()).hexdigest()[:16]
     return Recipe(library, Path(_compiler_of(cxx)[0]).name, compiled, tuple(link), tuple(tail), key)
+
+
+def check_system(library: str) -> None:
+    """Refuse what can't be built on this system, whatever is installed.
+
+    Raises:
+        Unavailable: on Windows, where `library` needs more of torch than the stable ABI.
+    """
+    if platform.system() == "Windows" and not is_stable(library):
+        remedy = "Install torch 2.10 or newer." if library == "cpu" else ""
+        raise Unavailable(f"the {library} operators are not built on Windows", remedy)
 
 
 def cuda_command(home: Path, cxx: list[str], architectures: list[str]) -> list[str]:
@@ -241,7 +252,7 @@ def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
     """
     running: set[subprocess.Popen[str]] = set()
     lock, is_over = threading.Lock(), False
-    environment = {**os.environ, "TMPDIR": str(folder)}
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TMP", "TEMP"), str(folder))  # the latter two for Windows
 
     def run(command: list[str]) -> tuple[int, str]:
         with lock:
@@ -291,16 +302,20 @@ def _words(variable: str) -> list[str]:
 
 def _find_compiler() -> list[str]:
     if own := _words("CXX"):
+        if shutil.which(os.environ["CXX"]):  # a path whose spaces or backslashes are none of a shell's
+            return [os.environ["CXX"]]
         if shutil.which(own[0]) is None:
             raise Unavailable(f"there is no C++ compiler {own[0]}, which CXX names", "Install it, or unset CXX.")
         return own
-    # On Windows Clang alone: the sources use vectors and attributes that Microsoft's compiler lacks, and exceptions of
-    # GCC's would end the process, as torch can't catch them there.
+    # On Windows Clang alone, from 19 on: the sources use vectors and attributes that Microsoft's compiler lacks, torch
+    # can't catch exceptions of GCC's, and older Clangs hide AVX there.
     is_windows = platform.system() == "Windows"
     for name in ("clang++",) if is_windows else ("c++", "g++", "clang++"):
         if shutil.which(name):
             return [name]
-    raise Unavailable("there is no C++ compiler", f"Install one, such as {'clang++' if is_windows else 'g++'}.")
+    raise Unavailable(
+        "there is no C++ compiler", f"Install {'Clang 19 or newer' if is_windows else 'one, such as g++'}."
+    )
 
 
 def _version(command: list[str]) -> str:

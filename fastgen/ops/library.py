@@ -107,7 +107,7 @@ def _load_all(wanted: list[str], mode: str, operators: tuple[str, ...]) -> dict[
         try:
             loaded[library] = _load(library, mode, operators)
         except builder.Unavailable as error:
-            is_nowhere = library == "runtime" and platform.system() == "Windows"  # nor in the wheel
+            is_nowhere = library != "cpu" and platform.system() == "Windows"  # nor in the wheel
             if mode == "required" and not is_nowhere:
                 raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
             loaded[library] = str(error)
@@ -147,7 +147,8 @@ def _load(library: str, mode: str, operators: tuple[str, ...]) -> str:
         if mode == "required":
             raise RuntimeError(f"FASTGEN_NATIVE=required, but {error}.") from error
         text = f"fastgen runs its {library} operators in plain torch, which is slower: {error}. "
-        text += "" if isinstance(error, library_cache.Untrusted) else "FASTGEN_NATIVE=build tries again, "
+        is_final = isinstance(error, library_cache.Untrusted) or platform.system() == "Windows"
+        text += "" if is_final else "FASTGEN_NATIVE=build tries again, "
         text += "FASTGEN_NATIVE=0 says no more."
         report.warn(text)
         return str(error).partition(" (log:")[0]
@@ -162,12 +163,14 @@ def _find(library: str, mode: str) -> Path:
         library_cache.Untrusted: others could have put it into the cache.
         OSError: there is no place to write to.
     """
-    if mode != "build":
+    is_windows = platform.system() == "Windows"
+    if mode != "build" or is_windows:
         ready = builder.AHEAD_OF_TIME / f"{library}-{builder.source_key(library)}{builder.SUFFIX}"
         # It lies among the package's own code: whoever could replace it could replace this file, too.
         if ready.is_file() and (library != "cuda" or _fits_devices(ready)):
             return ready
-    if platform.system() == "Windows":  # where `library_cache` can't tell whom a folder belongs to
+    builder.check_system(library)
+    if is_windows:  # where `library_cache` can't tell whom a folder belongs to
         raise builder.Unavailable("on Windows native operators come in the wheel", "Install fastgen from its wheel.")
     target = library_cache.trusted(library_cache.cache_folder()) / library_cache.cached_name(library)
     why_not = "" if mode == "build" else library_cache.why_not_loadable(target)

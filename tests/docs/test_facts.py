@@ -233,6 +233,6 @@ def test_explained_reasons_for_plain_torch_exist() -> None:
     code = "".join(path.read_text("utf-8") for path in files)
     section = pages.text_of("docs/operators.md").partition("### Why plain torch runs")[2]
     listed = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
-    assert len(listed) == 11
+    assert len(listed) == 12
     for reason in listed:
         assert all(part.strip() in code for part in reason.split("…")), reason

@@ -455,18 +455,55 @@ WHICH = """
 #define FASTGEN_LOOPS "loops.h"
 #include "cpu/each_isa.h"
 #include <cstdio>
-int main() { std::printf("%d", static_cast<int>(fastgen::instruction_set())); }
+#include <cstdlib>
+int main(int count, char** words) {
+  const auto number = [&](int i) { return static_cast<uint32_t>(std::strtoul(words[i], nullptr, 0)); };
+  std::printf("%d", static_cast<int>(
+      count > 1 ? fastgen::newest_of(number(1), number(2), number(3)) : fastgen::instruction_set()));
+}
 """
 
 
-@needs_compiler
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="others have one instruction set")
+def which(folder: Path) -> Path:
+    """A program that prints which instructions are chosen, here or for what cpuid and XCR0 say."""
+    (folder / "loops.h").touch()
+    (folder / "which.cpp").write_text(WHICH)
+    folders = [f"-I{folder}", f"-I{builder.source_folder()}"]
+    subprocess.run([REAL, "-std=c++17", *folders, folder / "which.cpp", "-o", folder / "which"], check=True)
+    return folder / "which"
+
+
+only_x86 = pytest.mark.skipif(
+    REAL is None or platform.machine() not in ("x86_64", "AMD64"),
+    reason="needs a C++ compiler and an x86-64 processor: others have one instruction set",
+)
+
+
+@only_x86
+def test_instructions_need_the_processor_and_the_system(tmp_path: Path) -> None:
+    program = which(tmp_path)
+    leaf1 = 1 << 12 | 1 << 23 | 1 << 28 | 1 << 29  # FMA, POPCNT, AVX, F16C
+    avx2, avx512 = 1 << 5, 1 << 5 | 1 << 16 | 1 << 17 | 1 << 30 | 1 << 31  # F, DQ, BW, VL
+    rows = [
+        (2, leaf1, avx512, 0xE7),
+        (1, leaf1, avx2, 0xE7),
+        (1, leaf1, avx512, 0x7),  # a system that does not keep the registers of AVX-512
+        (1, leaf1, avx512, 0x67),
+        (1, leaf1, avx512 & ~(1 << 30), 0xE7),  # Xeon Phi
+        (0, leaf1, avx512, 0x3),
+        (0, leaf1, avx512 & ~avx2, 0xE7),
+        (0, leaf1 & ~(1 << 12), avx512, 0xE7),
+        (0, leaf1 & ~(1 << 29), avx512, 0xE7),
+        (0, 0, 0, 0),
+    ]
+    for expected, *words in rows:
+        run = subprocess.run([program, *map(str, words)], capture_output=True, text=True, check=True)
+        assert int(run.stdout) == expected, words
+
+
+@only_x86
 def test_the_instructions_are_those_that_torch_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "loops.h").touch()
-    (tmp_path / "which.cpp").write_text(WHICH)
-    folders = [f"-I{tmp_path}", f"-I{builder.source_folder()}"]
-    program = tmp_path / "which"
-    subprocess.run([REAL, "-std=c++17", *folders, tmp_path / "which.cpp", "-o", program], check=True)
+    program = which(tmp_path)
     asks = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     sets = ["DEFAULT", "AVX2", "AVX512"]
 

@@ -85,6 +85,7 @@ def test_on_windows_clang_compiles_what_needs_the_stable_abi_alone(
     how = builder.recipe("cpu")
     assert how.compiler == "clang++"
     assert all("-fms-runtime-lib=dll" in command and "-fPIC" not in command for _, command in how.compile)
+    assert "-nostartfiles" in how.link, "Clang would link the static C runtime"
     assert [word for word in how.tail if word.startswith("-l")] == ["-ltorch_cpu"]
     with pytest.raises(builder.Unavailable, match="the runtime operators are not built on Windows"):
         builder.recipe("runtime")
@@ -93,15 +94,20 @@ def test_on_windows_clang_compiles_what_needs_the_stable_abi_alone(
         builder.recipe("cpu")
 
 
+@needs_stable_abi
 def test_on_windows_a_wheel_brings_the_library_or_nothing_does(
     on_windows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
-    with pytest.raises(builder.Unavailable, match="on Windows native operators come in the wheel"):
-        library._find("cpu", "")
+    for mode in ("", "build"):
+        with pytest.raises(builder.Unavailable, match="on Windows native operators come in the wheel"):
+            library._find("cpu", mode)
+        for other in ("runtime", "cuda"):  # which no wheel brings
+            with pytest.raises(builder.Unavailable, match=f"the {other} operators are not built on Windows"):
+                library._find(other, mode)
     ready = tmp_path / f"cpu-{builder.source_key('cpu')}{builder.SUFFIX}"
     ready.touch()
-    assert library._find("cpu", "required") == ready
+    assert library._find("cpu", "required") == library._find("cpu", "build") == ready
 
 
 @pytest.mark.parametrize("missing", ["cpu", "runtime"])
@@ -119,3 +125,10 @@ def test_what_no_wheel_for_windows_has_is_not_required(
         monkeypatch.setattr(platform, "system", lambda: "Linux")
     with pytest.raises(RuntimeError, match="FASTGEN_NATIVE=required, but it is not there"):
         library._load_all(["cpu", "runtime"], "required", ())
+
+
+def test_commands_that_windows_shares_have_double_quotes() -> None:
+    """There cmd.exe runs them, to which single quotes are letters."""
+    commands = [value for name, value in settings().items() if name.startswith("before-") or name.endswith("-command")]
+    assert len(commands) == 3
+    assert not [command for command in commands if "'" in command]

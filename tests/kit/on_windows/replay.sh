@@ -19,7 +19,7 @@ for source in "$here"/../../../csrc/cpu/*.cpp; do
     "${compile[@]}" -O3 -DNDEBUG -Wall "$source" -o "$(basename "$source" .cpp).o"
 done
 "${link[@]}" -shared -o torch/lib/fastgen_cpu.dll ./*.o torch/lib/torch_cpu.lib 2> >(grep -v 'duplicate section' >&2)
-"${compile[@]}" -O1 -Wall "$here/replay.cpp" -o torch/lib/replay.o
+"${compile[@]}" -O1 -Wall -I"$here/../../../csrc" "$here/replay.cpp" -o torch/lib/replay.o
 "${link[@]}" -o torch/lib/replay.exe torch/lib/replay.o torch/lib/torch_cpu.lib 2> >(grep -v 'duplicate section' >&2)
 
 # KMP_AFFINITY: Intel's OpenMP asks for what Wine lacks. The C++ runtime: Microsoft's, not Wine's.
