@@ -8,6 +8,7 @@ import datetime
 import json
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 import fastgen
+from fastgen.bench import provenance
 from fastgen.bench.machine import OtherProcesses as OtherProcesses
 from fastgen.bench.machine import cpu as cpu_model
 
@@ -76,6 +78,10 @@ def environment(*modules: ModuleType) -> dict[str, Any]:
 
 
 def write(folder: Path, name: str, document: dict[str, Any], indent: int | None = 2) -> Path:
+    """Write a result, with what made it: the command without the paths of this machine, and fastgen's commit."""
+    document = {"command": f"python benchmarks/{provenance.command(sys.argv)}"} | document
+    if commit := provenance.commit():
+        document["commit"] = commit
     file = folder / f"{name}-{datetime.date.today().isoformat()}.json"
     folder.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(document, indent=indent) + "\n")

@@ -357,12 +357,16 @@ def command_generation_flags() -> str:
 
 
 # ---------------------------------------------------------------------------------------------- results
-def _result(name: str) -> dict[str, Any]:
+def _newest(name: str) -> Path:
     """The newest of a scenario's results."""
     found = sorted(RESULTS.glob(f"{name}-20[0-9][0-9]-[0-9][0-9]-[0-9][0-9].json"))
     if not found:
         sys.exit(f"there is no result {name} in {RESULTS}")
-    data: dict[str, Any] = json.loads(found[-1].read_text("utf-8"))
+    return found[-1]
+
+
+def _result(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(_newest(name).read_text("utf-8"))
     return data
 
 
@@ -410,13 +414,19 @@ def results_gains() -> str:
 def _suite(name: str) -> str:
     import suites
 
-    return suites.shown(_result(name))
+    return f"{suites.shown(_result(name))} Raw result: `{_newest(name).name}`."
 
 
 def results_equal() -> str:
     import suites
 
     return suites.equal_outputs({name: _result(name) for name in _SUITES})
+
+
+def results_sources() -> str:
+    import sources
+
+    return sources.shown(RESULTS)
 
 
 def results_phases() -> str:
@@ -670,6 +680,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-phases": results_phases,
     "results-short": results_short,
     "results-slots": results_slots,
+    "results-sources": results_sources,
     "results-speech": results_speech,
     "serve-fields": serve_fields,
     "slim-bytes": slim_bytes,

@@ -86,7 +86,11 @@ class Section(TypedDict):
     show: list[str]  # of "ratios", "lines", "phases", "memory", "seconds", "metrics", "outputs"
 
 
-class Document(TypedDict):
+class _Provenance(TypedDict, total=False):
+    commit: str  # of fastgen's checkout, with "-dirty" where files differed from it
+
+
+class Document(_Provenance):
     fastgen_bench: int  # FORMAT
     suite: str
     command: str

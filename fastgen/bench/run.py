@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from fastgen.bench import document, machine, measure
+from fastgen.bench import document, machine, measure, provenance
 from fastgen.bench.measure import Settings
 from fastgen.bench.sections import Section, needed
 from fastgen.bench.sides import SIDES
@@ -83,6 +83,8 @@ def run(
         "sections": [],
         "tasks": [],
     }
+    if commit := provenance.commit():
+        found["commit"] = commit
     for section in planned:
         done: document.Section = {"title": section.title, "text": section.text, "tasks": [], "show": section.show}
         found["sections"].append(done)

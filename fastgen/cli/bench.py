@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
-import re
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from fastgen import installing
-from fastgen.bench import compare
+from fastgen.bench import compare, provenance
 from fastgen.bench.document import Document
 from fastgen.bench.measure import Settings
 from fastgen.bench.sections import Section, needed
@@ -123,7 +121,7 @@ def _main(argv: list[str]) -> int:
         kind = f"{'-quick' if args.quick else ''}{'-counts' if args.counts else ''}"
         file = args.output / f"{name}{kind}-{datetime.date.today().isoformat()}.json"
         with _Line(sections, args.quiet) as line:
-            found = run.run(name, sections, args.quick, settings, _command(argv), file, line.say)
+            found = run.run(name, sections, args.quick, settings, provenance.command([NAME, *argv]), file, line.say)
         page = file.with_suffix(".html")
         report.write(found, page)
         print(report.table(found))
@@ -150,11 +148,6 @@ def _soak(args: argparse.Namespace, asked: list[str]) -> int:
     count = args.count or (None if args.minutes else 100)
     same = program.run(args.seed, args.first, count, args.minutes, args.output, args.quiet, args.device, args.dtype)
     return 0 if same else DIFFERENT
-
-
-def _command(argv: list[str]) -> str:
-    """For the results, which others will read: without the folders that files are in."""
-    return shlex.join([NAME, *(re.sub(r"(^|=).*/", r"\1", word) for word in argv)])
 
 
 def _report(source: Path, output: Path) -> int:

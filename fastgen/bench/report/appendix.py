@@ -21,6 +21,7 @@ def method(document: Document) -> Html:
         *(_side(document, name) for name in document["sides"]),
         tag("h3", "Machine, versions, settings"),
         tag("p", "Command: ", tag("code", document["command"])),
+        tag("p", "Commit of fastgen: ", document.get("commit", "not recorded")),
         tag("p", "Machine: ", _pairs(document["machine"])),
         tag("p", "Settings: ", _pairs(document["settings"])),
         tag("p", "Versions: ", versions or "–"),
