@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def open_own(path: str | os.PathLike[str], flags: int) -> int:
     """
 
     def why_not(found: os.stat_result) -> str:
-        if os.name == "posix" and found.st_uid != os.geteuid():
+        if sys.platform != "win32" and found.st_uid != os.geteuid():
             return "it belongs to another user"
         return "it has a second name (a hard link): remove it" if found.st_nlink > 1 else ""
 
@@ -64,7 +65,7 @@ def _open_checked(path: str | os.PathLike[str], flags: int, why_not: Callable[[o
 
 def _why_others_could_write(found: os.stat_result, name: str) -> str:
     """Why somebody but this user and root could have written a file or folder; "" if nobody could."""
-    if os.name != "posix":
+    if sys.platform == "win32":
         return ""  # there the access lists of a user's folders keep others out
     if found.st_uid not in (os.geteuid(), 0):
         return f"{name} belongs to another user"

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ def describe(device: str, threads: int) -> dict[str, Any]:
     """Processor, cores that this process may use, threads of a side, memory, system, and the GPU if there is one."""
     found: dict[str, Any] = {"cpu": cpu(), "cores": cores(), "threads": threads, "system": platform.system()}
     found["device"] = device
-    with contextlib.suppress(OSError, ValueError):
-        found["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if sys.platform != "win32":
+        with contextlib.suppress(OSError, ValueError):
+            found["memory_bytes"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device != "cpu":
         import torch
 
@@ -48,6 +50,8 @@ def cpu_seconds() -> float:
     """CPU time so far of this process and, where there is /proc, of the worker processes that it has."""
     times = os.times()
     used = time.process_time() + times.children_user + times.children_system  # the latter of those that have ended
+    if sys.platform == "win32":
+        return used
     for process in multiprocessing.active_children():
         with contextlib.suppress(OSError):
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -65,6 +69,8 @@ class OtherProcesses:
     @staticmethod
     def _now() -> tuple[float, float] | None:
         """Seconds of CPU time taken by other processes so far, and the time of day."""
+        if sys.platform == "win32":
+            return None
         try:
             counts = Path("/proc/stat").read_text().split("\n", 1)[0].split()
         except OSError:

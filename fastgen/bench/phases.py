@@ -65,8 +65,9 @@ class Phases:
         self._end, self._is_on = sys._getframe(1), True
         with contextlib.ExitStack() as stack:
             stack.enter_context(config.configured(replay="off"))
-            stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, self._look))
-            stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+            if sys.platform != "win32":
+                stack.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, self._look))
+                stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
             self._stack = stack.pop_all()
         self._start = time.perf_counter()
         self._next = self._start + self._interval * self._draw(0, 1)
@@ -94,7 +95,8 @@ class Phases:
         self._arm(time.perf_counter())
 
     def _arm(self, now: float) -> None:
-        signal.setitimer(signal.ITIMER_REAL, max(self._next - now, 1e-5))
+        if sys.platform != "win32":
+            signal.setitimer(signal.ITIMER_REAL, max(self._next - now, 1e-5))
 
 
 def _encoder_of(model: Any) -> Any:

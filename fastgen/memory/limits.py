@@ -81,7 +81,7 @@ def free() -> int | None:
     for group, limit, current in _CONTAINER:
         with contextlib.suppress(OSError, ValueError):
             found.append(int((group / limit).read_text()) - int((group / current).read_text()))
-    if not found:
-        with contextlib.suppress(AttributeError, OSError, ValueError):
+    if not found and sys.platform != "win32":
+        with contextlib.suppress(OSError, ValueError):
             found.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(found, default=None)

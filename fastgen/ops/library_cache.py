@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,8 @@ def trusted(folder: Path) -> Path:
         Untrusted: with what to do about it.
         OSError: it can't be looked at.
     """
+    if sys.platform == "win32":
+        raise builder.Unavailable("no library is kept on Windows")  # `library` asks for none
     folder = Path(os.path.realpath(folder.parent)) / folder.name
     for parent in folder.parents:
         with contextlib.suppress(FileNotFoundError):
@@ -100,6 +103,8 @@ def _check_parent(parent: Path) -> None:
     Raises:
         Untrusted: if another user may.
     """
+    if sys.platform == "win32":
+        return
     found = parent.stat()
     # Whoever owns "/" is root, also where a container shows root as another user.
     if found.st_uid not in (os.geteuid(), 0, os.stat("/").st_uid):
@@ -112,7 +117,9 @@ def _check_parent(parent: Path) -> None:
 
 def _is_own_group(number: int) -> bool:
     """Whether the user is alone in the group. Many systems give each user but root such a group, and a umask of 002."""
-    import grp  # no Windows
+    if sys.platform == "win32":
+        return False
+    import grp
     import pwd
 
     try:
@@ -153,7 +160,9 @@ def locked(target: Path) -> Iterator[None]:
         Untrusted: the folder is not the user's alone.
         OSError: it can't be made, or the file to lock is somebody else's.
     """
-    import fcntl  # no Windows: there, nothing is kept
+    if sys.platform == "win32":
+        raise builder.Unavailable("no library is kept on Windows")
+    import fcntl
 
     for parent in reversed(target.parent.parents):
         if not parent.exists():

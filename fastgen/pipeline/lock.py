@@ -46,14 +46,17 @@ def _open(path: Path, what: Path) -> BinaryIO:
         file = os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)), "a+b")
         if sys.platform == "win32":
             return file
-        try:
-            # Not flock, which forked children share: children of a data loader outlive a killed run by seconds.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                file.close()
-                raise InputError(f"Another run is writing {what}: wait for its end, or choose another file.") from None
-            # Some network file systems have no locks: then the run goes on without one.
+        else:  # not left out, for type checkers
+            try:
+                # Not flock, which forked children share: children of a data loader outlive a killed run by seconds.
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    file.close()
+                    raise InputError(
+                        f"Another run is writing {what}: wait for its end, or choose another file."
+                    ) from None
+                # Some network file systems have no locks: then the run goes on without one.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file

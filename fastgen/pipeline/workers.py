@@ -13,6 +13,7 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -33,7 +34,7 @@ Handler = Callable[[Any], Any]
 def _serve(connection: Connection, parent: int) -> None:
     """Run a worker: build the handler once, then do tasks until the pipe closes or `parent` is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    if hasattr(signal, "pthread_sigmask"):
+    if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # see _no_interrupt
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     with contextlib.suppress(EOFError, OSError):  # the parent is gone
@@ -61,7 +62,7 @@ def _end_with(parent: int) -> None:
 @contextlib.contextmanager
 def _no_interrupt() -> Iterator[None]:
     """Block SIGINT in processes started inside the block, so that Ctrl-C can't interrupt their imports."""
-    if not hasattr(signal, "pthread_sigmask"):
+    if sys.platform == "win32":
         yield
         return
     resource_tracker.ensure_running()  # which the first process starts, and some Pythons then unblock SIGINT
