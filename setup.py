@@ -66,7 +66,8 @@ class BuildPython(build_py):
         except builder.Unavailable as reason:
             print(f"fastgen: no {library} operators ahead of time: {reason}", file=sys.stderr)
         except Exception as error:  # an installation must not fail for want of them
-            print(f"fastgen: {error}\nfastgen: installing without the {library} operators")
+            later = "" if os.name == "nt" else "; they will be compiled at the first use"
+            print(f"fastgen: {error}\nfastgen: installing without{later}")
             with contextlib.suppress(OSError):
                 if log := getattr(error, "log", None):
                     print(log.read_text(errors="replace"), file=sys.stderr)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import sources
 from table_markup import table
 
 DOCS = Path(__file__).resolve().parent.parent
@@ -359,10 +360,10 @@ def command_generation_flags() -> str:
 # ---------------------------------------------------------------------------------------------- results
 def _newest(name: str) -> Path:
     """The newest of a scenario's results."""
-    found = sorted(RESULTS.glob(f"{name}-20[0-9][0-9]-[0-9][0-9]-[0-9][0-9].json"))
-    if not found:
+    found = sources.newest(RESULTS).get(name)
+    if found is None:
         sys.exit(f"there is no result {name} in {RESULTS}")
-    return found[-1]
+    return found
 
 
 def _result(name: str) -> dict[str, Any]:
@@ -424,8 +425,6 @@ def results_equal() -> str:
 
 
 def results_sources() -> str:
-    import sources
-
     return sources.shown(RESULTS)
 
 

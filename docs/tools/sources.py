@@ -8,11 +8,15 @@ from pathlib import Path
 from table_markup import table
 
 
+def newest(results: Path) -> dict[str, Path]:
+    """By scenario, the newest of the files `<scenario>-<date>.json`."""
+    return {file.stem[:-11]: file for file in sorted(results.glob("*-20[0-9][0-9]-[0-9][0-9]-[0-9][0-9].json"))}
+
+
 def shown(results: Path) -> str:
-    """A row for each scenario's newest result among the files `<scenario>-<date>.json`."""
-    newest = {file.stem[:-11]: file for file in sorted(results.glob("*-20[0-9][0-9]-[0-9][0-9]-[0-9][0-9].json"))}
+    """A row for each scenario's newest result."""
     rows = []
-    for scenario, file in newest.items():
+    for scenario, file in newest(results).items():
         document = json.loads(file.read_text("utf-8"))
         program = f"bench_{scenario.partition('-')[0]}.py"
         if "command" not in document and not (results.parent / program).is_file():
