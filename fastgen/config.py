@@ -140,6 +140,7 @@ _current = from_environment()
 
 # What `configured` blocks of this thread, or task, say beside it.
 _own: contextvars.ContextVar[tuple[dict[str, Any], ...]] = contextvars.ContextVar("fastgen_options", default=())
+_blocks: list[dict[str, Any]] = []  # those that are open now, of all threads
 
 
 def current() -> Config:
@@ -164,10 +165,20 @@ def configured(**options: Any) -> Iterator[Config]:
     _check_names(options)
     replace(_current, **options)  # raises what is wrong with their values
     token = _own.set((*_own.get(), options))
+    with _lock:
+        _blocks.append(options)
     try:
         yield current()
     finally:
+        with _lock:
+            _blocks.remove(options)
         _own.reset(token)
+
+
+def everywhere(name: str) -> list[Any]:
+    """The values of a setting that are in force somewhere now: the process's, and those of open blocks of any thread."""
+    with _lock:
+        return [getattr(_current, name), *(options[name] for options in _blocks if name in options)]
 
 
 def _check_names(options: dict[str, Any]) -> None:

@@ -6,11 +6,12 @@ import itertools
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from fastgen import config, report
-from fastgen.cache.prefix_cache import PrefixCache
+from fastgen.cache.prefix_cache import PrefixCache, Tensors
+from fastgen.memory import limits
 from fastgen.memory.release import keeper
 
 _STATES = 4  # of one model: adapters may take turns
@@ -22,22 +23,18 @@ _numbers = itertools.count()
 _keys: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, int]] = weakref.WeakKeyDictionary()
 _counts: Counter[str] = Counter()
 _unused: dict[str, str] = {}
-_was_on = False  # for the process, when somebody last asked
+_live: set[Hashable] = set()  # all keys in `_keys`
 
 
 def is_on() -> bool:
     """Whether something may be kept now; applies the limit that is configured.
 
-    Everything is freed once it is switched off for the process. What a block keeps, other threads leave alone.
+    The limit is the largest of the process's and of those of open blocks, so that no thread evicts what another keeps.
     """
-    global _was_on
-    limit, is_on_everywhere = config.current().prefix_cache, config.configure().prefix_cache > 0
-    if limit:
+    limit = max(config.everywhere("prefix_cache"))
+    if limit != prefixes.limit:
         prefixes.limit = limit
-    elif _was_on and not is_on_everywhere:
-        prefixes.limit = 0
-    _was_on = is_on_everywhere
-    return limit > 0
+    return config.current().prefix_cache > 0
 
 
 def key_of(model: Any, state: Hashable) -> Hashable:
@@ -49,18 +46,39 @@ def key_of(model: Any, state: Hashable) -> Hashable:
         keys = _keys.get(model)
         if keys is None:
             keys = _keys[model] = OrderedDict()
-            weakref.finalize(model, _drop, keys).atexit = False
+            weakref.finalize(model, _drop_all, keys).atexit = False
         if state not in keys:
             keys[state] = next(_numbers)
+            _live.add(keys[state])
         keys.move_to_end(state)
         while len(keys) > _STATES:
-            prefixes.drop(keys.popitem(last=False)[1])
+            _drop(keys.popitem(last=False)[1])
         return keys[state]
 
 
-def _drop(keys: OrderedDict[Hashable, int]) -> None:
-    for key in keys.values():
+def keep(key: Hashable, tokens: Sequence[Hashable], tensors: Tensors) -> None:
+    """Store a sequence under a key, as `PrefixCache.insert` does, unless the key has been dropped meanwhile.
+
+    If memory runs out, everything is forgotten instead: a call needs the memory more.
+    """
+    try:
+        prefixes.insert(key, tokens, tensors)
+    except (RuntimeError, MemoryError) as error:
+        if not limits.is_out_of_memory(error):
+            raise
+        prefixes.clear()
+    if key not in _live:  # asked afterwards: who drops a key makes it dead first
         prefixes.drop(key)
+
+
+def _drop(*keys: Hashable) -> None:
+    for key in keys:
+        _live.discard(key)
+        prefixes.drop(key)
+
+
+def _drop_all(keys: OrderedDict[Hashable, int]) -> None:
+    _drop(*keys.values())
 
 
 def note(saved: int) -> None:
@@ -102,5 +120,6 @@ def reset() -> None:
 def release() -> None:
     """Forget everything that is kept."""
     with _lock:
+        _live.clear()
         prefixes.clear()
         _keys.clear()

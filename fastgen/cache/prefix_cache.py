@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
+
+from fastgen.memory import arena
 
 Tensors = tuple[Tensor, ...]  # with one slot for each token along the last dimension but one
 # What a node takes besides the numbers in the tensors, as measured: for small models it is the larger part.
@@ -28,8 +31,7 @@ class _Node:
 
     @property
     def nbytes(self) -> int:
-        tensors = sum(tensor.nbytes + _BYTES_PER_TENSOR for tensor in self.tensors)
-        return tensors + len(self.tokens) * _BYTES_PER_TOKEN + _BYTES_PER_NODE
+        return _nbytes(self.tokens, self.tensors)
 
 
 @dataclass(frozen=True)
@@ -78,26 +80,31 @@ class PrefixCache:
             self._touch(path)
             return Found(length, tuple(node.tensors for node in path))
 
-    def insert(self, key: Hashable, tokens: Sequence[Hashable], make: Callable[[int], Tensors]) -> None:
-        """Store a sequence.
+    def insert(self, key: Hashable, tokens: Sequence[Hashable], tensors: Tensors) -> None:
+        """Store a sequence, unless it takes more than the limit by itself.
+
+        If memory runs out meanwhile, that error is raised and nothing is stored.
 
         Args:
-            make: is called with the number of tokens at the beginning that are stored already, and returns the
-                tensors of the others, which nobody else may write to.
+            tensors: what was computed for all of `tokens`; of those that are not stored yet, copies are kept.
         """
         with self._lock:
             path, length = self._walk(key, tokens)
-            if length < len(tokens):
-                known = sum(len(node.tokens) for node in path)
-                if known > length:  # the sequences part in the middle of an edge
-                    path[-1] = self._split(path[-1], len(path[-1].tokens) - (known - length))
-                parent = path[-1] if path else self._roots.setdefault(key, _Node((), (), None))
-                node = _Node(tuple(tokens[length:]), make(length), parent)
-                parent.children[node.tokens[0]] = node
-                self._nodes[node] = None
-                self._nbytes += node.nbytes
-                path.append(node)
             self._touch(path)
+            if length == len(tokens) or _nbytes(tokens, tensors) > self._limit:
+                return
+            rest = tuple(tensor[..., length:, :] for tensor in tensors)
+            self._evict(_nbytes(tokens[length:], rest), path)  # before memory is taken: the call needs it, too
+            known = sum(len(node.tokens) for node in path)
+            copies = _copied(rest)  # all copies are made before anything is changed: memory may run out
+            if known > length:  # the sequences part in the middle of an edge
+                path[-1] = self._split(path[-1], len(path[-1].tokens) - (known - length))
+            parent = path[-1] if path else self._roots.setdefault(key, _Node((), (), None))
+            node = _Node(tuple(tokens[length:]), copies, parent)
+            parent.children[node.tokens[0]] = node
+            self._nodes[node] = None
+            self._nbytes += node.nbytes
+            self._touch([*path, node])
             self._evict()
 
     def drop(self, key: Hashable) -> None:
@@ -134,13 +141,12 @@ class PrefixCache:
     def _split(self, node: _Node, at: int) -> _Node:
         """Divide a node's edge; returns the new node that ends after `at` of the tokens."""
         assert node.parent is not None
-        self._nbytes -= node.nbytes
         # Copies, as a view would keep the memory of the whole.
-        first = tuple(tensor[..., :at, :].clone() for tensor in node.tensors)
+        first, second = (_copied(tuple(x[..., part, :] for x in node.tensors)) for part in (slice(at), slice(at, None)))
+        self._nbytes -= node.nbytes
         upper = _Node(node.tokens[:at], first, node.parent, {node.tokens[at]: node})
         node.parent.children[node.tokens[0]] = upper
-        node.tensors = tuple(tensor[..., at:, :].clone() for tensor in node.tensors)
-        node.tokens, node.parent = node.tokens[at:], upper
+        node.tokens, node.tensors, node.parent = node.tokens[at:], second, upper
         self._nodes[upper] = None
         self._nbytes += node.nbytes + upper.nbytes
         return upper
@@ -149,9 +155,12 @@ class PrefixCache:
         for node in reversed(path):
             self._nodes.move_to_end(node)
 
-    def _evict(self) -> None:
-        while self._nbytes > self._limit:
+    def _evict(self, coming: int = 0, stay: Collection[_Node] = ()) -> None:
+        """Forget what was used least recently, until `coming` bytes more would fit or one is met that is to stay."""
+        while self._nbytes + coming > self._limit and self._nodes:
             node = next(iter(self._nodes))
+            if node in stay:
+                break
             assert node.parent is not None and not node.children
             del node.parent.children[node.tokens[0]]
             self._forget(node)
@@ -161,6 +170,19 @@ class PrefixCache:
     def _forget(self, node: _Node) -> None:
         del self._nodes[node]
         self._nbytes -= node.nbytes
+
+
+def _nbytes(tokens: Sequence[Hashable], tensors: Tensors) -> int:
+    """The bytes that a node of these tokens takes."""
+    # A text of which no part serves is one token here, of many ids.
+    count = sum(len(token) if isinstance(token, tuple) else 1 for token in tokens)
+    numbers = sum(tensor.nbytes + _BYTES_PER_TENSOR for tensor in tensors)
+    return numbers + count * _BYTES_PER_TOKEN + _BYTES_PER_NODE
+
+
+def _copied(tensors: Tensors) -> Tensors:
+    with arena.outside():  # they stay
+        return tuple(tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors)
 
 
 def _common(tokens: tuple[Hashable, ...], others: Sequence[Hashable]) -> int:

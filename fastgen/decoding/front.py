@@ -86,7 +86,7 @@ def _bound(sums: Tensor, divisor: float, steps: int) -> Tensor:
     """The largest quotient that these sums may reach if they only fall, up to rounding; `divisor`: the most it may be
     divided by, so that a sum below zero comes closest to zero."""
     slack = _ROUNDINGS * torch.finfo(sums.dtype).eps
-    highest = sums + slack * (sums.abs() + steps)
+    highest = torch.where(sums.isneginf(), sums, sums + slack * (sums.abs() + steps))  # -inf plus infinity is no number
     return torch.where(highest > 0, torch.inf, highest / divisor)
 
 

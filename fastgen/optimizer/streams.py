@@ -79,16 +79,19 @@ def _autocast() -> list[Any]:
 class Streamer:
     """A streamer of transformers' `generate` that passes on each token of one input, the prompt apart."""
 
-    def __init__(self, ask: Callable[[int], Any]) -> None:
-        self._ask, self._is_prompt = ask, True
+    def __init__(self, ask: Callable[[int], Any], searches: bool) -> None:
+        """`searches`: whether the call may run several searches, each with a prompt."""
+        self._ask, self._is_prompt, self._searches = ask, True, searches
 
     def put(self, value: Tensor) -> None:
-        """`value`: the prompt, int64 `[1, P]`, then tokens, `[n]`."""
+        """`value`: the prompt, int64 `[1, P]`, then tokens, `[n]`, or `[1, n]` in assisted decoding."""
         if self._is_prompt:
             self._is_prompt = False
             if value.ndim > 1 and len(value) > 1:
                 raise ValueError(f"fastgen.stream takes one input, and one sample of it: this call has {len(value)}.")
             return
+        if self._searches and value.ndim > 1:
+            raise ValueError("fastgen.stream takes one input at a time: another search begins.")
         for token in value.flatten().tolist():
             self._ask(token)
 
@@ -97,7 +100,13 @@ class Streamer:
 
 
 def _transformers(ask: Callable[[int], Any], model: Any, args: Sequence[Any], inputs: dict[str, Any]) -> Any:
-    return model.generate(*args, **inputs, streamer=Streamer(ask))
+    return model.generate(*args, **inputs, streamer=Streamer(ask, _has_own_generate(model)))
+
+
+def _has_own_generate(model: Any) -> bool:
+    """Whether the model's class has a `generate` of its own: Whisper's runs a search for each window."""
+    module: Any = sys.modules.get("transformers.generation.utils")
+    return module is None or getattr(type(model), "generate", None) is not module.GenerationMixin.generate
 
 
 def _fairseq(ask: Callable[[int], Any], model: Any, args: Sequence[Any], inputs: dict[str, Any]) -> Any:

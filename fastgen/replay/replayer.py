@@ -95,6 +95,8 @@ class Replayer:
     """
 
     retains_buffers = False
+    # Copies what a step changes by what it was, such as recurrent states, and returns what puts it back.
+    save: Callable[[], Callable[[], None]] | None = None
 
     def __init__(self, device: torch.device, counts: Counts | None = None) -> None:
         self._recording, self._device = BACKENDS[device.type], device
@@ -111,7 +113,7 @@ class Replayer:
 
         Args:
             step: whatever it reads besides the inputs keeps its address until `epoch` changes. If a capture fails
-                half-way, the step is run again from the beginning.
+                half-way, what `save` has copied is put back, and the step is run again from the beginning.
             inputs: containers of tensors and anything else.
         """
         leaves, spec = pytree.tree_flatten(inputs)
@@ -145,13 +147,17 @@ class Replayer:
             return self._alone(step, inputs)
         self._steps, self._patience = 0, self._patience * _PATIENCE
         start = time.perf_counter()
-        captured, recording = Captured(key, last[1], leaves), self._recording()
+        captured, recording, put_back = Captured(key, last[1], leaves), self._recording(), None
         try:
+            if recording.has_run and self.save is not None:
+                put_back = self.save()
             with _capturing, contextlib.nullcontext() if recording.has_run else Noting() as noting:
                 result = captured.capture(recording, lambda own: step(pytree.tree_unflatten(own, spec)), self._device)
         except RuntimeError as error:  # an operation that cannot be captured, such as waiting for the device
             first = (str(error).splitlines() or ["RuntimeError"])[0][:150]
             self.failure = NO_MEMORY if limits.is_out_of_memory(error) else f"its steps cannot be captured ({first})"
+            if put_back is not None:
+                put_back()
             return step(inputs)
         finally:
             self.counts.seconds += time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import operator
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -26,14 +28,14 @@ from fastgen.cache.prefix_cache import Found, PrefixCache
 LARGE = 2**40
 
 
-def tensors_of(tokens: Sequence[int], start: int = 0) -> tuple[Tensor, ...]:
+def tensors_of(tokens: Sequence[int]) -> tuple[Tensor, ...]:
     """Numbers that tell which tokens came before: running sums, `[2, slots, 3]` and `[1, slots, 5]`."""
-    sums = torch.tensor([float(hash(tuple(tokens[: at + 1])) % 9973) for at in range(start, len(tokens))])
+    sums = torch.tensor([float(hash(tuple(tokens[: at + 1])) % 9973) for at in range(len(tokens))])
     return sums[None, :, None].expand(2, -1, 3).clone(), -sums[None, :, None].expand(1, -1, 5).clone()
 
 
 def put(cache: PrefixCache, tokens: Sequence[int], key: object = "model") -> None:
-    cache.insert(key, tokens, lambda start: tensors_of(tokens, start))
+    cache.insert(key, tokens, tensors_of(tokens))
 
 
 def taken(found: Found) -> tuple[Tensor, ...]:
@@ -137,7 +139,37 @@ def test_more_than_the_limit_is_not_kept() -> None:
     put(cache, list(range(100, 500)))
     assert cache.nbytes <= 10_000
     assert cache.find("model", list(range(100, 500))).length == 0
+    assert cache.find("model", [1, 2]).length == 2, "what is there stays"
     check(cache)
+
+
+@pytest.mark.parametrize("failing", range(1, 8))
+def test_without_memory_nothing_changes(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever copy fails: of the new part, or of the halves of the edge where it parts."""
+    cache = PrefixCache(LARGE)
+    put(cache, [1, 2, 3, 4])
+    put(cache, [1, 2, 3, 4, 5, 6, 7])
+    before, clone, calls = cache.nbytes, torch.Tensor.clone, itertools.count(1)
+
+    def failing_clone(self: Tensor, **options: Any) -> Tensor:
+        if next(calls) == failing:
+            raise torch.OutOfMemoryError("out of memory")
+        return clone(self, **options)
+
+    new = tensors_of([1, 2, 3, 4, 5, 8])
+    monkeypatch.setattr(torch.Tensor, "clone", failing_clone)
+    with pytest.raises(torch.OutOfMemoryError) if failing < 7 else contextlib.nullcontext():
+        cache.insert("model", [1, 2, 3, 4, 5, 8], new)
+    monkeypatch.undo()
+    assert (cache.nbytes == before) == (failing < 7)
+    check(cache)
+    put(cache, [1, 2, 3, 4, 5, 8])
+    for tokens in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 8]):
+        found = cache.find("model", tokens)
+        assert found.length == len(tokens) and all(map(torch.equal, taken(found), tensors_of(tokens)))
+    check(cache)
+    cache.limit = 0
+    assert not cache.nbytes and not len(cache)
 
 
 def test_a_split_keeps_no_memory_of_the_whole() -> None:
@@ -158,7 +190,7 @@ def test_a_million_prompts() -> None:
         for number in range(thousand * 1000, thousand * 1000 + 1000):
             tokens = (*beginning, number % 997, number)
             cache.find("model", tokens)
-            cache.insert("model", tokens, lambda start: (slot.expand(1, 22 - start, 4),))
+            cache.insert("model", tokens, (slot.expand(1, 22, 4),))
         times.append(time.perf_counter() - started)
         assert 0 < cache.nbytes <= 2**20
     assert cache.find("model", (*beginning, 5)).length == 21
@@ -217,6 +249,50 @@ def test_switched_off_it_frees_everything() -> None:
     assert not by_model.prefixes.nbytes
 
 
+def test_after_a_block_it_frees_everything() -> None:
+    by_model.release()
+    with config.configured(prefix_cache=2**20):
+        assert by_model.is_on()
+        put(by_model.prefixes, [1, 2, 3])
+    assert not by_model.is_on()
+    assert not by_model.prefixes.nbytes
+
+
+def test_a_smaller_block_evicts_nothing(on: None) -> None:
+    put(by_model.prefixes, [1, 2, 3])
+    with ThreadPoolExecutor(1) as pool:
+        with config.configured(prefix_cache=10):
+            assert by_model.is_on()
+        assert not pool.submit(by_model.is_on).result()
+    assert by_model.prefixes.find("model", [1, 2]).length == 2
+
+
+def test_a_dropped_key_keeps_nothing(on: None) -> None:
+    """A call may still run when its model's state is the fifth, or its model dies."""
+    model = torch.nn.Linear(1, 1)
+    first = by_model.key_of(model, 0)
+    for state in range(1, 5):
+        by_model.key_of(model, state)
+    by_model.keep(first, [1, 2, 3], tensors_of([1, 2, 3]))
+    assert not by_model.prefixes.nbytes
+    last = by_model.key_of(model, 4)
+    by_model.keep(last, [1, 2, 3], tensors_of([1, 2, 3]))
+    assert by_model.prefixes.find(last, [1, 2]).length == 2
+
+
+def test_a_call_goes_on_without_memory(on: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = by_model.key_of(model := torch.nn.Linear(1, 1), 0)
+    by_model.keep(key, [1, 2, 3], tensors_of([1, 2, 3]))
+    new = tensors_of([1, 2, 4])
+
+    def failing(self: Tensor, **options: Any) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch.Tensor, "clone", failing)
+    by_model.keep(key, [1, 2, 4], new)
+    assert not by_model.prefixes.nbytes and model is not None
+
+
 def test_other_threads_leave_it_alone(on: None) -> None:
     put(by_model.prefixes, [1, 2, 3])
     with ThreadPoolExecutor(1) as pool:  # whose thread is in no block
@@ -235,10 +311,12 @@ def own():
 
 def fill(count):
     for _ in range(count):
-        tokens = [chance.randrange(1000, 10**6) for _ in range(length)]
-        cache.insert("model", tokens, lambda known: tuple(torch.zeros(1, length - known, 8) for _ in range(tensors)))
+        tokens = tuple(chance.randrange(1000, 10**6) for _ in range(length))
+        if is_one:
+            tokens = (tokens,)
+        cache.insert("model", tokens, tuple(torch.zeros(1, length, 8) for _ in range(tensors)))
 
-tensors, length = map(int, sys.argv[1:])
+tensors, length, is_one = map(int, sys.argv[1:])
 cache, chance = PrefixCache(2**40), random.Random(0)
 fill(1000)
 before, counted = own(), cache.nbytes
@@ -248,9 +326,9 @@ print((own() - before) / (cache.nbytes - counted))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory a process has")
-@pytest.mark.parametrize(("tensors", "length"), [(1, 8), (4, 8), (24, 8), (4, 128)])
-def test_what_is_counted_is_the_memory_that_is_taken(tensors: int, length: int) -> None:
-    """Of small models, too, whose tensors take more memory than the numbers in them."""
-    told = [sys.executable, "-c", _FILL, str(tensors), str(length)]
+@pytest.mark.parametrize(("tensors", "length", "is_one"), [(1, 8, 0), (4, 8, 0), (24, 8, 0), (4, 128, 0), (1, 400, 1)])
+def test_what_is_counted_is_the_memory_that_is_taken(tensors: int, length: int, is_one: int) -> None:
+    """Of small models, too, whose tensors take more memory than the numbers in them; and of texts kept as a whole."""
+    told = [sys.executable, "-c", _FILL, str(tensors), str(length), str(is_one)]
     done = subprocess.run(told, capture_output=True, text=True, check=True)
     assert 0.8 < float(done.stdout) < 1.2

@@ -204,6 +204,18 @@ def test_a_beam_that_can_no_longer_win_does_not_count() -> None:
     assert counts == {True: [2], False: [0]}, "0 2 1 is known to be the best"
 
 
+def test_a_beam_without_a_chance_does_not_count() -> None:
+    """A beam with a score of -inf, as where fewer tokens than beams are allowed, wins nothing."""
+    table = {0: [-9.0, -float("inf"), -0.2, -float("inf")], 2: [-9.0, -0.1, -4.0, -6.0], 3: [-9.0, -6.0, -0.4, -5.0]}
+    search = beam_search("plain", 1, 2, FinishingPolicy(1.0, False, 4, prompt_length=1))
+    for _ in range(2):
+        search.choose(scores_of(lambda sentence, tokens: table[tokens[-1]], search, [0]), stops((1,), 4))
+    search.live.scores[0, 1] = -float("inf")
+    sums = torch.tensor([-float("inf"), -1.0, 0.0])
+    assert front._bound(sums, 2.0, 3).tolist()[0] == -float("inf")
+    assert front.of_beam_search(search, 1, True).may_win[0, 1].item() is False
+
+
 def test_a_search_that_dies_says_so() -> None:
     told = DecidedFront(1)
     told.advance(contenders_of([[5, 6]], [2], [True], [False]))

@@ -14,6 +14,7 @@ import pytest
 import torch
 import zoo
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import logits_process
 
 import fastgen
 from fastgen import Trie
@@ -309,6 +310,60 @@ def test_code_of_a_user(kind: str, steps: Counter[str]) -> None:
     steps.clear()
     compare(model, inputs, **options, stopping_criteria=lambda: StoppingCriteriaList([ThreeOf()]))
     assert_native(steps)
+
+
+@pytest.mark.parametrize("name", ["bart", "gpt2"])
+@pytest.mark.parametrize("kind", ["rows", "two", "function"])
+def test_processors_of_a_user_with_a_trie(kind: str, name: str, steps: Counter[str]) -> None:
+    """The host's own processor, for other numbers of rows or with another one: rows move from step to step."""
+    model = model_of(name)
+    inputs = zoo.text(model, seed=6)
+    trie, several = trie_for(model, inputs, "some"), logits_process.PrefixConstrainedLogitsProcessor
+    processors = {
+        "rows": lambda: [several(trie, 1)],
+        "two": lambda: [several(trie, 4), several(trie_for(model, inputs, "some"), 4)],
+        "function": lambda: [several(trie, 4), several(lambda sentence, tokens: list(range(WORDS)), 4)],
+    }[kind]
+    compare(
+        model,
+        inputs,
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=9,
+        logits_processor=lambda: LogitsProcessorList(processors()),
+    )
+    assert steps["all"] and not steps["asked"]
+
+
+class Counting(LogitsProcessor):
+    """Changes the scores by how often it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return scores + 0.3 * ((torch.arange(scores.shape[-1]) + self.calls) % 3)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_processor_before_the_trie_is_called_once_a_step(after: bool, steps: Counter[str]) -> None:
+    """Also where all tokens that may follow a row are banned, so that all scores are needed."""
+    model = model_of("gpt2")
+    inputs = zoo.text(model, seed=6)
+    prompt = prompt_of(model, inputs)
+    trie = Trie([[9], *SETS["some"]], eos_token_id=END).after(prompt)
+    found = []
+
+    def processors() -> LogitsProcessorList:
+        found.append(Counting())
+        bans = logits_process.MinNewTokensLengthLogitsProcessor(prompt, 3, END, device="cpu")
+        constrained = logits_process.PrefixConstrainedLogitsProcessor(trie, 4)
+        return LogitsProcessorList([found[-1], *([constrained, bans] if after else [bans, constrained])])
+
+    compare(model, inputs, num_beams=4, num_return_sequences=4, max_new_tokens=8, logits_processor=processors)
+    assert len({one.calls for one in found}) == 1
+    assert steps["all"] and steps["among"] and not steps["asked"]
 
 
 class SubTrie(Trie):

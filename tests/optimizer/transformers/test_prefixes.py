@@ -20,6 +20,7 @@ from fastgen.cache import by_model
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.cache import prefixes
 from fastgen.optimizer.transformers.generate import chunked_prefill
+from fastgen.optimizer.transformers.model import facts, modules
 
 pytestmark = pytest.mark.skipif(not versions.PREFILLS, reason="4.57 reads prompts otherwise")
 NAMES = [name for name in zoo.DECODERS if name in zoo.ACCELERATED]
@@ -283,6 +284,58 @@ def test_rotations_by_length_never_hit(kind: str, read: list[int]) -> None:
     model.config.rope_parameters = known
     model.generate(**prompts(0), num_beams=3, max_new_tokens=4)
     assert read == [] and "depend on the length" in by_model.unused()["LlamaForCausalLM"]
+
+
+def _both_ways() -> Any:
+    return zoo._model("GemmaForCausalLM", "GemmaConfig", zoo.MULTI_HEAD, head_dim=16, use_bidirectional_attention=True)()
+
+
+def _told_both_ways() -> Any:
+    model = zoo.fresh("llama")
+    model.config.is_causal = False
+    return model
+
+
+@pytest.mark.parametrize("make", [_both_ways, _told_both_ways])
+def test_prompts_that_attend_to_later_tokens_never_hit(make: Callable[[], Any], read: list[int]) -> None:
+    """A beginning with another end is another beginning there; the negative control shows that it matters."""
+    model = make().eval()
+    for seed in range(2):
+        harness.compare(model, prompts(seed, (LENGTH,)), num_beams=3, **DETAILS)
+    assert read == [] and "later ones" in by_model.unused()[type(model).__name__]
+    assert chunked_prefill.FAMILIES[model.config.model_type].chunks_prompts
+    with harness.configured(strict=False), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules, "is_causal", lambda model: True)
+        facts.release()
+        with pytest.raises(AssertionError):
+            for seed in range(2):
+                harness.compare(model, prompts(seed, (LENGTH,)), num_beams=3, **DETAILS)
+        facts.release()
+    assert read == [0, COMMON]
+
+
+def test_other_products_never_hit(read: list[int]) -> None:
+    """Whichever way torch is told how float32 products are rounded; asking it the old way is an error after the new."""
+    model, known = zoo.load("llama"), torch.get_float32_matmul_precision()
+    mkldnn = getattr(torch.backends.mkldnn, "matmul", None)
+    model.generate(**prompts(0), num_beams=3, max_new_tokens=4)
+    torch.set_float32_matmul_precision("medium" if known != "medium" else "highest")
+    try:
+        model.generate(**prompts(1), num_beams=3, max_new_tokens=4)
+    finally:
+        torch.set_float32_matmul_precision(known)
+    assert read == [0, 0]
+    if mkldnn is None:
+        pytest.skip("this version of torch has no settings by library")
+    before = mkldnn.fp32_precision
+    mkldnn.fp32_precision = "bf16"
+    try:
+        model.generate(**prompts(2), num_beams=3, max_new_tokens=4)
+    finally:
+        mkldnn.fp32_precision = before
+    assert read[2] in (0, SAVED), "as the same precision was set the old way"
+    model.generate(**prompts(3), num_beams=3, max_new_tokens=4)
+    assert read[3] == SAVED
 
 
 def test_hooks_and_other_inputs_never_hit(read: list[int]) -> None:

@@ -14,6 +14,7 @@ import fastgen
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.model.row_decoder import RowDecoder
 from fastgen.optimizer.transformers.versions import CACHE
+from fastgen.replay.tape import Tape
 
 pytestmark = pytest.mark.skipif(not versions.PREFILLS, reason="this version reads prompts otherwise")
 
@@ -146,6 +147,39 @@ def test_long_outputs_of_hybrids(family: str, replay: str, monkeypatch: pytest.M
                 **options,
             )
             assert fastgen.status().calls[-1].cache == "kv"
+
+
+@pytest.mark.parametrize("where", ["in the step", "after it"])
+@pytest.mark.parametrize("family", zoo.HYBRIDS)
+def test_a_capture_that_fails_advances_no_state_twice(
+    family: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step has run, in part or as a whole, and is run again: recurrent states are first put back."""
+    model, inputs = zoo.load(family), zoo.inputs_for(family, batch=2)
+    options = dict(num_beams=3, max_new_tokens=12, **DETAILS)
+    with harness.configured(replay="always"):
+        harness.compare(model, inputs, **options)  # the family is tried now
+    capture, failed = Tape.capture, []
+
+    def failing(self: Tape, function: Any, device: torch.device) -> Any:
+        def step() -> Any:
+            result = function()
+            if where == "in the step":
+                failed.append(True)
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return result
+
+        capture(self, step, device)
+        failed.append(True)
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(Tape, "capture", failing)
+    with harness.configured(replay="always"):
+        harness.compare(model, inputs, **options)
+        assert failed
+        monkeypatch.setattr("fastgen.optimizer.transformers.cache.recurrent.saved", lambda layers: lambda: None)
+        with pytest.raises(AssertionError):  # the negative control
+            harness.compare(model, inputs, **options)
 
 
 # ---------------------------------------------------------------------------------------------- negative controls

@@ -151,6 +151,32 @@ def test_what_cannot_be_streamed() -> None:
         list(fastgen.stream(model, **one, num_beams=3, max_new_tokens=4))
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_another_search_is_no_part_of_the_stream(own: bool) -> None:
+    """A `generate` of the model's own, as Whisper's, may search again; assisted decoding passes several tokens on."""
+    model = zoo.load("gpt2")
+
+    class Twice(type(model)):  # type: ignore[misc]
+        def generate(self, *args: Any, **options: Any) -> Any:
+            super().generate(*args, **options)
+            return super().generate(*args, **options)
+
+    inputs = zoo.inputs_for("gpt2", batch=1)
+    if own:
+        model = zoo.fresh("gpt2")
+        model.__class__ = Twice
+        tokens, stream = [], fastgen.stream(model, **inputs, max_new_tokens=4, min_new_tokens=4)
+        with pytest.raises(ValueError, match="another search begins"):
+            tokens.extend(stream)
+        assert not tokens or len(tokens) == 4
+    else:
+        options = dict(max_new_tokens=9, min_new_tokens=9)
+        with fastgen.disabled():
+            stock = model.generate(**inputs, **options)
+        stream = fastgen.stream(model, **inputs, **options, assistant_model=zoo.load("llama"))
+        assert list(stream) == stock[0, inputs["input_ids"].shape[1] :].tolist()
+
+
 def test_settings_autocast_and_inference_mode_are_those_of_the_caller() -> None:
     model, inputs = zoo.load("bart"), zoo.inputs_for("bart", batch=1)
     seen = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from typing import Any
 
 import harness
@@ -15,7 +17,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 import fastgen
 from fastgen import report
 from fastgen.optimizer.transformers import versions
-from fastgen.optimizer.transformers.cache import users_cache
+from fastgen.optimizer.transformers.cache import gathered, users_cache
 
 pytestmark = pytest.mark.skipif(not versions.PREFILLS, reason="4.57 cuts prompts otherwise")
 NAMES = [name for name in zoo.DECODERS if name in zoo.ACCELERATED]
@@ -121,6 +123,69 @@ def test_the_documented_pattern() -> None:
         assert_same_caches(theirs, mine)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_returned_cache(name: str, beams: int) -> None:
+    """Of one turn, for the next; then `reset`, and used for another prompt."""
+    model, inputs = zoo.load(name), zoo.inputs_for(name, batch=1, length=5, ragged=False)
+    options = dict(num_beams=beams, max_new_tokens=3, return_dict_in_generate=True)
+    found = []
+    for block in (fastgen.disabled(), harness.configured(strict=True)):
+        with block:
+            first = model.generate(**inputs, **options)
+            cache = getattr(first, versions.CACHE)
+            longer = torch.cat([first.sequences, inputs["input_ids"][:, :2]], dim=1)
+            again = dict(input_ids=longer, attention_mask=torch.ones_like(longer))
+            # With beams, they begin alike only by chance: then stock goes on.
+            with harness.configured(strict=False) if beams > 1 else contextlib.nullcontext():
+                second = model.generate(**again, **options, past_key_values=cache)
+            length = cache.get_seq_length()
+            cache.reset()
+            assert cache.get_seq_length() == 0
+            third = model.generate(**again, **options, past_key_values=cache)
+        found.append([first.sequences, second.sequences, third.sequences, torch.tensor(length)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_returned_cache_is_reset(looks: bool) -> None:
+    """Whether its keys have been looked at or not; the tree does not stay behind them."""
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama", length=LENGTH)
+    with harness.configured(strict=True):
+        output = model.generate(**inputs, num_beams=3, max_new_tokens=4, return_dict_in_generate=True)
+    cache = getattr(output, versions.CACHE)
+    if looks:
+        assert cache.layers[0].keys.shape[2] == cache.get_seq_length() and not cache.layers[0]._stored
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    states = torch.zeros(*cache_shape(model))
+    assert cache.update(states, states, 0)[0].shape == states.shape
+
+
+def cache_shape(model: Any) -> tuple[int, int, int, int]:
+    config = model.config
+    return 2, config.num_key_value_heads, 3, config.hidden_size // config.num_attention_heads
+
+
+def test_without_memory_the_cache_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out where the last layer is handed back."""
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama", length=LENGTH)
+    cache = read_by_hand(model, inputs, PREFIX, 3)
+    gather, calls = gathered._gather, itertools.count()
+
+    def failing(source: Any, index: Any) -> Any:
+        if next(calls) == 2 * len(cache.layers) - 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return gather(source, index)
+
+    monkeypatch.setattr(gathered, "_gather", failing)
+    before = copy.deepcopy(cache)
+    with pytest.raises(RuntimeError, match="can't allocate"), harness.configured(strict=True):
+        model.generate(**inputs, past_key_values=cache, num_beams=3, max_new_tokens=6)
+    assert next(calls) == 2 * len(cache.layers)
+    assert_same_caches(before, cache)
+
+
 @pytest.mark.parametrize("with_config", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
 def test_an_empty_cache(name: str, with_config: bool) -> None:
@@ -164,6 +229,12 @@ class _Looks(LogitsProcessor):
         return scores
 
 
+def _round(part: Any) -> None:
+    """Replace a method in the object itself."""
+    update = part.update
+    part.update = lambda keys, values, *args, **options: update((keys * 4).round() / 4, values, *args, **options)
+
+
 def _left(model: Any, inputs: Any, cache: Any, reason: str, **options: Any) -> None:
     (stock, theirs, _), (ours, mine, calls) = both(model, inputs, cache, **options)
     assert torch.equal(stock, ours)
@@ -179,6 +250,11 @@ def test_left_to_stock() -> None:
     other = copy.deepcopy(cache)
     other.layers[0].keys[1] += 0.1  # of one beam
     _left(model, inputs, other, "do not begin alike", **options)
+    for part in (lambda cache: cache, lambda cache: cache.layers[1]):
+        rounded = copy.deepcopy(cache)
+        _round(part(rounded))
+        (stock, _, _), (ours, _, calls) = both(model, inputs, rounded, **options)
+        assert torch.equal(stock, ours) and calls[-1].tier == "stock" and "plain" in calls[-1].reason
     # Only the tokens that are not in it.
     rest = dict(inputs, input_ids=inputs["input_ids"][:, PREFIX:])
     _left(model, rest, cache, "must be the beginning of input_ids", **options)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastgen.cache import by_model
-from fastgen.memory import arena
 from fastgen.optimizer.transformers.cache.prefixes import SHORTEST
 from fastgen.optimizer.transformers.cache.state import are_plain, state_of
 from fastgen.optimizer.transformers.model.facts import facts_of
@@ -41,12 +41,14 @@ def read(model: Any, tokens: Tensor, mask: Tensor, encode: Read) -> Any:
     found = [by_model.prefixes.find(key, text) for text in texts]
     new = [row for row, each in enumerate(found) if not each.length]
     by_model.note(sum(length for length, each in zip(lengths, found, strict=True) if each.length))
-    if len(new) == len(texts) or model not in _kinds:
+    kind = _kinds.get(model)
+    if len(new) == len(texts) or kind is None:
         new, output = list(range(len(texts))), _read(model, tokens, mask, encode)
     else:
-        output = _joined(model, tokens, mask, encode, new, found)
+        output = _joined(kind, tokens, mask, partial(_read, model, encode=encode), new, found)
     if model in _kinds:
-        _keep(key, [(texts[row], output[_STATES][row, : lengths[row]]) for row in new])
+        for row in new:
+            by_model.keep(key, texts[row], (output[_STATES][row, : lengths[row]],))
     return output
 
 
@@ -66,9 +68,8 @@ def _read(model: Any, tokens: Tensor, mask: Tensor, encode: Read) -> Any:
     return output
 
 
-def _joined(model: Any, tokens: Tensor, mask: Tensor, encode: Read, new: list[int], found: list[Any]) -> Any:
+def _joined(kind: type, tokens: Tensor, mask: Tensor, encode: Read, new: list[int], found: list[Any]) -> Any:
     """The states that are kept and, read now, those of the rows that are new."""
-    kind = _kinds[model]
     like = next(each.parts[0][0] for each in found if each.length)
     states = like.new_zeros(*tokens.shape, like.shape[1])
     for row, each in enumerate(found):
@@ -78,15 +79,5 @@ def _joined(model: Any, tokens: Tensor, mask: Tensor, encode: Read, new: list[in
     if new:
         rows = torch.tensor(new, device=tokens.device)
         length = int(mask[rows].sum(1).max())
-        states[rows, :length] = _read(model, tokens[rows, :length], mask[rows, :length], encode)[_STATES]
+        states[rows, :length] = encode(tokens[rows, :length], mask[rows, :length])[_STATES]
     return kind(**{_STATES: states})
-
-
-def _keep(key: Hashable, texts: list[tuple[tuple[Hashable], Tensor]]) -> None:
-    for text, states in texts:
-
-        def copied(start: int, states: Tensor = states) -> tuple[Tensor]:
-            with arena.outside():
-                return (states.detach().clone(),)
-
-        by_model.prefixes.insert(key, text, copied)

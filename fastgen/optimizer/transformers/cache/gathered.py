@@ -28,6 +28,8 @@ __phase__ = phases.CACHE
 class _Gathered(CacheLayerMixin):
     """A layer with one row per beam, gathered when `keys` or `values` are first read."""
 
+    hosts: type  # the host's layer that it stands for
+
     def fill(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
         """`stored`: keys and values or what a slim cache stores instead, each `[B, H, slots, D]`; `index`: the slots of
         each row, int64 `[B*M, length]`."""
@@ -38,24 +40,32 @@ class _Gathered(CacheLayerMixin):
     def __getattribute__(self, name: str) -> Any:
         if name in ("keys", "values") and vars(self).get(name) is None and (stored := vars(self).get("_stored")):
             self.keys, self.values = keys_and_values(tuple(_gather(x, self._index) for x in stored), self._slim)
+            self._stored = ()  # the tree goes
         return super().__getattribute__(name)
+
+    def reset(self) -> None:
+        _ = self.keys  # gathered: some versions of the host make zeros of them, others drop them
+        super().reset()
 
 
 class _Rows(_Gathered, DynamicLayer):
     """A gathered layer of all positions."""
+
+    hosts = DynamicLayer
 
     def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
         super().__init__()
         self.fill(stored, slim, index)
 
     def get_seq_length(self) -> int:
-        # Nothing need be gathered for this, unless keys were gathered before: the user may have appended since.
-        length: int = self._index.shape[1] if vars(self).get("keys") is None else super().get_seq_length()
+        length: int = self._index.shape[1] if self._stored else super().get_seq_length()  # it need not be gathered
         return length
 
 
 class _WindowRows(_Gathered, DynamicSlidingWindowLayer):
     """A gathered layer of a sliding window: as many positions as the host's layer stores between two steps."""
+
+    hosts = DynamicSlidingWindowLayer
 
     def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor, window: int) -> None:
         super().__init__(sliding_window=window)
@@ -63,6 +73,11 @@ class _WindowRows(_Gathered, DynamicSlidingWindowLayer):
         self.cumulative_length = index.shape[1]
         if (size := vars(self).get("_sliding_window_tensor")) is not None:  # not in all versions
             self._sliding_window_tensor = size.to(self.device)
+
+
+def hosts_type(layer: Any) -> type:
+    """The class of the host's layer that `layer` is or stands for."""
+    return layer.hosts if isinstance(layer, _Gathered) else type(layer)
 
 
 def _rows(layer: TreeLayer, paths: Tensor) -> DynamicLayer:

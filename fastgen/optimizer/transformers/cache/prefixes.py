@@ -19,7 +19,6 @@ from fastgen import phases
 from fastgen.cache import by_model
 from fastgen.cache.prefix_cache import Found
 from fastgen.cache.tree_layer import TreeLayer
-from fastgen.memory import arena
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.cache import users_cache
 from fastgen.optimizer.transformers.cache.state import are_plain, state_of
@@ -67,16 +66,8 @@ class Prefixes:
             return
         for row, tokens in enumerate(self.sentences):
             first = self.length - len(tokens)
-
-            def of_tokens(start: int, row: int = row, first: int = first) -> tuple[Tensor, ...]:
-                with arena.outside():
-                    return tuple(
-                        tensor[row, :, first + start : self.length].clone(memory_format=torch.contiguous_format)
-                        for stored in layers
-                        for tensor in stored
-                    )
-
-            by_model.prefixes.insert(self.key, tokens, of_tokens)
+            tensors = tuple(tensor[row, :, first : self.length] for stored in layers for tensor in stored)
+            by_model.keep(self.key, tokens, tensors)
 
 
 def _joined(found: Sequence[Found], paddings: Sequence[int], number: int, length: int) -> Tensor:
@@ -130,6 +121,8 @@ def unusable(request: Request, cache: Any) -> str | None:
     family = FAMILIES.get(model.config.model_type)
     if family is None or not family.chunks_prompts or not versions.PREFILLS:
         return "its family has not been compared with stock where a prompt is read in parts"
+    if not request.facts.is_causal:
+        return "tokens of its prompts attend to later ones"
     if request.facts.foreign or request.facts.is_watched or request.changed_rule:
         return "code of yours runs in its forward pass"
     if not are_plain(model):

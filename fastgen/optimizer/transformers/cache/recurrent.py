@@ -6,7 +6,7 @@ States are small, and a step that is replayed finds them where they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -61,6 +61,17 @@ def reorder(layers: Iterable[Any], rows: Tensor) -> None:
     """The same in place, for as many rows as there are."""
     for states, number in _states(layers):
         states[number].copy_(states[number].index_select(0, rows))
+
+
+def saved(layers: Iterable[Any]) -> Callable[[], None]:
+    """Copy the states, and return what puts them back: a step changes them by what they were."""
+    kept = [(states, number, states[number], states[number].clone()) for states, number in _states(layers)]
+
+    def put_back() -> None:
+        for states, number, state, copy in kept:
+            states[number] = state.copy_(copy)
+
+    return put_back
 
 
 def nbytes(layers: Iterable[Any]) -> int:

@@ -22,9 +22,21 @@ def state_of(model: Any, part: nn.Module, known: facts.ModelFacts) -> Hashable:
     Looking for edits reads all weights once: see `fastgen.layers.fingerprints`. `known`: the facts of the model.
     """
     weights = list(weights_of(part))
-    devices = tuple(str(weight.device) for weight in weights[:1])
-    settings = config.current().weights, torch.get_float32_matmul_precision(), devices
+    settings = config.current().weights, _products(), *(_place(weight.device) for weight in weights[:1])
     return type(part), fingerprints.states_of(weights), _attributes(model, known), settings
+
+
+def _products() -> Hashable:
+    """What float32 products are rounded to, by each of torch's libraries."""
+    backends = torch.backends.cuda, torch.backends.mkldnn
+    found = [getattr(backend.matmul, "fp32_precision", None) for backend in backends if hasattr(backend, "matmul")]
+    # Before torch 2.9 one setting is for all of them; since then asking for it may be an error.
+    return tuple(found) if any(found) else torch.get_float32_matmul_precision()
+
+
+def _place(device: torch.device) -> Hashable:
+    """A device; on a GPU with the stream, as work on another may run before what it reads has been written."""
+    return str(device), torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 def weights_of(part: nn.Module) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from fastgen import phases
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.cache import gathered
 from fastgen.optimizer.transformers.cache.tree_cache import TreeCache
 from fastgen.optimizer.transformers.families import FAMILIES
 from fastgen.optimizer.transformers.request import Request
@@ -39,7 +40,7 @@ def is_users(cache: Any) -> bool:
 def unreadable(request: Request) -> str | None:
     """Why a cache that the user passed cannot be read into a tree and handed back, or None."""
     cache, model = request.model_kwargs[CACHE], request.model
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or any(map(_has_code, _parts(cache))):
         return "it is no plain DynamicCache"
     family = FAMILIES.get(getattr(model.config, "model_type", ""))
     if family is None or not family.chunks_prompts or not versions.PREFILLS or not request.facts.is_tested:
@@ -72,7 +73,16 @@ def _has_the_models_layers(cache: Any, model: Any) -> bool:
 
 
 def _kind(layer: Any) -> tuple[type, int | None]:
-    return type(layer), getattr(layer, "sliding_window", None)
+    return gathered.hosts_type(layer), getattr(layer, "sliding_window", None)
+
+
+def _parts(cache: Any) -> list[Any]:
+    return [cache, *cache.layers]
+
+
+def _has_code(part: Any) -> bool:
+    """Whether a method has been replaced in the object, by code that the host would call."""
+    return any(callable(value) and not isinstance(value, type) for value in vars(part).values())
 
 
 def takes_up(request: Request) -> bool:
@@ -127,12 +137,12 @@ def fill(tree_cache: TreeCache, cache: Any, beams: int) -> None:
 
 def hand_back(cache: Any, made: Any) -> None:
     """Leave in the user's cache what is in `made`, the one that the host would have returned."""
+    states = [(layer.keys, layer.values) for layer in made.layers]  # all, before anything is changed: memory may run out
     while len(cache.layers) < len(made.layers):
         cache.layers.append(DynamicLayer())
-    for layer, gathered in zip(cache.layers, made.layers, strict=True):
-        keys, values = gathered.keys, gathered.values
+    for layer, gathered_layer, (keys, values) in zip(cache.layers, made.layers, states, strict=True):
         if not layer.is_initialized:
             layer.lazy_initialization(keys, values)
         layer.keys, layer.values = keys, values
         if hasattr(layer, "cumulative_length"):
-            layer.cumulative_length = gathered.get_seq_length()
+            layer.cumulative_length = gathered_layer.get_seq_length()

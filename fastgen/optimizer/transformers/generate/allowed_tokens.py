@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,19 @@ __phase__ = phases.CHOICE
 _LEAST = -5.0e8  # beams that must not be chosen have a score of -1e9, and the others are far above
 
 
+class Begun(NamedTuple):
+    """A step's scores after some processors, `[B*M, V]`, and the processors that are still to be called."""
+
+    scores: Tensor
+    processors: LogitsProcessorList
+
+
 class AllowedTokens:
     """The trie's node of each beam of one request, and the choice among what may follow."""
 
     def __init__(self, rows: TrieRows) -> None:
         self.rows = rows
+        self.begun: Begun | None = None  # what `choose` leaves to be done where it has chosen nothing
 
     @classmethod
     def of(cls, request: Request, vocabulary: int) -> AllowedTokens | None:
@@ -52,13 +60,19 @@ class AllowedTokens:
     ) -> Tensor | None:
         """Do what `search.choose` does after `processors`; `logits` float32 `[B*M, V]`.
 
-        Returns the parents' rows, int64 `[B*M]`; None, having done nothing, if the scores of all tokens are needed.
+        Returns the parents' rows, int64 `[B*M]`; None, having chosen nothing, if the scores of all tokens are needed:
+        then `begun` says what has been done already, as no processor is to be called twice.
         """
+        self.begun = None
         vocabulary, beams = logits.shape[1], search.beams
-        others = _others(processors, search.length)
-        if others is None or not search.may_choose_among(vocabulary):
+        parts = _parts(processors, search.length)
+        if parts is None or not search.may_choose_among(vocabulary):
             return None
-        scores = process(others, search.running(), logits)  # [B*M, V]
+        before, bans, rest = parts
+        tokens = search.running()
+        processed = process(before, tokens, logits)  # [B*M, V]
+        scores = process.apply(bans, tokens, processed)
+        self.begun = Begun(processed, rest)
         if search.length == search.policy.prompt_length and beams > 1 and search.candidates <= vocabulary:
             # All beams but the first are dead and alike: no token of theirs is chosen if the first has enough.
             first = torch.arange(0, len(scores), beams, device=scores.device)
@@ -92,6 +106,7 @@ class AllowedTokens:
 
     def advance(self, search: BeamSearch, parents: Tensor, children: Children | None = None) -> None:
         """Move on by what the search has chosen; `children`: what might follow the parents, if it is known."""
+        self.begun = None
         self.rows.advance(parents, search.live.tokens[:, :, search.length - 1].flatten(), children)
 
     def select(self, rows: Tensor) -> None:
@@ -99,17 +114,20 @@ class AllowedTokens:
         self.rows.select(rows)
 
 
-def _others(processors: Any, length: int) -> LogitsProcessorList | None:
-    """The processors that act on all tokens' scores before those of the trie's are taken; None if one acts after."""
-    others, is_before = LogitsProcessorList(), True
+def _parts(processors: Any, length: int) -> tuple[LogitsProcessorList, LogitsProcessorList, LogitsProcessorList] | None:
+    """The processors before the trie's, those after it that ban tokens, and all from the trie's on; None if one of the
+    last does anything else."""
+    before, bans, rest = (LogitsProcessorList() for _ in range(3))
     for one in processors:
-        if tries.trie_of(one) is not None:
-            is_before = False
-        elif is_before or bans_everywhere(one):  # what bans tokens may do it before, as well
-            others.append(one)
-        elif not _is_idle(one, length):
-            return None
-    return others
+        if rest or tries.trie_of(one) is not None:
+            rest.append(one)
+            if bans_everywhere(one):  # before or after the choice of allowed tokens is the same
+                bans.append(one)
+            elif len(rest) > 1 and not _is_idle(one, length):
+                return None
+        else:
+            before.append(one)
+    return before, bans, rest
 
 
 def _is_idle(processor: Any, length: int) -> bool:

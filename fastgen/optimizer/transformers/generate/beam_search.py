@@ -27,7 +27,7 @@ from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import interception, versions
 from fastgen.optimizer.transformers.cache.recurrent import rows_of
 from fastgen.optimizer.transformers.generate import chunked_prefill, tries
-from fastgen.optimizer.transformers.generate.allowed_tokens import AllowedTokens
+from fastgen.optimizer.transformers.generate.allowed_tokens import AllowedTokens, Begun
 from fastgen.optimizer.transformers.generate.processors import Banning, Processing
 from fastgen.optimizer.transformers.model.base import Decoder, selected_inputs
 from fastgen.optimizer.transformers.request import Request
@@ -131,17 +131,21 @@ class Loop:
         if self._allowed is None:
             return self._ranked(search, logits)
         assert isinstance(search, BeamSearch)
+        begun = None
         if self._all_scores is None and not self.request.generation_config.do_sample:
             parents = self._allowed.choose(search, processors, self._process, logits, self._stops)
             if parents is not None:
                 return parents
-        parents = self._ranked(search, logits)
+            begun = self._allowed.begun
+        parents = self._ranked(search, logits, begun)
         self._allowed.advance(search, parents)
         return parents
 
-    def _ranked(self, search: Search, logits: Tensor) -> Tensor:
-        """Do what `_parents` does, by the scores of all tokens."""
+    def _ranked(self, search: Search, logits: Tensor, begun: Begun | None = None) -> Tensor:
+        """Do what `_parents` does, by the scores of all tokens. `begun`: what has been done already."""
         processors = self.request.logits_processor
+        if begun is not None:
+            return search.choose(self._process.apply(begun.processors, search.running(), begun.scores), self._stops)
         banned = None
         if self._takes_logits:
             banned = self._process.banned(processors, search.length, logits)

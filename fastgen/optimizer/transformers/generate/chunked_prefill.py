@@ -31,7 +31,7 @@ def configuration(request: Request) -> Any:
     if begins and not versions.chunks_the_rest():
         return config
     family = FAMILIES.get(request.model.config.model_type)
-    if family is None or not family.chunks_prompts or not request.facts.is_hosts_own:
+    if family is None or not family.chunks_prompts or not (request.facts.is_hosts_own and request.facts.is_causal):
         return config
     if torch.are_deterministic_algorithms_enabled():
         return config  # sums in another order, as the memory of the moment would have it

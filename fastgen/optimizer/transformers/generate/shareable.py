@@ -25,6 +25,8 @@ def unrefillable_model(model: Any) -> str | None:
     is_known = getattr(model.config, "model_type", None) in SHARE_BATCHES
     if not is_known or not (facts := facts_of(model)).is_hosts_own:
         return f"{type(model).__name__} has not been tried with sentences at different positions"
+    if not facts.is_causal:
+        return "tokens of its prompts attend to later ones, padding or not"
     return next((f"{finding}: such code may see other rows" for finding in facts.foreign), None)
 
 

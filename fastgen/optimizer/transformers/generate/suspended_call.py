@@ -11,6 +11,7 @@ from torch import Tensor
 from fastgen.decoding import front
 from fastgen.decoding.beam_search import BeamSearch
 from fastgen.decoding.search import Search
+from fastgen.memory import limits
 from fastgen.optimizer.transformers import dispatch, interception
 from fastgen.optimizer.transformers.cache import planning, prefixes, slim
 from fastgen.optimizer.transformers.generate import beam_search
@@ -76,6 +77,7 @@ class Call:
         self.request.seeds = seeds if self.request.generation_config.do_sample else None
         self._start(planned, stock)  # outside: what it raises has nothing to do with the interception
 
+    @limits.relief()
     @torch.no_grad()
     def _start(self, planned: PlannedCaches, stock: Callable[..., Any]) -> None:
         if why_not_shared(self.request, stock, self._tokens):

@@ -40,12 +40,14 @@ def _forces_one() -> bool:
 
 
 class Constraint:
-    """Does for a trie what the host's processor does, for rows that it has seen grow or for any others."""
+    """Does for a trie what the host's processor does: by the nodes it knows for rows that have grown by a token each,
+    else by those that it finds anew."""
 
     def __init__(self, rows: TrieRows | None = None) -> None:
         """`rows`: those of a beam search, which moves them on itself."""
         self._rows, self._is_moved_on = rows, rows is not None
         self._processor: Any = None
+        self._seen: Tensor | None = None  # the rows as they were at the last step
 
     def apply(self, processor: Any, trie: Trie, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores `[rows, V]` with -inf for each token that may not follow the row, int64 `[rows, length]`."""
@@ -62,13 +64,15 @@ class Constraint:
         return torch.where(is_stuck.repeat_interleave(beams, dim=0), mask, masked)
 
     def _at(self, processor: Any, trie: Trie, input_ids: Tensor) -> TrieRows:
-        rows, (count, length) = self._rows, input_ids.shape
+        rows, seen = self._rows, self._seen
         if rows is not None and self._is_moved_on:
             return rows
-        is_known = rows is not None and len(rows.nodes) == count and processor is self._processor
-        if rows is not None and is_known and rows.length == length - 1:
-            rows.advance(None, input_ids[:, -1])
-        elif rows is None or not is_known or rows.length != length:
+        # A search may have moved the rows, or left some out: only their tokens tell.
+        if rows is None or seen is None or processor is not self._processor:
             rows = TrieRows(trie, input_ids, processor._num_beams)
-        self._rows, self._processor = rows, processor
+        elif torch.equal(seen, input_ids[:, :-1]):
+            rows.advance(None, input_ids[:, -1])
+        elif not torch.equal(seen, input_ids):
+            rows = TrieRows(trie, input_ids, processor._num_beams)
+        self._rows, self._processor, self._seen = rows, processor, input_ids.clone()
         return rows

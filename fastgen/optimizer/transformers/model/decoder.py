@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -65,6 +66,8 @@ class TreeDecoder(Decoder):
         if self._calls_back or request.facts.is_interrupted:
             self.session.products.expect_edits()
         self.cache = tree_cache(self.session, request.model_kwargs[versions.CACHE])
+        if replayer is not None:
+            replayer.save = functools.partial(recurrent.saved, getattr(self.cache, "recurrent", ()))
         self.encoder_outputs: Any = None
         self.source_mask: Any = None
         self.peak_bytes = 0

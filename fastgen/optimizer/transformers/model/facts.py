@@ -31,6 +31,7 @@ class ModelFacts:
 
     is_hosts_own: bool  # all forward methods are the host's, torch's or ours
     is_tested: bool  # the same, and the test suite compares the family with stock
+    is_causal: bool  # no token of a prompt attends to later ones
     foreign: list[Finding]  # foreign code that a decode step would run
     foreign_in_encoder: list[Finding]  # foreign code that the encoder, which is called before the search, would run
     overridden_rule: str | None  # the search rule that the model's class, though the host's, overrides
@@ -116,6 +117,7 @@ def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
     return ModelFacts(
         is_hosts_own=is_hosts_own,
         is_tested=is_hosts_own and modules.is_of_tested_family(model) and not _has_weights_of_other_kinds(model),
+        is_causal=modules.is_causal(model),
         foreign=[*foreign_code.of_modules(parts.items()), *foreign_code.replaced_attention(everything)],
         foreign_in_encoder=foreign_code.of_modules(in_encoder),
         overridden_rule=foreign_code.overridden_rule(model),

@@ -117,7 +117,22 @@ def is_of_tested_family(model: Any) -> bool:
     """Whether the model's family is one of those that the test suite compares with stock."""
     config = getattr(model.config, "decoder", None)
     model_type = getattr(config if hasattr(config, "model_type") else model.config, "model_type", None)
-    return model_type in FAMILIES and FINDS_EAGER  # where eager attention can't be found, not even these are safe
+    # Where eager attention can't be found, not even these are safe.
+    return model_type in FAMILIES and FINDS_EAGER and is_causal(model)
+
+
+def is_causal(model: Any) -> bool:
+    """Whether no token of a prompt attends to later ones.
+
+    In Gemma they may, by `use_bidirectional_attention`, and in any decoder-only model by `config.is_causal`: then what
+    is computed for a prompt's beginning depends on all of the prompt. In an encoder-decoder only sources are prompts.
+    """
+    if model.config.is_encoder_decoder:
+        return True
+    config = model.config.get_text_config(decoder=True)
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return False
+    return all(getattr(module, "is_causal", True) for module in decoder_modules(model))
 
 
 def decoder_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
