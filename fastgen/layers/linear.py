@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.layers import packed_weights, quantized
+from fastgen.layers import packed_weights, precision, quantized
 from fastgen.layers.input_fusion import FusionGroup, unfusable
 from fastgen.layers.product_plan import ProductPlan, bias_of
 from fastgen.layers.quantized import Way
 from fastgen.layers.timing import Product, is_faster
-from fastgen.memory import arena
+from fastgen.memory import arena, limits
 from fastgen.ops import native_operator
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -193,6 +193,8 @@ class LinearDispatcher:
 
     def _plan(self, layer: nn.Module, rows: Tensor, number: int, transposed: bool) -> ProductPlan | None:
         if not _is_plain(layer, rows):
+            if (weight := layer._parameters.get("weight")) is not None and weight.dtype != torch.float32:
+                self._drop_outdated(layer)  # copies of what it was before `half`, say
             return None
         if self._ways is not None:
             way = self._ways[0 if number <= _SKINNY_ROWS else 1]
@@ -328,6 +330,8 @@ class LinearDispatcher:
         weight = weight.t() if transposed else weight
         key = (*_key(weight, limit), what)
         if key not in _verdicts:
+            if (available := limits.free()) is not None and 4 * weight.nbytes > available:
+                return False  # for now: a trial takes two copies
             try:
                 with arena.outside():
                     pays = is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias, over)
@@ -362,6 +366,7 @@ def _is_plain(layer: nn.Module, rows: Tensor) -> bool:
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
+        and precision.is_float32_on_cpu()
     )
 
 

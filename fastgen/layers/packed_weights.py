@@ -272,8 +272,8 @@ def joint(layer: nn.Module) -> _Packed | None:
 def join(siblings: list[nn.Module]) -> bool:
     """Give these layers one packed copy instead of one each; False if memory is short."""
     with _lock:
-        weight = torch.cat([layer.weight.detach() for layer in siblings])  # type: ignore[operator]
-        packed = _packed(siblings, lambda: pack(weight), weight.nbytes)
+        weights: list[Tensor] = [layer.weight.detach() for layer in siblings]  # type: ignore[operator]
+        packed = _packed(siblings, lambda: pack(torch.cat(weights)), sum(weight.nbytes for weight in weights))
         if packed is None:
             return False
         _joint[siblings[0]] = packed

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -33,6 +34,8 @@ _NEVER_IN_STEPS = frozenset(
 )
 _PRINTS = {"extra_repr", "__repr__"}  # which libraries of quantised weights set on the layer
 _PARAMETERS = (Tensor, nn.Parameter)
+_GLOBAL: Any = nn.modules.module
+_PLAIN_OBJECTS = frozenset("builtins operator typing weakref".split())  # modules of classes that call no foreign code
 _ATTRIBUTES_OF_MODULES = frozenset(vars(nn.Module()))  # hooks among them, which are checked apart
 
 
@@ -42,6 +45,7 @@ class Finding(NamedTuple):
     where: str  # the module's path in the model, "" for the model itself
     what: str  # in words
     name: str = ""  # of the method concerned, if it is one
+    code: tuple[_Identity, ...] = ()  # what tells it from other code in the same place
 
     def __str__(self) -> str:
         return f"{self.where or 'the model'} {self.what}"
@@ -62,7 +66,8 @@ class HostCode:
     def find(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Finding]:
         """The foreign code in these modules, given with their paths in the model."""
         if nn.modules.module._has_any_global_hook():
-            yield Finding("", "is called with hooks of yours on all modules")
+            found = [*_GLOBAL._global_forward_pre_hooks.values(), *_GLOBAL._global_forward_hooks.values()]
+            yield Finding("", "is called with hooks of yours on all modules", code=_identities(*found))
         if (replaced := replaced_code.replaced_function()) is not None:
             yield Finding("", f"calls {replaced}, which is not torch's own")
         kinds: dict[type, tuple[str, ...] | None] = {}
@@ -74,7 +79,8 @@ class HostCode:
             if kind not in kinds:
                 kinds[kind] = self._of_class(kind)
             if (found := kinds[kind]) is not None:
-                yield Finding(path, *found)
+                code = getattr(kind, found[1], None) if len(found) > 1 else kind
+                yield Finding(path, *found, code=_identities(code))
             else:
                 yield from self._of_instance(path, module)
         for name in {base.__module__ for kind in kinds for base in kind.__mro__ if self._owns(base)}:
@@ -139,14 +145,20 @@ class HostCode:
             inner = getattr(function, "__wrapped__", None)
             return getattr(function, "_torchdynamo_disable", False) and inner is not None and self._is_host_code(inner)
         root = _root(home)
-        return root in (*packages, *self.packages, "torch", "fastgen") or root in sys.stdlib_module_names
+        if root in (*packages, *self.packages, "torch", "fastgen"):
+            return True
+        if isinstance(function, functools._lru_cache_wrapper):
+            return self._is_host_code(function.__wrapped__, *packages)
+        # Of the standard library's objects, a Mock or the like calls whatever it was given.
+        is_function = isinstance(function, (types.FunctionType, types.BuiltinFunctionType, types.MethodType))
+        return root in (sys.stdlib_module_names if is_function else _PLAIN_OBJECTS)
 
     def _of_instance(self, path: str, module: nn.Module, *packages: str) -> Iterator[Finding]:
         """The foreign code on this one object; code of these `packages` is none."""
         own, kind = vars(module), cast(Any, type(module))
         for hook in (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()):
             if not all(map(self._is_host_code, _functions(hook))):
-                yield Finding(path, "has hooks of yours")
+                yield Finding(path, "has hooks of yours", code=_identities(hook))
         if own.get("_compiled_call_impl") is not None:
             yield Finding(path, "is compiled")
         for name, value in (*own["_parameters"].items(), *own["_buffers"].items()):
@@ -157,7 +169,7 @@ class HostCode:
             if not callable(value) or isinstance(value, type) or name not in _names_in_code(kind) - _PRINTS:
                 continue
             if not all(self._is_host_code(function, *packages) for function in _functions(value)):
-                yield Finding(path, f"has a {name} of its own", name)
+                yield Finding(path, f"has a {name} of its own", name, _identities(value))
 
     def _of_namespace(self, name: str) -> Iterator[Finding]:
         """Find functions in one of the host's modules that somebody has put in place of the host's."""
@@ -170,7 +182,7 @@ class HostCode:
                 continue
             is_import = attribute not in defined and _root(home_of(value)) in imported
             if not is_import and not all(map(self._is_host_code, _functions(value))):
-                yield Finding("", f"calls {name}.{attribute}, which is not the host's own", attribute)
+                yield Finding("", f"calls {name}.{attribute}, which is not the host's own", attribute, _identities(value))
 
 
 # The mode of `with torch.device(...)` says where tensors are made, and our own modes count.
@@ -199,6 +211,30 @@ def home_of(function: Any) -> str:
     if isinstance(function, types.BuiltinFunctionType):
         return str(function.__module__ or "builtins")
     return type(function).__module__
+
+
+class _Identity:
+    """Equal to another one of the same object while that is alive, without keeping it alive if that can be."""
+
+    def __init__(self, thing: Any) -> None:
+        self._id = id(thing)
+        self._get: Callable[[], Any]
+        try:
+            self._get = weakref.ref(thing)
+        except TypeError:  # a built-in one
+            self._get = lambda: thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and (thing := self._get()) is not None and thing is other._get()
+
+    def __hash__(self) -> int:
+        return self._id
+
+
+def _identities(*functions: Any) -> tuple[_Identity, ...]:
+    """What tells these functions, and the objects that they are bound to, from any others."""
+    parts = (part for each in functions for part in (getattr(each, "__func__", each), getattr(each, "__self__", None)))
+    return tuple(_Identity(part) for part in parts if part is not None)
 
 
 def _root(module: str) -> str:

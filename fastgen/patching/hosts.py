@@ -12,7 +12,7 @@ from types import ModuleType
 
 from fastgen import report
 from fastgen.patching.import_hook import cancel, when_imported
-from fastgen.patching.patch_set import PatchSet, SeamMismatch
+from fastgen.patching.patch_set import ForeignSeam, PatchSet, SeamMismatch
 from fastgen.report import HostStatus
 
 # Guards the switch and every host's patches. Never held while a module is imported: another thread
@@ -71,12 +71,13 @@ class Leaf:
 
     def _leave_alone(self, error: Exception) -> None:
         self.mismatch = str(error) or type(error).__name__
-        if self is self.host.leaf:
+        if isinstance(error, ForeignSeam) or self is not self.host.leaf:
+            if not self._warned:
+                self._warned = True
+                text = f"fastgen leaves {self.name} of {self.host.name} {self.host.version()} alone: {self.mismatch}"
+                report.warn(text, loses_nothing=False)
+        else:
             report.warn_of_version(self.host.name, f"alone: {self.mismatch}")
-        elif not self._warned:
-            self._warned = True
-            text = f"fastgen leaves {self.name} of {self.host.name} {self.host.version()} alone: {self.mismatch}"
-            report.warn(text, loses_nothing=False)
 
 
 class Host:

@@ -27,6 +27,10 @@ _lock = threading.RLock()
 _all: weakref.WeakSet[PatchSet] = weakref.WeakSet()
 
 
+class ForeignSeam(SeamMismatch):
+    """Somebody has replaced what the adapter would stand for, and fastgen would never call it."""
+
+
 class PatchSet:
     """Replaced attributes, with the originals to put back.
 
@@ -102,6 +106,20 @@ def unpatched(owner: type) -> dict[str, Any]:
         while (key := (name, id(attributes[name]))) in replaced:  # one replacement upon another
             attributes[name] = replaced.pop(key)
     return {name: value for name, value in attributes.items() if value is not MISSING}
+
+
+def require_own(function: Any, package: str) -> None:
+    """Raise ForeignSeam if a function of the host's, which ours is to stand for, is code of somebody else."""
+    from fastgen.patching.replaced_code import is_of  # brings torch with it, as the host does
+
+    name, inner = getattr(function, "__qualname__", repr(function)), function
+    while inner is not None:
+        if not is_of(inner, package, "torch", "fastgen"):
+            raise ForeignSeam(
+                f"{name} has been replaced by code that is not {package}'s. Import fastgen before it is replaced: then "
+                "the replacement wraps fastgen's"
+            )
+        inner = getattr(inner, "__wrapped__", None)
 
 
 def require_signature(function: Callable[..., Any], parameters: Sequence[str]) -> None:

@@ -12,28 +12,30 @@ from fastgen.patching.patch_set import PatchSet
 Wrapper = Callable[[Any], Any]
 
 _lock = threading.Lock()
-_redirections: dict[tuple[Any, str], list[Any]] = {}  # (owner, name) -> [users, patches]
+_redirections: dict[tuple[Any, str], tuple[set[object], PatchSet]] = {}  # (owner, name) -> users, patches
 
 
 @contextlib.contextmanager
 def redirected(wrappers: Mapping[Any, Wrapper]) -> Iterator[None]:
     """Inside the block these attributes, by owner and name, are wrapped for all threads: wrappers ask whose call it is.
 
-    The owners are classes or modules.
+    The owners are classes or modules. Whatever ends the block, or keeps it from beginning, they are put back.
     """
-    with _lock:
-        for (owner, name), wrap in wrappers.items():
-            entry = _redirections.setdefault((owner, name), [0, PatchSet()])
-            if not entry[0]:
-                entry[1].replace(owner, name, wrap(getattr(owner, name)))
-            entry[0] += 1
+    user = object()
     try:
+        with _lock:
+            for (owner, name), wrap in wrappers.items():
+                users, patches = _redirections.setdefault((owner, name), (set(), PatchSet()))
+                if not len(patches):
+                    patches.replace(owner, name, wrap(getattr(owner, name)))
+                users.add(user)
         yield
     finally:
         with _lock:
             for seam in wrappers:
-                entry = _redirections[seam]
-                entry[0] -= 1
-                if not entry[0]:
-                    entry[1].revert()
-                    del _redirections[seam]
+                if seam in _redirections:
+                    users, patches = _redirections[seam]
+                    users.discard(user)
+                    if not users:
+                        patches.revert()
+                        del _redirections[seam]

@@ -20,6 +20,7 @@ from torch import nn
 from fastgen import config
 from fastgen.cache.tree import BeamTree
 from fastgen.layers.linear import LinearDispatcher
+from fastgen.layers import precision
 from fastgen.memory import limits
 from fastgen.memory.release import keeper
 from fastgen.replay.replayer import Captured, Replayer
@@ -99,12 +100,14 @@ def surroundings(device: torch.device) -> Hashable:
         config.current().weights,
         # A call that takes over memory of another stream would have to wait for that stream.
         torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else torch.get_num_threads(),
+        precision.of_products(),
         torch.get_default_dtype(),
         torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
     )
 
 
@@ -176,6 +179,8 @@ def put(
         if kept is None:
             kept = _kept[model] = _Kept()
             weakref.finalize(model, kept.close).atexit = False
+        if kept.guards is not None and not kept.guards.is_current():
+            kept.close()  # the model has changed within the call: recordings made before are of another one
         if kept.guards is None:
             kept.guards = look()
         if not kept.guards.is_complete:

@@ -200,6 +200,40 @@ def test_nothing_is_packed_when_memory_is_short(monkeypatch: pytest.MonkeyPatch)
     assert free() and (limits.free() or 2**40) > 2**20
 
 
+def test_no_trial_where_memory_is_short(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight is copied for it; and it is made later, when there is more."""
+    tried: list[Any] = []
+    monkeypatch.setattr(linear, "is_faster", lambda *args: bool(tried.append(args)) or False)
+    layer, rows = torch.nn.Linear(512, 512), torch.randn(4, 512)
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "free", lambda: 4 * layer.weight.nbytes - 1)
+        assert multiply(layer, rows, "auto")[1] == 0 and not tried
+    multiply(layer, rows, "auto")
+    assert tried
+
+
+@packed_only
+def test_copies_go_when_the_layer_is_moved_to_another_dtype() -> None:
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
+    multiply(layer, rows)
+    assert packed_weights.nbytes()
+    layer.bfloat16()
+    output, count = multiply(layer, rows.bfloat16())
+    assert count == 0 and packed_weights.nbytes() == 0 and output.dtype == torch.bfloat16
+
+
+def test_products_that_the_user_lets_round_are_stocks() -> None:
+    layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
+    known = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        output, count = multiply(layer, rows)
+        assert count == 0 and torch.equal(output, stock(layer, rows))
+    finally:
+        torch.set_float32_matmul_precision(known)
+    assert multiply(layer, rows)[1] == 1
+
+
 @packed_only
 def test_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_weights, "pack", lambda weight: SimpleNamespace().missing)
@@ -366,6 +400,24 @@ def test_siblings_without_memory(block: Block, widths: list[int], monkeypatch: p
         widths.clear()
         _same(block, x, block.run(x.clone(), _calls(decode)))
     assert widths == [48, 16, 16, 32, 64, 64]
+
+
+@torch.no_grad()
+@packed_only
+def test_siblings_whose_weights_cannot_be_put_together(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    cat, failed = torch.cat, []
+
+    def fail(tensors: Any, dim: int = 0) -> Any:
+        if dim == 0:
+            failed.append(tensors)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return cat(tensors, dim=dim)
+
+    decode, x = LinearDispatcher("always"), torch.randn(4, 32)
+    monkeypatch.setattr(torch, "cat", fail)
+    for _ in range(3):
+        _same(block, x, block.run(x.clone(), _calls(decode)))
+    assert failed
 
 
 @packed_only

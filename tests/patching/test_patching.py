@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fastgen.patching.patch_set import MISSING, PatchSet, SeamMismatch, require_signature, unpatched
+from fastgen.patching.patch_set import MISSING, PatchSet, SeamMismatch, require_own, require_signature, unpatched
+from fastgen.patching.redirection import redirected
 
 
 class Base:
@@ -222,6 +224,36 @@ def test_a_wrong_signature_is_named(expected: list[str], message: str) -> None:
     with pytest.raises(SeamMismatch) as error:
         require_signature(seam, expected)
     assert str(error.value) == f"seam has other parameters than expected: {message}"
+
+
+def test_code_of_somebody_else_is_a_mismatch() -> None:
+    require_own(copy.deepcopy, "copy")
+
+    @functools.wraps(copy.deepcopy)
+    def wrapper(*args: Any) -> Any:
+        return copy.deepcopy(*args)
+
+    with pytest.raises(SeamMismatch, match=r"^deepcopy has been replaced by code that is not copy's\. Import"):
+        require_own(wrapper, "copy")
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrapper", "body"])
+def test_a_redirection_that_fails_leaves_nothing(fault: str) -> None:
+    def broken(function: Any) -> Any:
+        raise KeyboardInterrupt
+
+    wrappers: dict[tuple[Any, str], Any] = {(Host, "method"): lambda function: ours}
+    if fault != "body":
+        wrappers[Host, "nothing" if fault == "missing" else "static"] = broken
+    before = raw(Host)
+    with pytest.raises((AttributeError, KeyboardInterrupt)), redirected(wrappers):
+        raise KeyboardInterrupt
+    assert raw(Host) == before
+    with redirected({(Host, "method"): lambda function: ours}):
+        with redirected({(Host, "method"): broken}):  # it is wrapped already
+            assert Host.method is ours
+        assert Host.method is ours
+    assert raw(Host) == before
 
 
 def test_no_signature_is_a_mismatch_too() -> None:

@@ -134,6 +134,12 @@ def test_surroundings() -> None:
         assert store.surroundings(CPU) != before
     with TorchFunctionMode():
         assert store.surroundings(CPU) is None
+    known = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert store.surroundings(CPU) != before
+    finally:
+        torch.set_float32_matmul_precision(known)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {

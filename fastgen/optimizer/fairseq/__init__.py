@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from fastgen.optimizer.fairseq import checkpoints, seams
-from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_signature
+from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_own, require_signature
 
 TESTED = "0.12.3.1"  # the newest version of the host
 
@@ -33,6 +33,7 @@ def install(patches: PatchSet, module: ModuleType) -> None:
 def _sequence_generator(patches: PatchSet, module: ModuleType) -> None:
     generator, ensemble = module.SequenceGenerator, module.EnsembleModel
     stock = generator._generate
+    require_own(stock, "fairseq")
     require_signature(stock, _GENERATE)
     for name in _ENSEMBLE:
         if not hasattr(ensemble, name):

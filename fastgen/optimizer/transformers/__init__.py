@@ -10,7 +10,7 @@ from typing import Any
 
 from fastgen import config, report
 from fastgen.optimizer.transformers import expansion, streaming, word_times
-from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_signature
+from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_own, require_signature
 
 TESTED = "5.24.0"  # the newest version of the host
 
@@ -56,6 +56,7 @@ def _install(patches: PatchSet, module: ModuleType) -> None:
     """Replace `_beam_search`, `_sample` and the method that calls the encoder in `module`'s GenerationMixin."""
     mixin = module.GenerationMixin
     for name, parameters in _SEAMS.items():
+        require_own(getattr(mixin, name), "transformers")
         require_signature(getattr(mixin, name), parameters)
     for name in _NEEDED:
         if not hasattr(mixin, name):

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastgen import config
 from fastgen.optimizer import together
-from fastgen.patching.patch_set import PatchSet, require_signature
+from fastgen.patching.patch_set import PatchSet, require_own, require_signature
 
 TESTED = "20250625"  # the newest version of the host
 
@@ -35,6 +35,7 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     inference = module.PyTorchInference
     require_signature(inference.__init__, ("self", "model", "initial_token_length"))
     for name, parameters in _METHODS.items():
+        require_own(getattr(inference, name), "whisper")
         require_signature(getattr(inference, name), parameters)
     methods = {name: getattr(inference, name) for name in _METHODS}
     patches.replace(inference, "__init__", _wrapped(inference, inference.__init__, methods))

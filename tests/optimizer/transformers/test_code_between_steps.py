@@ -268,6 +268,36 @@ def test_a_change_after_the_last_step(change: Change, monkeypatch: pytest.Monkey
             harness.compare(model, inputs_of("bart", 1), **options_of(way, User()))
 
 
+@pytest.mark.parametrize("what", ["scaling", "weight"])
+def test_a_change_that_is_undone_after_the_call(what: str) -> None:
+    """Steps captured after the change are of another model than those that earlier calls have left."""
+    model = copy.deepcopy(zoo.load("bart"))
+    attentions = [part for layer in _layers(model) for part in (layer.self_attn, layer.encoder_attn)]
+    kept = [layer.fc2.weight for layer in _layers(model)]
+
+    def change() -> None:
+        if what == "scaling":
+            for attention in attentions:
+                attention.scaling = -10.0
+        else:
+            _other_parameter(model, None)
+
+    def undo() -> None:
+        for attention in attentions:
+            attention.scaling = attention.head_dim**-0.5
+        for layer, weight in zip(_layers(model), kept, strict=True):
+            layer.fc2.weight = weight
+
+    with harness.configured(replay="always"):
+        harness.compare(model, inputs_of("bart"), **options_of("processor", User()))
+        assert store.count(model) == 1
+        captures = statistics.counts(model).captures
+        harness.run_fastgen(model, inputs_of("bart", 1), **options_of("processor", User(change)))
+        assert statistics.counts(model).captures > captures, "the change was not seen"
+        undo()
+        harness.compare(model, inputs_of("bart", 2), **options_of("processor", User()))
+
+
 def test_other_weights_at_each_step() -> None:
     """Nothing is ever captured: each step runs as the model then is."""
 

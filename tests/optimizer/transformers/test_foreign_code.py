@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import harness
 import pytest
@@ -335,6 +337,60 @@ def test_what_comes_and_goes_between_calls() -> None:
         own = user.replace("mlp", Counting)
         harness.compare(user.model, inputs, expected="fallback", **options)
         user.replace("mlp", lambda _, own=own: own.base)
+
+
+@pytest.mark.parametrize("kind", [Mock, functools.lru_cache])
+def test_a_hook_that_is_an_object_of_the_standard_library(kind: Any) -> None:
+    """A mock calls whatever it was given, here something that sees the number of rows."""
+    model, inputs = copy.deepcopy(zoo.load("llama")), zoo.inputs_for("llama")
+
+    def effect(module: Any, args: Any, output: Tensor) -> Tensor:
+        return output * (1 + 0.05 * output.shape[0])
+
+    hook = Mock(side_effect=effect) if kind is Mock else functools.lru_cache(lambda module, args, output: output * 1.1)
+    model.model.layers[0].mlp.register_forward_hook(hook)
+    harness.compare(model, inputs, expected="fallback", **options_of("beams"))
+
+
+def test_a_verdict_is_of_the_code_that_was_tried() -> None:
+    """Another hook in the same place is tried anew."""
+    model, inputs, options = copy.deepcopy(zoo.load("llama")), zoo.inputs_for("llama"), options_of("beams")
+    part, expected = model.model.layers[0].mlp, []
+    for hook in (lambda m, a, x: x * 1.1, lambda m, a, x: x * (1 + 0.05 * x.shape[0]), lambda m, a, x: x * 0.9):
+        handle = part.register_forward_hook(hook)
+        stock = harness.run_stock(model, inputs, **options)
+        with harness.configured(foreign_code="trial", strict=False):
+            ours, calls = harness.run_fastgen(model, inputs, strict=False, **options)
+        harness.assert_same(stock, ours)
+        expected.append(calls[-1].tier != "stock")
+        handle.remove()
+    assert expected == [True, False, True]
+
+
+def test_a_search_replaced_before_fastgen_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs: the host is left alone, and the status says why."""
+    calls = []
+    fastgen.disable()
+    try:
+        search = GenerationMixin._beam_search
+
+        @functools.wraps(search)
+        def mine(self: Any, *args: Any, **options: Any) -> Any:
+            calls.append(self)
+            return search(self, *args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(GenerationMixin, "_beam_search", mine)
+            with pytest.warns(RuntimeWarning, match="_beam_search has been replaced by code that is not transformers's"):
+                fastgen.enable()
+            model = zoo.load("llama")
+            model.generate(**zoo.inputs_for("llama"), **options_of("beams"))
+            assert len(calls) == 1
+            assert "has been replaced" in str(fastgen.status())
+            fastgen.disable()
+    finally:
+        fastgen.enable()
+    harness.compare(zoo.load("llama"), zoo.inputs_for("llama"), **options_of("beams"))
 
 
 @pytest.mark.parametrize("family", ["llama", "bart"])

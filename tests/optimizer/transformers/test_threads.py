@@ -98,3 +98,11 @@ def test_fallbacks_beside_accelerated_searches() -> None:
     model, inputs = zoo.load("llama"), zoo.inputs_for("llama")
     without_cache = dict(num_beams=3, max_new_tokens=8, use_cache=False)
     run_together([generating(model, inputs, SEARCHES[0]), generating(model, inputs, without_cache)])
+
+
+def test_torchscript_while_another_thread_decodes() -> None:
+    """Linear layers are wrapped for all threads then; torch reads a wrapped function's source, and our globals."""
+    layer, rows = torch.nn.Linear(4, 4), torch.randn(2, 4)
+    with redirected(session._PRODUCTS):
+        scripted = torch.jit.script(layer)
+    assert torch.equal(scripted(rows), layer(rows))

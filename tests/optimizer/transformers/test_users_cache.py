@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import zoo
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
 import fastgen
 from fastgen import report
@@ -165,6 +166,42 @@ def test_a_returned_cache_is_reset(looks: bool) -> None:
 def cache_shape(model: Any) -> tuple[int, int, int, int]:
     config = model.config
     return 2, config.num_key_value_heads, 3, config.hidden_size // config.num_attention_heads
+
+
+@pytest.mark.parametrize("kind", ["kv", "x"])
+def test_a_returned_cache_knows_nothing_of_later_weights(kind: str) -> None:
+    model, inputs = zoo.fresh("bart"), zoo.inputs_for("bart", length=LENGTH)
+    options = dict(num_beams=2, max_new_tokens=6, return_dict_in_generate=True)
+    with fastgen.disabled():
+        stock = getattr(model.generate(**inputs, **options), versions.CACHE)
+    with harness.configured(strict=True, cache=kind):
+        ours = getattr(model.generate(**inputs, **options), versions.CACHE)
+    with torch.no_grad():
+        for layer in model.model.decoder.layers:
+            layer.self_attn.k_proj.weight.mul_(2)
+            layer.encoder_attn.v_proj.weight.mul_(2)
+    for theirs, mine in zip(stock.self_attention_cache.layers, ours.self_attention_cache.layers, strict=True):
+        torch.testing.assert_close(mine.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+    for theirs, mine in zip(stock.cross_attention_cache.layers, ours.cross_attention_cache.layers, strict=True):
+        torch.testing.assert_close(mine.values, theirs.values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, DynamicLayer], ids=lambda kind: kind.__name__)
+def test_a_replaced_method_of_the_hosts_caches(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As who quantises keys does: the tree would call none of it."""
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama", length=LENGTH)
+    update = kind.update
+
+    @functools.wraps(update)
+    def rounding(self: Any, keys: Any, values: Any, *args: Any, **options: Any) -> Any:
+        return update(self, (keys * 2).round() / 2, values, *args, **options)
+
+    monkeypatch.setattr(kind, "update", rounding)
+    with fastgen.disabled():
+        stock = model.generate(**inputs, num_beams=3, max_new_tokens=8)
+    report.reset()
+    assert torch.equal(stock, model.generate(**inputs, num_beams=3, max_new_tokens=8))
+    assert report.calls()[-1].tier == "stock" and f"{kind.__name__}.update" in (report.calls()[-1].reason or "")
 
 
 def test_without_memory_the_cache_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ class _Gathered(CacheLayerMixin):
         self._stored, self._slim, self._index = stored, slim, index
         self.dtype, self.device = stored[0].dtype, stored[0].device
         self.is_initialized = True
+        if slim is not None:
+            _ = self.keys  # computed from weights, which may change before somebody looks
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("keys", "values") and vars(self).get(name) is None and (stored := vars(self).get("_stored")):

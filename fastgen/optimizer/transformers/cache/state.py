@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from fastgen import config
-from fastgen.layers import fingerprints
+from fastgen.layers import fingerprints, precision
 from fastgen.optimizer.transformers.model import facts
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, type)
@@ -22,16 +22,8 @@ def state_of(model: Any, part: nn.Module, known: facts.ModelFacts) -> Hashable:
     Looking for edits reads all weights once: see `fastgen.layers.fingerprints`. `known`: the facts of the model.
     """
     weights = list(weights_of(part))
-    settings = config.current().weights, _products(), *(_place(weight.device) for weight in weights[:1])
+    settings = config.current().weights, precision.of_products(), *(_place(weight.device) for weight in weights[:1])
     return type(part), fingerprints.states_of(weights), _attributes(model, known), settings
-
-
-def _products() -> Hashable:
-    """What float32 products are rounded to, by each of torch's libraries."""
-    backends = torch.backends.cuda, torch.backends.mkldnn
-    found = [getattr(backend.matmul, "fp32_precision", None) for backend in backends if hasattr(backend, "matmul")]
-    # Before torch 2.9 one setting is for all of them; since then asking for it may be an error.
-    return tuple(found) if any(found) else torch.get_float32_matmul_precision()
 
 
 def _place(device: torch.device) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from fastgen.cache.tree_layer import TreeLayer
 from fastgen.optimizer.transformers.cache import recurrent
 from fastgen.optimizer.transformers.cache.slim import SlimCaches
 from fastgen.optimizer.transformers.model.session import Session
+from fastgen.patching.replaced_code import is_of
 from fastgen.report import OfThisVersion
 
 __phase__ = phases.CACHE
@@ -50,6 +52,8 @@ def unsupported_cache(cache: Any) -> str | None:
         cache = cache.self_attention_cache
     if type(cache) is not DynamicCache:
         return _told(type(cache), f"its cache is a {type(cache).__name__}")
+    if replaced := _replaced_method():
+        return f"{replaced} of its cache is not the host's own"
     for layer in cache.layers:
         if type(layer) not in _KEYS_ALONE and (is_split or not recurrent.is_known(layer)):
             return _told(type(layer), f"a layer keeps its state in a {type(layer).__name__}")
@@ -59,6 +63,18 @@ def unsupported_cache(cache: Any) -> str | None:
 
 
 _KEYS_ALONE = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def _replaced_method() -> str | None:
+    """The first method of the host's caches that somebody has replaced: the tree calls none of them."""
+    for kind in (Cache, DynamicCache, EncoderDecoderCache, CacheLayerMixin, *_KEYS_ALONE):
+        for name, value in vars(kind).items():
+            function = value.fget if isinstance(value, property) else value
+            if isinstance(function, FunctionType) and not is_of(function, "transformers", "torch", "fastgen"):
+                return f"{kind.__name__}.{name}"
+    return None
+
+
 # Classes in the host's module of caches, in all versions so far, that are known, though the tree cannot replace them.
 _KNOWN = re.compile(
     "(Static|Quantized|Offloaded|Hybrid|Sink|SlidingWindow|Mtp|DFlash|EncoderDecoder|Chunked|Dynamic"
