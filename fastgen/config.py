@@ -176,7 +176,7 @@ def configured(**options: Any) -> Iterator[Config]:
 
 
 def everywhere(name: str) -> list[Any]:
-    """The values of a setting that are in force somewhere now: the process's, and those of open blocks of any thread."""
+    """The values of a setting that are in force now: the process's, and those of open blocks of any thread."""
     with _lock:
         return [getattr(_current, name), *(options[name] for options in _blocks if name in options)]
 

@@ -10,7 +10,7 @@ from typing import Any
 from table_markup import table
 
 Result = Callable[[str], dict[str, Any]]  # the newest of a scenario's results, by its name
-_PEERS = {"ctranslate2": "CTranslate2", "llamacpp": "llama.cpp"}
+_PEERS = {"ctranslate2": "CTranslate2", "llamacpp": "llama.cpp", "openvino": "OpenVINO"}
 # Who, the suite and the task, and which sides people would otherwise install.
 _TASKS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("translation, many sentences", "peers", "ddtp", ("ctranslate2",)),
@@ -20,7 +20,7 @@ _TASKS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("captions", "captions", "captions-blip-base", ()),
     ("captions, a large image tower", "captions", "captions-florence2-base", ()),
     ("retrieval, many beams over a trie", "wide", "t5-small-beams-400", ()),
-    ("chat, one prompt, greedy", "greedy", "greedy-smollm-64", ("ctranslate2", "llamacpp")),
+    ("chat, one prompt, greedy", "peers", "greedy-smollm-64", ("ctranslate2", "llamacpp", "openvino")),
 )
 
 

@@ -366,7 +366,7 @@ def _is_plain(layer: nn.Module, rows: Tensor) -> bool:
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and precision.is_float32_on_cpu()
+        and not precision.may_be_bfloat16_on_cpu()
     )
 
 

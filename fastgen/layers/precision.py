@@ -1,4 +1,4 @@
-"""What torch rounds the factors of float32 products to: a setting of the user's, for each of torch's libraries."""
+"""What torch may round the factors of float32 products to: a setting of the user's, for each of torch's libraries."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Hashable
 
 import torch
 
-_EXACT = ("none", "ieee")
-
 
 def _by_library() -> dict[str, str]:
-    """The settings by library; empty before torch 2.9, which has one setting for all."""
+    """The settings by library, `none` being the default; empty before torch 2.9, which has one setting for all."""
     libraries = {"cuda": torch.backends.cuda, "mkldnn": torch.backends.mkldnn}
-    found = {name: getattr(getattr(library, "matmul", None), "fp32_precision", "") for name, library in libraries.items()}
+    products = {name: getattr(library, "matmul", None) for name, library in libraries.items()}
+    found = {name: getattr(one, "fp32_precision", "") for name, one in products.items()}
     return found if all(found.values()) else {}
 
 
 def of_products() -> Hashable:
     """A value that differs where float32 products may be rounded otherwise."""
     # The old setting may not even be asked for once the new ones were used.
-    return tuple(_by_library().values()) or torch.get_float32_matmul_precision()
+    return (
+        tuple(found.replace("none", "ieee") for found in _by_library().values()) or torch.get_float32_matmul_precision()
+    )
 
 
-def is_float32_on_cpu() -> bool:
-    """Whether torch's products on a CPU are those of float32 numbers as they are."""
+def may_be_bfloat16_on_cpu() -> bool:
+    """Whether the user lets torch compute float32 products on a CPU in bfloat16, which some processors do."""
     found = _by_library()
-    return found["mkldnn"] in _EXACT if found else torch.get_float32_matmul_precision() != "medium"
+    return found["mkldnn"] == "bf16" if found else torch.get_float32_matmul_precision() == "medium"

@@ -66,8 +66,8 @@ class HostCode:
     def find(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Finding]:
         """The foreign code in these modules, given with their paths in the model."""
         if nn.modules.module._has_any_global_hook():
-            found = [*_GLOBAL._global_forward_pre_hooks.values(), *_GLOBAL._global_forward_hooks.values()]
-            yield Finding("", "is called with hooks of yours on all modules", code=_identities(*found))
+            hooks = (*_GLOBAL._global_forward_pre_hooks.values(), *_GLOBAL._global_forward_hooks.values())
+            yield Finding("", "is called with hooks of yours on all modules", code=_identities(*hooks))
         if (replaced := replaced_code.replaced_function()) is not None:
             yield Finding("", f"calls {replaced}, which is not torch's own")
         kinds: dict[type, tuple[str, ...] | None] = {}
@@ -79,8 +79,8 @@ class HostCode:
             if kind not in kinds:
                 kinds[kind] = self._of_class(kind)
             if (found := kinds[kind]) is not None:
-                code = getattr(kind, found[1], None) if len(found) > 1 else kind
-                yield Finding(path, *found, code=_identities(code))
+                what, name = (*found, "")[:2]
+                yield Finding(path, what, name, _identities(getattr(kind, name, None) if name else kind))
             else:
                 yield from self._of_instance(path, module)
         for name in {base.__module__ for kind in kinds for base in kind.__mro__ if self._owns(base)}:
@@ -182,7 +182,8 @@ class HostCode:
                 continue
             is_import = attribute not in defined and _root(home_of(value)) in imported
             if not is_import and not all(map(self._is_host_code, _functions(value))):
-                yield Finding("", f"calls {name}.{attribute}, which is not the host's own", attribute, _identities(value))
+                what = f"calls {name}.{attribute}, which is not the host's own"
+                yield Finding("", what, attribute, _identities(value))
 
 
 # The mode of `with torch.device(...)` says where tensors are made, and our own modes count.

@@ -19,8 +19,8 @@ from torch import nn
 
 from fastgen import config
 from fastgen.cache.tree import BeamTree
-from fastgen.layers.linear import LinearDispatcher
 from fastgen.layers import precision
+from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import limits
 from fastgen.memory.release import keeper
 from fastgen.replay.replayer import Captured, Replayer

@@ -12,7 +12,7 @@ from fastgen import config as settings
 from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import expansion, foreign_code, versions
 from fastgen.optimizer.transformers.cache import users_cache
-from fastgen.optimizer.transformers.cache.tree_cache import unsupported_cache, unsupported_storage
+from fastgen.optimizer.transformers.cache.tree_cache import replaced_method, unsupported_cache, unsupported_storage
 from fastgen.optimizer.transformers.model.base import three_dimensions
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE
@@ -71,6 +71,8 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
             return OfThisVersion(f"its cache is called {name}, and not {CACHE}")
         return "no cache of the standard kind is used"
     cache = kwargs[CACHE]
+    if reason := replaced_method():
+        return reason
     is_users = users_cache.is_users(cache)
     if not is_users and (reason := unsupported_storage(cache)):
         return reason

@@ -381,7 +381,9 @@ def test_a_search_replaced_before_fastgen_came(monkeypatch: pytest.MonkeyPatch) 
 
         with monkeypatch.context() as patch:
             patch.setattr(GenerationMixin, "_beam_search", mine)
-            with pytest.warns(RuntimeWarning, match="_beam_search has been replaced by code that is not transformers's"):
+            with pytest.warns(
+                RuntimeWarning, match="_beam_search has been replaced by code that is not transformers's"
+            ):
                 fastgen.enable()
             model = zoo.load("llama")
             model.generate(**zoo.inputs_for("llama"), **options_of("beams"))

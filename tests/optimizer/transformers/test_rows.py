@@ -151,9 +151,7 @@ def test_long_outputs_of_hybrids(family: str, replay: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("where", ["in the step", "after it"])
 @pytest.mark.parametrize("family", zoo.HYBRIDS)
-def test_a_capture_that_fails_advances_no_state_twice(
-    family: str, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_fails_advances_no_state_twice(family: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has run, in part or as a whole, and is run again: recurrent states are first put back."""
     model, inputs = zoo.load(family), zoo.inputs_for(family, batch=2)
     options = dict(num_beams=3, max_new_tokens=12, **DETAILS)

@@ -13,6 +13,8 @@ import torch
 import zoo
 
 import fastgen
+from fastgen.optimizer.transformers.interception import redirected
+from fastgen.optimizer.transformers.model import session
 
 pytestmark = pytest.mark.always  # also where CI draws a part of the tests
 

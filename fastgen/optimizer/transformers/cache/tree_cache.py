@@ -52,8 +52,6 @@ def unsupported_cache(cache: Any) -> str | None:
         cache = cache.self_attention_cache
     if type(cache) is not DynamicCache:
         return _told(type(cache), f"its cache is a {type(cache).__name__}")
-    if replaced := _replaced_method():
-        return f"{replaced} of its cache is not the host's own"
     for layer in cache.layers:
         if type(layer) not in _KEYS_ALONE and (is_split or not recurrent.is_known(layer)):
             return _told(type(layer), f"a layer keeps its state in a {type(layer).__name__}")
@@ -65,13 +63,13 @@ def unsupported_cache(cache: Any) -> str | None:
 _KEYS_ALONE = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
-def _replaced_method() -> str | None:
-    """The first method of the host's caches that somebody has replaced: the tree calls none of them."""
+def replaced_method() -> str | None:
+    """The first method of the host's caches that somebody has replaced, in words; None if none: the tree calls none."""
     for kind in (Cache, DynamicCache, EncoderDecoderCache, CacheLayerMixin, *_KEYS_ALONE):
         for name, value in vars(kind).items():
             function = value.fget if isinstance(value, property) else value
             if isinstance(function, FunctionType) and not is_of(function, "transformers", "torch", "fastgen"):
-                return f"{kind.__name__}.{name}"
+                return f"{kind.__name__}.{name} is not the host's own"
     return None
 
 

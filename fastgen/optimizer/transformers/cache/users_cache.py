@@ -137,7 +137,8 @@ def fill(tree_cache: TreeCache, cache: Any, beams: int) -> None:
 
 def hand_back(cache: Any, made: Any) -> None:
     """Leave in the user's cache what is in `made`, the one that the host would have returned."""
-    states = [(layer.keys, layer.values) for layer in made.layers]  # all, before anything is changed: memory may run out
+    # All are gathered before anything is changed: memory may run out.
+    states = [(layer.keys, layer.values) for layer in made.layers]
     while len(cache.layers) < len(made.layers):
         cache.layers.append(DynamicLayer())
     for layer, gathered_layer, (keys, values) in zip(cache.layers, made.layers, states, strict=True):
