@@ -12,7 +12,7 @@ from fastgen import config as settings
 from fastgen.optimizer import verification
 from fastgen.optimizer.transformers import expansion, foreign_code, versions
 from fastgen.optimizer.transformers.cache import users_cache
-from fastgen.optimizer.transformers.cache.tree_cache import replaced_method, unsupported_cache, unsupported_storage
+from fastgen.optimizer.transformers.cache.hosts_caches import replaced_method, unsupported_cache, unsupported_storage
 from fastgen.optimizer.transformers.model.base import three_dimensions
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE

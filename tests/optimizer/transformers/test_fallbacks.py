@@ -25,7 +25,7 @@ import fastgen
 from fastgen import report
 from fastgen.cache import tree
 from fastgen.optimizer.transformers import interception, support, versions
-from fastgen.optimizer.transformers.cache import tree_cache
+from fastgen.optimizer.transformers.cache import hosts_caches
 from fastgen.optimizer.transformers.versions import CACHE
 
 pytestmark = pytest.mark.always  # also where CI draws a part of the tests
@@ -440,11 +440,11 @@ def test_caches_of_a_newer_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(caught) == 1
     monkeypatch.setattr(report, "_warned", set())
     kind = type("FoldedCache", (DynamicCache,), {"__module__": DynamicCache.__module__})
-    reason = tree_cache.unsupported_cache(kind())
+    reason = hosts_caches.unsupported_cache(kind())
     assert reason == "its cache is a FoldedCache" and isinstance(reason, report.OfThisVersion)
-    assert not isinstance(tree_cache.unsupported_cache(StaticCache(model.config, 8)), report.OfThisVersion)
+    assert not isinstance(hosts_caches.unsupported_cache(StaticCache(model.config, 8)), report.OfThisVersion)
     mine = type("FoldedCache", (DynamicCache,), {"__module__": "mine"})
-    assert not isinstance(tree_cache.unsupported_cache(mine()), report.OfThisVersion)
+    assert not isinstance(hosts_caches.unsupported_cache(mine()), report.OfThisVersion)
 
 
 def test_a_host_without_a_name_that_we_need(monkeypatch: pytest.MonkeyPatch) -> None:
