@@ -6,7 +6,6 @@ import bisect
 import io
 import os
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,10 @@ _UNREADABLE: tuple[type[Exception], ...] = (
     AttributeError,
     EOFError,
     OSError,
-    NotImplementedError,
+    OverflowError,
+    RuntimeError,  # a damaged entry may pass for an encrypted one
+    zipfile.BadZipFile,
 )
-_UNREADABLE += (zipfile.BadZipFile, zlib.error)
 
 
 class Trie:
@@ -94,7 +94,8 @@ class Trie:
             prompt_length: as in `Trie`.
 
         Raises:
-            ValueError: a line holds no token ids, the file holds no sequence, or the end token is unknown.
+            ValueError: a line, which is named, is not UTF-8, holds no token ids, or the end token before its end; or
+                the file holds no sequence, or the end token is unknown.
         """
         end = getattr(tokenizer, "eos_token_id", None) if eos_token_id is None else eos_token_id
         if end is None:
@@ -141,6 +142,14 @@ class Trie:
     def num_sentences(self) -> int | None:
         """For how many sentences there are sequences; None if all sentences have the same."""
         return None if self._roots is None else len(self._roots)
+
+    @property
+    def longest(self) -> int:
+        """How many tokens the longest sequence has, of any sentence's, end token included."""
+        first, last, depth = 0, self._num_roots, -1  # of the nodes at this depth: roots have none
+        while first < last:
+            first, last, depth = int(self._first_child[first]), int(self._first_child[last]), depth + 1
+        return depth
 
     @property
     def nbytes(self) -> int:
@@ -247,8 +256,11 @@ class Trie:
         """
         content = io.BytesIO(Path(path).read_bytes())
         try:
+            _check_archive(content)
             with np.load(content, allow_pickle=False) as saved:
                 facts, tokens, first_child = saved["facts"], saved["tokens"], saved["first_child"]
+            if facts.dtype.kind not in "iu":
+                raise TypeError
             version, end, prompt_length, roots, is_per_sentence = facts.tolist()
         except _UNREADABLE as error:
             raise ValueError(f"{os.fspath(path)} is no trie that fastgen has saved.") from error
@@ -265,3 +277,15 @@ class Trie:
 def _check_prompt_length(prompt_length: int) -> None:
     if prompt_length < 0:
         raise ValueError(f"prompt_length={prompt_length} is below 0.")
+
+
+def _check_archive(content: io.BytesIO) -> None:
+    """Raise one of `_UNREADABLE` unless each entry is as `save` writes it, and has the bytes that it had then.
+
+    numpy reads an array's shape first, and makes room for it, before the bytes are compared with their checksum.
+    """
+    with zipfile.ZipFile(content) as archive:
+        is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+        if not is_stored or archive.testzip() is not None:
+            raise zipfile.BadZipFile
+    content.seek(0)

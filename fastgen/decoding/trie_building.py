@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 _CHUNK = 4096  # lines that a tokenizer reads at once
+_TOKENS = 2**31  # tokens are numbers below this
+_DIGITS = 10  # of the largest token
 
 
 class Collected:
     """Sequences, one after the other in one array."""
 
     def __init__(self, eos_token_id: int) -> None:
-        if isinstance(eos_token_id, bool) or not isinstance(eos_token_id, (int, np.integer)) or eos_token_id < 0:
-            raise ValueError(f"eos_token_id={eos_token_id!r} is no token.")
+        is_number = isinstance(eos_token_id, (int, np.integer)) and not isinstance(eos_token_id, bool)
+        if not is_number or not 0 <= eos_token_id < _TOKENS:
+            raise ValueError(f"eos_token_id={_shown(eos_token_id)} is no token.")
         self._end = int(eos_token_id)
         self._tokens, self._lengths = array("i"), array("q")
         self.sizes: list[int] = []  # sequences of each set
@@ -109,45 +113,84 @@ def are_sound(tokens: Any, first_child: Any, roots: int, end: int) -> bool:
     return bool((is_first[roots + 1 : nodes] | (np.diff(tokens[roots:]) > 0)).all())
 
 
+def lines_of(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
+    """The lines of a file in UTF-8, without the blank ones, each with its number, from 1 on.
+
+    Raises:
+        ValueError: a line is not UTF-8.
+        OSError: the file cannot be read.
+    """
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            if not line.isascii():
+                try:
+                    line.encode()  # bytes that are no UTF-8 have become halves of characters
+                except UnicodeEncodeError:
+                    raise ValueError(f"{os.fspath(path)}, line {number} is not UTF-8.") from None
+                if number == 1:
+                    line = line.removeprefix("\ufeff")  # a byte order mark
+            if line.strip():
+                yield number, line.rstrip("\r\n")
+
+
 def sequences_of(path: str | os.PathLike[str], tokenizer: Any, end: int, special_tokens: bool) -> Iterator[list[int]]:
     """The sequences in a file, one a line: see `Trie.from_file`."""
-    with open(path, encoding="utf-8") as file:
-        lines = ((number, line.rstrip("\r\n")) for number, line in enumerate(file, 1))
-        filled = ((number, line) for number, line in lines if line.strip())
-        found = _ids(path, filled) if tokenizer is None else _encoded(filled, tokenizer, end, special_tokens)
-        is_empty = True
-        for sequence in found:
-            is_empty = False
-            yield sequence
+    lines = lines_of(path)
+    found = _ids(path, lines, end) if tokenizer is None else _encoded(path, lines, tokenizer, end, special_tokens)
+    is_empty = True
+    for sequence in found:
+        is_empty = False
+        yield sequence
     if is_empty:
         raise ValueError(f"{os.fspath(path)} holds no sequence.")
 
 
-def _ids(path: str | os.PathLike[str], lines: Iterable[tuple[int, str]]) -> Iterator[list[int]]:
+def _ids(path: str | os.PathLike[str], lines: Iterable[tuple[int, str]], end: int) -> Iterator[list[int]]:
     for number, line in lines:
         words = line.split()
-        if wrong := [word for word in words if not (word.isascii() and word.isdecimal()) or int(word) >= 2**31]:
+        if wrong := [word for word in words if not _is_token(word)]:
             raise ValueError(f"{os.fspath(path)}, line {number}: {wrong[0][:40]!r} is no token id.")
-        yield [int(word) for word in words]
+        tokens = [int(word[-_DIGITS:]) for word in words]  # what is before those are zeros
+        if end in tokens[:-1]:
+            raise ValueError(f"{os.fspath(path)}, line {number} holds the end token, {end}, before its end.")
+        yield tokens
 
 
-def _encoded(lines: Iterable[tuple[int, str]], tokenizer: Any, end: int, special_tokens: bool) -> Iterator[list[int]]:
-    chunk: list[str] = []
+def _is_token(word: str) -> bool:
+    if not (word.isascii() and word.isdecimal()):
+        return False
+    digits = word.lstrip("0")
+    return len(digits) < _DIGITS or (len(digits) == _DIGITS and int(digits) < _TOKENS)
 
-    def encoded() -> list[list[int]]:
-        found = tokenizer(text_target=chunk, add_special_tokens=special_tokens, verbose=False).input_ids
-        # Some put the language behind the end, where no search gets.
-        return [tokens[: tokens.index(end)] if end in tokens else tokens for tokens in found]
 
-    for _, line in lines:
-        chunk.append(line)
-        if len(chunk) == _CHUNK:
-            yield from encoded()
-            chunk.clear()
-    if chunk:
-        yield from encoded()
+def _encoded(
+    path: str | os.PathLike[str], lines: Iterable[tuple[int, str]], tokenizer: Any, end: int, special_tokens: bool
+) -> Iterator[list[int]]:
+    def encoded(chunk: list[tuple[int, str]]) -> Iterator[list[int]]:
+        texts = [line for _, line in chunk]
+        found = tokenizer(text_target=texts, add_special_tokens=special_tokens, verbose=False).input_ids
+        for (number, _), tokens in zip(chunk, found, strict=True):
+            if end not in tokens:
+                yield tokens
+                continue
+            place = tokens.index(end)
+            behind = tokens[place + 1 :]
+            # Some put the language behind the end, where no search gets.
+            if not place or end in behind or (behind and not special_tokens):
+                raise ValueError(
+                    f"{os.fspath(path)}, line {number}: the tokenizer writes the end token, {end}, before the text is "
+                    "over."
+                )
+            yield tokens[:place]
+
+    waiting = iter(lines)
+    while chunk := list(islice(waiting, _CHUNK)):
+        yield from encoded(chunk)
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # a number of more digits than Python writes
+        text = f"too large a number, in a value of type {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

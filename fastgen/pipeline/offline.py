@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastgen import config
@@ -17,6 +18,7 @@ STRETCH = 16
 _PARTS = 4  # a batch is refilled in so many parts
 _NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs cache
     past_key_values return_dict_in_generate streamer""".split()
+_ALLOWED = "prefix_allowed_tokens_fn"
 
 
 def generate(
@@ -50,19 +52,7 @@ def generate(
     """
     from fastgen.pipeline.progress import Progress
 
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} is not 1 or more")
-    for name in _NOT_OPTIONS:
-        if options.get(name) is not None:
-            raise ValueError(f"{name} is not for fastgen.generate; call model.generate instead")
-    if (latents := options.get("latents")) is not None and len(latents) != len(sources):
-        raise ValueError(f"latents has {len(latents)} rows for {len(sources)} sources")
-    allowed = options.get("prefix_allowed_tokens_fn")
-    if (count := getattr(allowed, "num_sentences", None)) not in (None, len(sources)):
-        raise ValueError(f"prefix_allowed_tokens_fn is a trie for {count} sources, and there are {len(sources)}")
-    for index, source in enumerate(sources):
-        if len(source) == 0:
-            raise ValueError(f"source {index} has no tokens")
+    _check(sources, batch_size, options)
     found: list[Any] = [None] * len(sources)
     show = Progress(len(sources), enabled=progress)
     pad, ends = _padding(model, options), _ends(model, options)
@@ -79,6 +69,26 @@ def generate(
     finally:
         show.close()
     return found
+
+
+def _check(sources: Sequence[Any], batch_size: int, options: dict[str, Any]) -> None:
+    """Raise ValueError for arguments of `generate` that cannot be used."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} is not 1 or more")
+    for name in _NOT_OPTIONS:
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is not for fastgen.generate; call model.generate instead")
+    if (latents := options.get("latents")) is not None and len(latents) != len(sources):
+        raise ValueError(f"latents has {len(latents)} rows for {len(sources)} sources")
+    allowed = options.get(_ALLOWED)
+    if (count := getattr(allowed, "num_sentences", None)) not in (None, len(sources)):
+        raise ValueError(f"{_ALLOWED} is a trie for {count} sources, and there are {len(sources)}")
+    for name, value in options.items():
+        if name != "latents" and getattr(value, "ndim", 0) > 1 and len(sources) > 1:
+            raise ValueError(f"{name} has rows, and fastgen.generate sorts the sources; call model.generate instead")
+    for index, source in enumerate(sources):
+        if len(source) == 0:
+            raise ValueError(f"source {index} has no tokens")
 
 
 def generate_samples(
@@ -103,7 +113,7 @@ def generate_samples(
 
     def note(hypotheses: list[Any]) -> None:
         found.append(hypotheses)
-        show.update(len(hypotheses), sum(len(best[0]["tokens"]) for best in hypotheses))
+        show.update(len(hypotheses), sum(len(best[0]["tokens"]) for best in hypotheses if best))
 
     found: list[Any] = []
     show = Progress(None, enabled=progress)
@@ -132,12 +142,14 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
         wished = config.refill_pays(model.device.type)
     if not wished:
         return "it was not asked for"
+    if (allowed := options.get(_ALLOWED)) is not None and not _is_trie(allowed):
+        return f"{_ALLOWED}, which is no trie, is asked for all sentences of a batch until its end"
     try:
         import fastgen.optimizer.transformers.generate.continuous_batch  # noqa: F401  # for `generated`
         from fastgen.optimizer.transformers.generate.shareable import unrefillable
     except ImportError:
         return "fastgen leaves this version of transformers alone"
-    return unrefillable(model, padded(model, [source], _options_of([0], options)))
+    return unrefillable(model, padded(model, [source], _options_of(model, [source], [0], options)))
 
 
 def generated(
@@ -152,7 +164,9 @@ def generated(
     # The longest first: so a batch that doesn't fit into memory shows at once.
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
     parts = [order[first : first + size] for first in range(0, len(order), size)]
-    calls = (padded(model, [sources[index] for index in part], _options_of(part, options)) for part in parts)
+    calls = (
+        padded(model, [sources[index] for index in part], _options_of(model, sources, part, options)) for part in parts
+    )
     if refill:
         from fastgen.optimizer.transformers.generate.continuous_batch import run
 
@@ -163,15 +177,57 @@ def generated(
         yield parts[number], result, len(sources[parts[number][0]])
 
 
-def _options_of(part: list[int], options: dict[str, Any]) -> dict[str, Any]:
-    """The options of these sources: of latents and of a trie, which may have a part for each source, only theirs."""
-    from fastgen.decoding.trie import Trie
+def _options_of(model: Any, sources: Sequence[Any], part: list[int], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of these sources, the longest first: where one has a part for each source, only theirs.
 
+    Such are latents, a trie, and a function of allowed tokens, which may go by the number of the source.
+    """
     if (latents := options.get("latents")) is not None:
         options = {**options, "latents": latents[part]}
-    if isinstance(trie := options.get("prefix_allowed_tokens_fn"), Trie):
-        options = {**options, "prefix_allowed_tokens_fn": trie.select(part)}
-    return options
+    if (allowed := options.get(_ALLOWED)) is None:
+        return options
+    each = _numbers_per_source(model, options)
+    numbers = [number for number in part for _ in range(each)]
+    if _is_trie(allowed):
+        return {**options, _ALLOWED: allowed.select(numbers)}
+    longest = 0 if model.config.is_encoder_decoder else len(sources[part[0]])
+    padding = [max(longest - len(sources[number]), 0) for number in numbers]
+    return {**options, _ALLOWED: _AsIfAlone(allowed, numbers, padding)}
+
+
+class _AsIfAlone:
+    """A function of allowed tokens of the user's, for a batch of some of the sources.
+
+    It gets the number of the source among all, and its tokens without the padding that only the batch needs.
+    """
+
+    def __init__(self, function: Callable[[int, Tensor], Any], numbers: list[int], padding: list[int]) -> None:
+        """For each number that the host gives: the source's, and how many tokens of padding it has on the left."""
+        self._function, self._numbers, self._padding = function, numbers, padding
+
+    def __call__(self, batch_id: int, input_ids: Tensor) -> Any:
+        return self._function(self._numbers[batch_id], input_ids[self._padding[batch_id] :])
+
+
+def _is_trie(allowed: Any) -> bool:
+    from fastgen.decoding.trie import Trie
+
+    return isinstance(allowed, Trie)
+
+
+def _numbers_per_source(model: Any, options: dict[str, Any]) -> int:
+    """How many numbers the host gives each source when it asks for allowed tokens: 1, or one for each sample where it
+    counts those, as older versions do."""
+    from transformers.generation.utils import GenerationMixin
+
+    code = getattr(inspect.unwrap(GenerationMixin._get_logits_processor), "__code__", None)
+    if code is None or "num_return_sequences" in code.co_names:
+        return 1
+    given = options.get("generation_config") or model.generation_config
+    beams, samples = (
+        options.get(name) or getattr(given, name, None) or 1 for name in ("num_beams", "num_return_sequences")
+    )
+    return 1 if beams > 1 else int(samples)
 
 
 def _padding(model: Any, options: dict[str, Any]) -> int:
@@ -199,13 +255,11 @@ def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[
     """The arguments of `model.generate` for these sources, padded together; a trie begins after the padded prompt."""
     import torch
 
-    from fastgen.decoding.trie import Trie
-
     pad = _padding(model, options)
     longest = max(map(len, sources))
-    trie = options.get("prefix_allowed_tokens_fn")
-    if isinstance(trie, Trie) and not model.config.is_encoder_decoder:
-        options = {**options, "prefix_allowed_tokens_fn": trie.after(longest)}
+    allowed: Any = options.get(_ALLOWED)
+    if _is_trie(allowed) and not model.config.is_encoder_decoder:
+        options = {**options, _ALLOWED: allowed.after(longest)}
     ids = torch.full((len(sources), longest), pad, device="cpu")  # [B, N]
     mask = torch.zeros_like(ids)
     for row, source in enumerate(sources):

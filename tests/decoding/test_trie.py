@@ -187,6 +187,7 @@ def _facts(trie: Trie) -> dict[str, Any]:
     [
         (dict(facts=np.array([9, END, 1, 1, 0])), "another version"),
         (dict(facts=np.array([1, END])), "no trie"),
+        (dict(facts=np.array([1.0, END, 1.0, 1.0, 0.0])), "no trie"),
         (dict(tokens=np.array([{}], dtype=object)), "no trie"),
         (dict(tokens=np.zeros(4)), "is damaged"),
         (dict(first_child=lambda old: old + 1), "is damaged"),
@@ -225,6 +226,33 @@ def test_damaged_files(tmp_path: Path) -> None:
             assert str(path) in str(error)
 
 
+@pytest.mark.parametrize("flip", [1, 0x80, 0xFF])
+def test_any_byte_may_be_damaged(tmp_path: Path, flip: int) -> None:
+    """Among them the flag of an encrypted entry, other ways to compress one, and shapes that fill the memory."""
+    path = tmp_path / "damaged"
+    trie = Trie([[5, 6], [7]], eos_token_id=END)
+    trie.save(path)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        content = bytearray(whole)
+        content[place] ^= flip
+        path.write_bytes(content)
+        try:
+            assert list(Trie.load(path)) == list(trie), place
+        except ValueError as error:
+            assert str(path) in str(error), place
+
+
+def test_an_entry_that_passes_for_an_encrypted_one(tmp_path: Path) -> None:
+    path = tmp_path / "flagged"
+    Trie([[5, 6]], eos_token_id=END).save(path)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="flagged is no trie that fastgen has saved"):
+        Trie.load(path)
+
+
 @pytest.mark.parametrize("content", [b"", b"PK", b"3 4\n", pickle.dumps([1])])
 def test_other_files(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "other"
@@ -248,6 +276,7 @@ def test_other_files(tmp_path: Path, content: bytes) -> None:
         ([[3], 4], "Sequence 1 is no list"),
         ([[3], None], "Sequence 1 is no list"),
         (torch.tensor([3, 4]), "Sequence 0 is no list"),
+        ([[3], [10**5000]], "Sequence 1 is no list of token ids: too large a number"),
     ],
 )
 def test_what_is_no_sequence(sequences: Any, message: str) -> None:
@@ -264,7 +293,7 @@ def test_other_refusals() -> None:
         Trie([[3]], eos_token_id=END, prompt_length=-1)
     with pytest.raises(ValueError, match="prompt_length=-2"):
         Trie([[3]], eos_token_id=END).after(-2)
-    for end in (None, -1, True, "2"):
+    for end in (None, -1, True, "2", 2**31, 10**5000):
         with pytest.raises(ValueError, match=r"eos_token_id=.* is no token"):
             Trie([[3]], eos_token_id=end)  # type: ignore[arg-type]
 
@@ -300,6 +329,57 @@ def test_from_a_file(tmp_path: Path) -> None:
     path.write_text("\n \n", "utf-8")
     with pytest.raises(ValueError, match="outputs holds no sequence"):
         Trie.from_file(path, eos_token_id=END)
+
+
+def told(path: Path, content: bytes, **options: Any) -> str:
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        Trie.from_file(path, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"5 6\n\n\xff\xfe\n", "line 3 is not UTF-8."),
+        (b"5\n" * 5000 + b"\xed\xa0\x80", "line 5001 is not UTF-8."),
+        (b"\n7\n5 2 6\n", "line 3 holds the end token, 2, before its end."),
+        (b"5\n" + b"9" * 5000, f"line 2: '{'9' * 40}' is no token id."),
+        ("5\n\u0665\n".encode(), "line 2: '\u0665' is no token id."),
+    ],
+    ids=["no UTF-8", "half of a pair", "end token", "long number", "other digits"],
+)
+def test_a_line_that_is_no_sequence_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "ids"
+    assert told(path, content, eos_token_id=END) == f"{path}, line {message[5:]}"
+
+
+@pytest.mark.parametrize(
+    ("text", "special_tokens"),
+    [("a\x02b", True), ("a\x02b", False), ("a\x02", True), ("\x02", True), ("\x02a", False)],
+)
+def test_a_text_that_holds_the_end_is_named(tmp_path: Path, text: str, special_tokens: bool) -> None:
+    """What follows the end would be cut off: the outputs would not be those of the list."""
+    path = tmp_path / "texts"
+    found = told(path, f"\nc\n{text}\n".encode(), tokenizer=Tokenizer(), special_tokens=special_tokens)
+    assert found == f"{path}, line 3: the tokenizer writes the end token, 2, before the text is over."
+
+
+def test_what_is_no_mistake(tmp_path: Path) -> None:
+    path = tmp_path / "outputs"
+    path.write_bytes(b"\xef\xbb\xbf5 6 2\n" + b"0" * 5000 + b"7\n0000000000000002147483647")
+    assert list(Trie.from_file(path, eos_token_id=END)) == [[5, 6, END], [7, END], [2**31 - 1, END]]
+    path.write_bytes(b"a\x02\n")
+    assert list(Trie.from_file(path, tokenizer=Tokenizer(), special_tokens=False)) == [[97, END]]
+
+
+def test_the_longest() -> None:
+    assert Trie([[]], eos_token_id=END).longest == 1
+    assert Trie([[5], [6, 7, 8, END], []], eos_token_id=END).longest == 4
+    assert Trie.per_sentence([[[5]], [[6, 7]], [[]]], eos_token_id=END).longest == 3
+    for seed in range(4):
+        sequences = drawn(seed)
+        assert Trie(sequences, eos_token_id=END).longest == 1 + max(map(len, sequences))
 
 
 def test_many_lines_for_a_tokenizer(tmp_path: Path) -> None:

@@ -41,6 +41,92 @@ def test_latents_go_with_their_sources(batch_size: int) -> None:
     assert [output[0].tolist() for output in found] == alone and alone[1] != alone[3]
     with pytest.raises(ValueError, match="latents has 4 rows for 3 sources"):
         fastgen.generate(model, sources[:3], latents=latents, **OPTIONS)
+    with pytest.raises(ValueError, match=r"token_type_ids has rows, and fastgen\.generate sorts the sources"):
+        fastgen.generate(model, sources, latents=latents, token_type_ids=torch.zeros(4, 3, dtype=torch.int64))
+
+
+SOURCES = [[8, 9, 10], list(range(9, 18)), [30, 31, 32, 33, 34], [12], list(range(40, 47)), list(range(21, 30))]
+END = zoo.UNUSED
+
+
+class Allowed:
+    """A function of allowed tokens that goes by the number of the source, and notes what it is told.
+
+    The outputs of a source begin with tokens of its own, 1 to 3 of them.
+    """
+
+    def __init__(self, choices: int, prompts: list[int]) -> None:
+        self.choices, self.prompts, self.told = choices, prompts, list[tuple[int, ...]]()
+
+    def __call__(self, number: int, tokens: torch.Tensor) -> list[int]:
+        self.told.append((number, *tokens.tolist()))
+        own = [7 + number + 13 * choice for choice in range(self.choices)]
+        return own if len(tokens) - self.prompts[number] <= number % 3 else [END]
+
+
+def told_alone(model: Any, number: int, allowed: Allowed, **options: Any) -> Any:
+    ids = torch.tensor([SOURCES[number]])
+    with fastgen.disabled():
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            prefix_allowed_tokens_fn=lambda _, tokens: allowed(number, tokens),
+            **options,
+        )
+
+
+@pytest.mark.parametrize("refill", [True, False])
+@pytest.mark.parametrize("batch_size", [4, 64])
+@pytest.mark.parametrize(
+    "options",
+    [dict(num_beams=3), dict(num_beams=4, num_return_sequences=3), {}, dict(do_sample=True, num_return_sequences=2)],
+    ids=["beams", "several hypotheses", "greedy", "samples"],
+)
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_a_users_function_is_told_the_source_and_its_tokens(
+    name: str, options: dict[str, Any], batch_size: int, refill: bool
+) -> None:
+    """The number of the source in the list, and no padding; as often as stock calls it for the same batches."""
+    model = zoo.load(name)
+    choices = 1 if options.get("do_sample") else 4  # drawn numbers depend on the batch
+    prompts = [1 if model.config.is_encoder_decoder else len(source) for source in SOURCES]
+    options = {**options, "max_new_tokens": 6, "eos_token_id": END}
+    allowed, by_stock = Allowed(choices, prompts), Allowed(choices, prompts)
+    run = dict(batch_size=batch_size, refill=refill, **options)
+    found = fastgen.generate(model, SOURCES, prefix_allowed_tokens_fn=allowed, **run)
+    if options.get("num_beams"):
+        assert {call.tier for call in fastgen.status().calls} == {"fast"}
+    with fastgen.disabled():
+        stock = fastgen.generate(model, SOURCES, prefix_allowed_tokens_fn=by_stock, **run)
+    assert [each.tolist() for each in found] == [each.tolist() for each in stock]
+    assert allowed.told == by_stock.told
+    for number in range(len(SOURCES)):
+        alone = Allowed(choices, prompts)
+        assert found[number].tolist() == told_alone(model, number, alone, **options).tolist()
+        assert set(alone.told) <= set(allowed.told)
+
+
+def test_samples_among_the_outputs_of_each_source() -> None:
+    """Older versions of transformers number the samples, not the sources."""
+    trie = fastgen.Trie.per_sentence([[[7 + number]] for number in range(len(SOURCES))], eos_token_id=END)
+    options: dict[str, Any] = dict(do_sample=True, num_return_sequences=2, max_new_tokens=4, eos_token_id=END)
+    found = fastgen.generate(zoo.load("bart"), SOURCES, batch_size=4, prefix_allowed_tokens_fn=trie, **options)
+    for number, rows in enumerate(found):
+        assert rows[:, 1:].tolist() == [[7 + number, END]] * 2
+
+
+def test_a_users_function_and_latents() -> None:
+    """The slot of the latents stands before the padding."""
+    torch.manual_seed(3)
+    model = Gpt2VaeLMHeadModel(Gpt2VaeConfig(**zoo.GPT2, latent_size=5)).eval()
+    latents, prompts = model.sample_latents(len(SOURCES)), list(map(len, SOURCES))
+    options: dict[str, Any] = dict(num_beams=3, max_new_tokens=6, eos_token_id=END)
+    allowed, alone = Allowed(4, prompts), Allowed(4, prompts)
+    found = fastgen.generate(model, SOURCES, latents=latents, prefix_allowed_tokens_fn=allowed, **options)
+    for number in range(len(SOURCES)):
+        own = {**options, "latents": latents[number : number + 1]}
+        assert found[number].tolist() == told_alone(model, number, alone, **own).tolist()
+    assert set(alone.told) <= set(allowed.told)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

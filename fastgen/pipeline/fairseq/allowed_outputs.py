@@ -7,6 +7,7 @@ from typing import Any
 
 from fairseq.search import PrefixConstrainedBeamSearch
 
+from fastgen.decoding import trie_building
 from fastgen.decoding.trie import Trie
 from fastgen.pipeline.errors import InputError, first_line
 
@@ -20,7 +21,7 @@ def load(path: str, dictionary: Any, codecs: list[Any]) -> Trie:
             dictionary with spaces between them.
 
     Raises:
-        InputError: the file can't be read, holds no output, or one with a word that the dictionary lacks.
+        InputError: the file can't be read, holds no output, or one with a word that no search writes.
     """
     if dictionary is None:
         raise InputError("--allowed-outputs needs a task whose outputs are texts.")
@@ -31,23 +32,34 @@ def load(path: str, dictionary: Any, codecs: list[Any]) -> Trie:
 
 
 def _sequences(path: str, dictionary: Any, codecs: list[Any]) -> Iterator[list[int]]:
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            text = line.strip()
-            if not text:
-                continue
-            for codec in codecs:
-                text = text if codec is None else codec.encode(text)
-            words = text.split()
-            tokens = [dictionary.index(word) for word in words]
-            if dictionary.unk() in tokens:
-                word = words[tokens.index(dictionary.unk())]
-                raise ValueError(f"line {number} has the word {word[:40]!r}, which the dictionary lacks")
-            yield tokens
+    end = dictionary.eos()
+    unusable = {
+        dictionary.unk(): "which the dictionary lacks",
+        end: "which ends an output",
+        dictionary.pad(): "which no search writes",
+    }
+    for number, line in trie_building.lines_of(path):
+        text = line.strip()
+        for codec in codecs:
+            text = text if codec is None else codec.encode(text)
+        words = text.split()
+        tokens = [dictionary.index(word) for word in words]
+        written = tokens[:-1] if tokens[-1:] == [end] else tokens
+        if not unusable.keys().isdisjoint(written):
+            word, token = next(pair for pair in zip(words, tokens, strict=True) if pair[1] in unusable)
+            raise ValueError(f"line {number} has the word {word[:40]!r}, {unusable[token]}")
+        yield tokens
 
 
 def check(generator: Any, trie: Trie) -> None:
     """Raise InputError if the task has made a generator that does not ask the trie."""
-    search: Any = getattr(generator, "search", None)
-    if type(search) is not PrefixConstrainedBeamSearch or search.prefix_allowed_tokens_fn is not trie:
+    if trie_of(generator) is not trie:
         raise InputError("--allowed-outputs is for plain beam search, and not for this task or these flags.")
+
+
+def trie_of(generator: Any) -> Trie | None:
+    """The trie that a generator's search asks; None if it asks none."""
+    search: Any = getattr(generator, "search", None)
+    if type(search) is not PrefixConstrainedBeamSearch or not isinstance(search.prefix_allowed_tokens_fn, Trie):
+        return None
+    return search.prefix_allowed_tokens_fn

@@ -15,7 +15,7 @@ from fairseq import utils
 
 from fastgen.pipeline.batching import run_with_backoff
 from fastgen.pipeline.errors import InputError
-from fastgen.pipeline.fairseq import lines
+from fastgen.pipeline.fairseq import allowed_outputs, lines
 from fastgen.pipeline.fairseq.batches import Batches
 from fastgen.pipeline.fairseq.load import Loaded
 
@@ -57,11 +57,12 @@ class Generation:
     def generated(
         self, number: int, sample: Any, hypotheses: list[list[Any]], seconds: float
     ) -> tuple[lines.Batch, Done]:
-        """The result for a sample that has been generated."""
+        """The result for a sample that has been generated; InputError if a sentence has no hypothesis."""
+        self._check_found(sample, hypotheses)
         done = Done(
             number,
             sample["nsentences"] if "nsentences" in sample else sample["id"].numel(),
-            sum(len(best[0]["tokens"]) for best in hypotheses),
+            _count_tokens(hypotheses),
             seconds,
             sample["target"] is not None,
             random_state() if self._loaded.cfg.generation.sampling else None,
@@ -81,6 +82,22 @@ class Generation:
         if generation.constraints and sample.get("constraints") is None:
             raise InputError(f"--constraints needs constraints in the data, and the subset {subset} has none.")
 
+    def _check_found(self, sample: Any, hypotheses: list[list[Any]]) -> None:
+        """Raise InputError for a sentence without a hypothesis, at which stock raises an IndexError.
+
+        A search among allowed outputs stops at its last step, whether or not an output has come to its end.
+        """
+        without = [name for name, found in zip(sample["id"].tolist(), hypotheses, strict=False) if not found]
+        if not without:
+            return
+        what = f"Line {without[0] + 1} of the subset {self._loaded.cfg.dataset.gen_subset} (S-{without[0]})"
+        if allowed_outputs.trie_of(self._loaded.generator) is None:
+            raise InputError(f"{what} has no hypothesis: the search has found none.")
+        raise InputError(
+            f"{what} has no hypothesis, as none of --allowed-outputs came to its end within the tokens that "
+            "--max-len-a and --max-len-b allow for it: raise --max-len-b."
+        )
+
     def _hypotheses(self, sample: Any, positions: list[int] | None) -> list[Any]:
         """The hypotheses of each sentence of `sample`, best first."""
         if positions is None:
@@ -93,7 +110,7 @@ class Generation:
                 return []
             started = time.perf_counter()
             found = self.infer(chosen)
-            work = sum(len(best[0]["tokens"]) for best in found) + chosen.get("ntokens", 0)
+            work = _count_tokens(found) + chosen.get("ntokens", 0)
             self._batches.succeeded(part, work / (time.perf_counter() - started))
             return list(zip(chosen["id"].tolist(), found, strict=True))
 
@@ -167,6 +184,11 @@ def _plain_hypotheses(hypotheses: list[list[Any]], *, history: bool) -> list[lis
         ]
     )
     return [list(islice(plain, len(best))) for best in hypotheses]
+
+
+def _count_tokens(hypotheses: list[list[Any]]) -> int:
+    """Tokens of the best hypotheses."""
+    return sum(len(best[0]["tokens"]) for best in hypotheses if best)
 
 
 def _lists(tensors: list[torch.Tensor], divisor: float | None = None) -> list[list[Any]]:
