@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastgen.cli.exits import Parser, exit_code, positive_number
+from fastgen.cli.exits import Parser, exit_code, positive_number, whole_number
 from fastgen.pipeline.errors import EXIT_CODES, InputError
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     layout = {name: getattr(args, name) for name in _LAYOUT}
     if not args.word_timestamps and (needless := next((name for name in _LAYOUT if layout[name]), None)):
         raise InputError(f"--{needless} needs --word_timestamps True.")
+    if args.max_line_count and not args.max_line_width:
+        _say("--max_line_count has no effect without --max_line_width.")
+    if args.max_words_per_line and args.max_line_width:
+        _say("--max_words_per_line has no effect with --max_line_width.")
     options = {name: getattr(args, name) for name in _OPTIONS}
     options["temperature"] = temperatures(args.temperature, args.temperature_increment_on_fallback)
     device = args.device or _device()
@@ -50,8 +55,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if args.patience is not None and args.beam_size is None:
         raise InputError("--patience needs --beam_size.")
     silences.check(args.clip_timestamps, args.batched, args.vad_filter, prefix="--")
-    if args.model.endswith(".en"):
-        options["language"] = "en"
+    options["language"] = _language_of(args.model, args.language)
     return Settings(
         model=args.model,
         files=tuple(args.audio),
@@ -68,6 +72,19 @@ def settings_of(args: argparse.Namespace) -> Settings:
         vad_filter=args.vad_filter,
         quiet=args.quiet,
     )
+
+
+def _language_of(model: str, language: str | None) -> str | None:
+    """The language to tell whisper; as in its own command, a model that is called `.en` knows English alone."""
+    if not model.endswith(".en") or (language is not None and language.lower() in ("en", "english")):
+        return language
+    if language is not None:
+        _say(f"{model} knows English alone: --language {language} is taken for --language en.")
+    return "en"
+
+
+def _say(text: str) -> None:
+    print(f"{NAME}: {text}", file=sys.stderr)
 
 
 def _device() -> str:
@@ -110,7 +127,7 @@ def _number_above_0(text: str) -> float:
 
 
 def _language(text: str) -> str:
-    return text.lower()
+    return text  # whisper writes it into json as it is given
 
 
 # whisper's own options, by whisper's names: type, default, what it is.
@@ -165,7 +182,9 @@ def parser() -> argparse.ArgumentParser:
     either.add_argument("--resume", action="store_true", help="go on with a run that was interrupted")
     either.add_argument("--overwrite", action="store_true", help="replace outputs that are there")
     result.add_argument("--quiet", action="store_true", help="no progress line")
-    result.add_argument("--threads", type=positive_number, metavar="N", help="CPU threads (default: torch's)")
+    result.add_argument(
+        "--threads", type=whole_number, default=0, metavar="N", help="CPU threads; 0: torch's (default: %(default)s)"
+    )
     result.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     result.add_argument(*_flags("model_dir"), metavar="DIR", help="where whisper keeps models (default: its cache)")
     _add_ways(result)

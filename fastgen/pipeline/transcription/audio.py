@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import tempfile
 import wave
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ LONG = 10 * 60 * RATE  # samples: longer sounds lie in a temporary file
 _AT_ONCE = 1 << 20  # bytes that are read from a pipe
 _COUNTING = {"flac", "mov,mp4,m4a,3gp,3g2,mj2"}  # formats whose headers count the samples: others' are estimates
 _UNKNOWN = 0x7FFFF000  # bytes that a WAV file has by the header, or more, if the writer did not know how many
+_CUT_SECONDS = 0.25  # that may be missing of a file: what codecs pad
+_DEFAULT = 1  # AV_DISPOSITION_DEFAULT
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class Audio:
     """What a file sounds like: float32 `[samples]` from -1 to 1, one channel, 16 kHz."""
 
     samples: np.ndarray[Any, Any]  # in memory or, of long sounds, on disk
-    fault: str = ""  # what of the file could not be decoded, and why
+    fault: str = ""  # what of the file could not be decoded and why, or that it is cut off; a sentence without its end
     said: float | None = None  # seconds, by a header that counts them
 
     @property
@@ -40,11 +44,15 @@ def last_frame(samples: np.ndarray[Any, Any]) -> float:
 
 
 def read(source: Path | BinaryIO, name: str = "standard input", longest: float | None = None) -> Audio:
-    """Decode the first audio stream of a file, or of all that a pipe holds; what is damaged is left out.
+    """Decode an audio stream of a file, or of all that a pipe holds; what is damaged is left out.
+
+    Of several streams it is the one that the program ffmpeg takes, by which `whisper.load_audio` reads files (see
+    `_stream`).
 
     Samples are rounded to 16 bits, as `whisper.load_audio` has FFmpeg do it.
 
     Args:
+        source: a file by its name, which may be that of a pipe or a device; or an open one, which is read to the end.
         name: what messages call a pipe.
         longest: seconds, of which a file may not have more.
 
@@ -54,15 +62,16 @@ def read(source: Path | BinaryIO, name: str = "standard input", longest: float |
     av = _av()
     name = str(source) if isinstance(source, Path) else name
     try:  # by Python's own open: FFmpeg would take a name with a colon for a protocol
-        data = source.open("rb") if isinstance(source, Path) else _on_disk(source)
+        data = _opened(source) if isinstance(source, Path) else _on_disk(source)
     except OSError as error:
         raise InputError(f"Cannot read {name}: {_reason(error)}.") from error
     try:
         with data, av.open(data, metadata_errors="ignore") as file:
             if not file.streams.audio:
                 raise InputError(f"{name} has no audio stream.")
-            found, faults = _decoded(av, file, None if longest is None else round(longest * RATE))
-            said = _said_by_wav(data) if file.format.name == "wav" else _said(file)
+            stream = _stream(file)
+            found, faults = _decoded(av, file, stream, None if longest is None else round(longest * RATE))
+            said = _said_by_wav(data) if file.format.name == "wav" else _said(file, stream)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise InputError(f"{name} is no audio that FFmpeg knows ({_reason(error)}).") from error
     if longest is not None and found.count > longest * RATE:
@@ -71,8 +80,27 @@ def read(source: Path | BinaryIO, name: str = "standard input", longest: float |
     if not len(samples):
         reason = f" ({faults[0]})" if faults else ""
         raise InputError(f"{name} has no audio in it{reason}.")
-    fault = f"{name} is damaged: {counted(len(faults), 'part')} could not be decoded ({faults[0]})" if faults else ""
-    return Audio(samples, fault, said)
+    return Audio(samples, _fault(name, faults, len(samples) / RATE, said), said)
+
+
+def _fault(name: str, faults: list[str], seconds: float, said: float | None) -> str:
+    """What is wrong with a file of which so many seconds could be decoded, for `Audio`."""
+    missing = ""
+    if said is not None and seconds < said - _CUT_SECONDS:
+        missing = f"it says that it has {said:.1f} seconds of sound, and {seconds:.1f} are there"
+    if not faults:
+        return f"{name} is cut off: {missing}" if missing else ""
+    damage = f"{name} is damaged: {counted(len(faults), 'part')} could not be decoded ({faults[0]})"
+    return f"{damage}; {missing}" if missing else damage
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file; of a pipe or a device what it holds, as decoders go back and forth and these can be read only once."""
+    file = path.open("rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    with file:
+        return _on_disk(file)
 
 
 def _on_disk(pipe: BinaryIO) -> BinaryIO:
@@ -132,8 +160,23 @@ class _Samples:
             return np.memmap(self._file, np.float32, "r", shape=(self._stored,))  # has a hold on the file of its own
 
 
-def _decoded(av: Any, file: Any, most: int | None) -> tuple[_Samples, list[str]]:
-    """Samples of the first audio stream, and why packets could not be decoded; hardly more than `most` samples."""
+def _stream(file: Any) -> Any:
+    """The audio stream that the program ffmpeg takes if it isn't told which.
+
+    Streams that the file marks as default come before others, those with more channels before those with fewer, and
+    then the first one is taken. (ffmpeg also passes over a stream of which it sees no packet at first. PyAV's `best`
+    goes by bit rates.)
+    """
+
+    def rank(stream: Any) -> tuple[bool, int]:
+        context = stream.codec_context  # None if FFmpeg has no decoder for it
+        return bool(stream.disposition.value & _DEFAULT), 0 if context is None else context.channels
+
+    return max(file.streams.audio, key=rank)
+
+
+def _decoded(av: Any, file: Any, stream: Any, most: int | None) -> tuple[_Samples, list[str]]:
+    """Samples of an audio stream, and why packets could not be decoded; hardly more than `most` samples."""
     found = _Samples()
     faults: list[str] = []
     resampler = None
@@ -144,7 +187,7 @@ def _decoded(av: Any, file: Any, most: int | None) -> tuple[_Samples, list[str]]
             for each in resampler.resample(None):
                 found.add(each.to_ndarray()[0])
 
-    packets = file.demux(file.streams.audio[0])
+    packets = file.demux(stream)
     while most is None or found.count <= most:
         try:
             packet = next(packets, None)
@@ -170,9 +213,8 @@ def _decoded(av: Any, file: Any, most: int | None) -> tuple[_Samples, list[str]]
     return found, faults
 
 
-def _said(file: Any) -> float | None:
-    """The seconds of sound that a file has by a header that counts them; None if there is none."""
-    stream = file.streams.audio[0]
+def _said(file: Any, stream: Any) -> float | None:
+    """The seconds of sound that a stream has by a header that counts them; None if there is none."""
     is_counted = file.format.name in _COUNTING and stream.duration
     return float(stream.duration * stream.time_base) if is_counted else None
 
@@ -189,9 +231,11 @@ def _said_by_wav(data: BinaryIO) -> float | None:
 
 
 def seconds_of(source: Path) -> float | None:
-    """How long a file says that it is; None if it does not say, or can't be read."""
+    """How long a file says that it is; None if it does not say, can't be read, or can be read only once."""
     av = _av()
     try:
+        if not source.is_file():
+            return None
         with source.open("rb") as data, av.open(data, metadata_errors="ignore") as file:
             return None if file.duration is None else float(file.duration / av.time_base)
     except (av.error.FFmpegError, OSError, ValueError):

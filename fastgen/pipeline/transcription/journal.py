@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,14 @@ class Journal:
 
     def has(self, file: Path, outputs: list[Path]) -> bool:
         """Whether a file is done, in a run that is resumed: it and the outputs are as they were then."""
-        if not self._resume or str(file) not in self._done:
+        if not self._resume or _name(file) not in self._done:
             return False
         now = self.looks_of(file)
-        return now is not None and self._done[str(file)] == [now, _sizes(outputs)]
+        return now is not None and self._done[_name(file)] == [now, _sizes(outputs)]
 
     def knows(self, file: Path) -> bool:
         """Whether a run with these settings has begun to write outputs of this file."""
-        return str(file) in self._begun
+        return _name(file) in self._begun
 
     def begin(self) -> None:
         """Note the settings, once nothing stands in the way of the run; a journal with others is replaced."""
@@ -61,20 +62,23 @@ class Journal:
 
     def note_begun(self, file: Path) -> None:
         """Note that outputs of a file are about to be written."""
-        self._append({"begun": str(file)})
+        self._append({"begun": _name(file)})
 
     def note_done(self, file: Path, source: Any, outputs: list[Path]) -> None:
         """Note that a file is done; `source`: what `looks_of` said before it was read."""
-        self._append({"done": str(file), "looks": [source, _sizes(outputs)]})
+        self._append({"done": _name(file), "looks": [source, _sizes(outputs)]})
 
     @staticmethod
     def looks_of(file: Path) -> Any:
-        """Size and time of a file; None if it is not there. Nothing is known of standard input: it is never done."""
+        """Size and time of a file; None if it is not there, or if nothing is known of what it will hold.
+
+        That is so of standard input, pipes and devices: these are never done.
+        """
         try:
-            stat = None if str(file) == "-" else os.stat(file)
+            found = None if _is_standard_input(file) else os.stat(file)
         except OSError:
             return None
-        return stat and [stat.st_size, stat.st_mtime_ns]
+        return [found.st_size, found.st_mtime_ns] if found is not None and stat.S_ISREG(found.st_mode) else None
 
     def _read(self) -> None:
         self._file.seek(0)
@@ -87,8 +91,16 @@ class Journal:
             before = header["settings"]
             begun = {line["begun"] for line in lines if "begun" in line}
             done = {line["done"]: line["looks"] for line in lines if "done" in line}
+            is_placed = all(name == "-" or os.path.isabs(name) for name in (*begun, *done))
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{self._path} is not a journal of this command: remove it.") from error
+        if not is_placed:
+            if self._resume:
+                raise InputError(
+                    f"Cannot resume: {self._path} does not say in which folders its files are, as it is of an earlier "
+                    "version; --overwrite, without --resume, begins anew."
+                )
+            return
         names = differing(before, self._settings)
         if names and self._resume:
             name = names[0]
@@ -112,3 +124,12 @@ def _sizes(outputs: list[Path]) -> Any:
         return [path.stat().st_size for path in outputs]
     except OSError:
         return None
+
+
+def _is_standard_input(file: Path) -> bool:
+    return str(file) == "-"
+
+
+def _name(file: Path) -> str:
+    """What the journal calls a file: the same wherever a run is started."""
+    return "-" if _is_standard_input(file) else os.path.abspath(file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,20 @@ _NAMES = {
     "embed_tokens": "token_embedding",
     "embed_positions.weight": "positional_embedding",
 }
+# What `from_pretrained` reads in a folder. Other files, such as outputs that are put there, are no part of the model.
+_READ = "config.json", "generation_config.json", "adapter_config.json", "*.safetensors", "*.bin", "*.index.json"
+
+
+def files_of(name: str) -> list[Path]:
+    """The model's files on this machine, by absolute paths; none if `name` is one of whisper's own, or the hub's."""
+    with needing("openai-whisper", "transcribe"):
+        import whisper
+    place = Path(os.path.abspath(name))
+    if name in whisper.available_models():
+        return []
+    if place.is_dir():
+        return sorted({path for pattern in _READ for path in place.glob(pattern) if path.is_file()})
+    return [place] if place.is_file() else []
 
 
 def load(name: str, device: str, folder: str | None = None) -> Any:

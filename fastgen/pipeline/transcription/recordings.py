@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from fastgen import report
 from fastgen.pipeline.errors import InputError
 from fastgen.pipeline.transcription import audio, pipelines, silences
 from fastgen.pipeline.transcription.progress import AudioProgress
@@ -49,7 +50,7 @@ def transcribe(
                     raise error
                 found[number] = result
 
-            samples = audio.read(source).samples if isinstance(source, Path) else source
+            samples = _read(source) if isinstance(source, Path) else source
             yield Recording(samples, dict(options), show.advance, done)
 
     try:
@@ -62,11 +63,19 @@ def transcribe(
     return found
 
 
+def _read(path: Path) -> np.ndarray[Any, Any]:
+    """The samples of a file; what is wrong with it is a warning."""
+    sound = audio.read(path)
+    if sound.fault:
+        report.warn(f"{sound.fault}; what is there is transcribed.")
+    return sound.samples
+
+
 def _checked(source: Any, number: int) -> Path | np.ndarray[Any, Any]:
     """A file that is there, or float32 `[samples]`."""
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        if not path.is_file():
+        if not path.exists() or path.is_dir():  # a pipe is as good as a file
             raise ValueError(f"recording {number}, {path}, is no file")
         return path
     samples = np.asarray(source.cpu() if hasattr(source, "cpu") else source)

@@ -20,7 +20,7 @@ from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, firs
 from fastgen.pipeline.resume import contents, other_texts
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.journal import Journal
-from fastgen.pipeline.transcription.load import load
+from fastgen.pipeline.transcription.load import files_of, load
 from fastgen.pipeline.transcription.progress import AudioProgress
 from fastgen.pipeline.transcription.together import Recording, transcribe_all
 from fastgen.report import FallbackError
@@ -74,6 +74,7 @@ def run(settings: Settings) -> int:
         if words := other_texts():
             _say(words)
         model = load(settings.model, settings.device, settings.model_folder)
+        _check_model_knows(model, settings)
         journal.begin()
         for folder in settings.output.glob(f"{_UNFINISHED}*/"):  # of a run that was killed
             shutil.rmtree(folder)
@@ -85,8 +86,8 @@ def run(settings: Settings) -> int:
 
 def _transcribe_all(settings: Settings, model: Any, left: list[Path], journal: Journal) -> int:
     """Transcribe these files; returns how many failed."""
-    lengths = {file: audio.seconds_of(file) for file in left if file != STANDARD_INPUT}
-    known = [length for length in lengths.values() if length is not None]
+    lengths = [None if file == STANDARD_INPUT else audio.seconds_of(file) for file in left]
+    known = [length for length in lengths if length is not None]
     progress = AudioProgress(sum(known) if len(known) == len(left) else None, enabled=not settings.quiet)
     work = _Files(settings, journal, progress)
     try:
@@ -123,7 +124,7 @@ class _Files:
     def _read(self, file: Path) -> Recording:
         sound = audio.read(sys.stdin.buffer if file == STANDARD_INPUT else file)
         if sound.fault:
-            self._progress.say(f"{sound.fault}; the rest is transcribed.")
+            self._progress.say(f"{sound.fault}; what is there is transcribed.")
         options = dict(self._settings.options)
         options["clip_timestamps"] = within(options.get("clip_timestamps", "0"), audio.last_frame(sound.samples))
         return Recording(sound.samples, options, advance=self._progress.advance)
@@ -168,12 +169,11 @@ def _write(settings: Settings, file: Path, result: dict[str, Any]) -> None:
 
 
 def _decisive(settings: Settings) -> dict[str, Any]:
-    """What the outputs depend on besides the sound."""
-    model = Path(settings.model)
-    of_file = contents(model) if model.is_file() else {}
+    """What the outputs depend on besides the sound; wherever a run is started, the same model has the same name."""
+    files = files_of(settings.model)
     return {
-        "model": settings.model,
-        **of_file,
+        "model": os.path.abspath(settings.model) if files else settings.model,
+        **contents(*files),
         "batched": settings.batched,
         "vad_filter": settings.vad_filter,
         "output_format": list(settings.formats),
@@ -197,8 +197,23 @@ def _check_language(language: str | None) -> None:
         from whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE
     except ImportError:
         return  # loading the model says so
-    if language is not None and language not in LANGUAGES and language not in TO_LANGUAGE_CODE:
+    if language is not None and language.lower() not in {*LANGUAGES, *TO_LANGUAGE_CODE}:
         raise InputError(f"--language {language} is no language of whisper's: give a code such as de, or a name.")
+
+
+def _check_model_knows(model: Any, settings: Settings) -> None:
+    """Raise InputError if the model has no token for the language: Cantonese came with large-v3."""
+    from whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE
+
+    language = settings.options.get("language")
+    if language is None or not model.is_multilingual:  # a model that knows English alone is not told the language
+        return
+    code = TO_LANGUAGE_CODE.get(language.lower(), language.lower())
+    if code not in list(LANGUAGES)[: model.num_languages]:
+        raise InputError(
+            f"--language {language} is none of the {model.num_languages} languages of {settings.model}: "
+            "choose another one, or a model that has it, such as turbo."
+        )
 
 
 def _refuse_existing(settings: Settings, files: list[Path], journal: Journal) -> None:

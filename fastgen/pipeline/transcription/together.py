@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fastgen import config
+from fastgen.memory import limits
 from fastgen.optimizer import together
 from fastgen.patching import hosts
 from fastgen.patching.redirection import redirected
+from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import needing
 from fastgen.pipeline.transcription import silences
 from fastgen.pipeline.transcription.audio import FRAMES, LONG, RATE, last_frame
@@ -87,13 +89,19 @@ def transcribe_all(
         from whisper.model import Whisper
     from fastgen.optimizer.whisper.inference import answer
 
-    def calls() -> Iterator[Call]:
-        for recording in recordings:
+    crowded: list[Recording] = []  # which did not fit beside others while their parts were looked for
+
+    def calls(some: Iterable[Recording], is_alone: bool) -> Iterator[Call]:
+        for recording in some:
             try:
-                parts = recording.parts = _parts(model, recording, batched, vad_filter)
-                nothing = None if parts else _nothing(model, recording)
-            except Exception as error:  # that recording alone has failed
-                recording.end(None, error)
+                with limits.relief():
+                    parts = recording.parts = _parts(model, recording, batched, vad_filter)
+                    nothing = None if parts else _nothing(model, recording)
+            except Exception as error:
+                if is_alone or not limits.is_out_of_memory(error):  # that recording alone has failed
+                    recording.end(None, error)
+                else:
+                    crowded.append(recording)
                 continue
             for part in parts:
                 yield Call(functools.partial(_transcribed, model, part), part.ended)
@@ -108,8 +116,12 @@ def transcribe_all(
         (Whisper, "detect_language"): outside,
     }
     is_accelerated = hosts.is_on() and config.current().tier != "stock"
+    size = batch_size if is_accelerated else 0
     with redirected(seams):
-        run_all(calls(), batch_size if is_accelerated else 0, answer, model.device)
+        run_all(calls(recordings, size < 2), size, answer, model.device)
+        if crowded:
+            release_memory()
+            run_all(calls(crowded, True), 0, answer, model.device)
 
 
 # ---------------------------------------------------------------------------------------------- parts

@@ -22,6 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import fastgen
 from fastgen import report
 from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.generate import joint_batch
 from fastgen.optimizer.transformers.generate.batch_decoder import BatchDecoder
 
 pytestmark = [
@@ -312,6 +313,38 @@ def test_what_does_not_fit_is_done_alone(pipeline: Any, monkeypatch: pytest.Monk
     expected = alone(pipeline, sounds(LONG), **options)
     monkeypatch.setattr(BatchDecoder, "step_all", small)
     assert plain(expected) == together(pipeline, sounds(LONG), batch_size=3, **options)
+
+
+def test_no_room_for_what_a_search_needs(pipeline: Any, monkeypatch: pytest.MonkeyPatch, steps: list[int]) -> None:
+    """Memory runs out when a recording joins: nothing is left of the batch, and all of them are tried alone."""
+    options = dict(TIMES, generate_kwargs=BEAMS)
+    expected = alone(pipeline, sounds(LONG), **options)
+    real, number = joint_batch._Decoder, itertools.count()
+    kept: list[int] = []
+
+    def full(*args: Any) -> Any:
+        if next(number) == 2:
+            raise MemoryError("full")
+        return real(*args)
+
+    class Kept(joint_batch.JointBatches):
+        def close(self) -> None:
+            super().close()
+            kept.append(len(self._live) + len(self._batches))
+
+    monkeypatch.setattr(joint_batch, "_Decoder", full)
+    monkeypatch.setattr(joint_batch, "JointBatches", Kept)
+    assert plain(expected) == together(pipeline, sounds(LONG), batch_size=3, **options)
+    assert next(number) > 2 and kept and not any(kept)
+
+
+def test_as_many_as_are_asked_for(pipeline: Any, steps: list[int]) -> None:
+    options = dict(TIMES, generate_kwargs=BEAMS)
+    recordings = sounds(SHORT * 3)
+    expected = alone(pipeline, recordings, **options)
+    assert plain(expected) == together(pipeline, recordings, batch_size=12, **options) and max(steps) == 12
+    steps.clear()
+    assert plain(expected) == together(pipeline, recordings, batch_size=10, **options) and max(steps) == 10
 
 
 def test_two_threads(pipeline: Any) -> None:

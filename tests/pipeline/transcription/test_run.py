@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import whisper
-from whisper.utils import get_writer
+from transcribe_kit import LAYOUT, assert_same, command, contents, expected
 
 import fastgen
 from fastgen.cli import transcribe
@@ -24,47 +24,7 @@ from fastgen.pipeline.transcription.journal import NAME
 from fastgen.pipeline.transcription.progress import AudioProgress
 
 pytestmark = pytest.mark.usefixtures("own_threads")
-FORMATS = ("txt", "vtt", "srt", "tsv", "json")
 
-
-def command(checkpoint: Path, files: list[Any], out: Path, *flags: Any) -> int:
-    return transcribe.main([str(checkpoint), *map(str, files), "-o", str(out), *map(str, flags)])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != NAME}
-
-
-def expected(
-    checkpoint: Path, files: list[Path], folder: Path, layout: dict[str, Any], **options: Any
-) -> dict[str, bytes]:
-    """What whisper writes, without fastgen."""
-    folder.mkdir()
-    with fastgen.disabled():
-        model = whisper.load_model(str(checkpoint), device="cpu")
-        for file in files:
-            torch.manual_seed(0)
-            result = whisper.transcribe(model, audio.read(file).samples, fp16=False, **options)
-            get_writer("all", str(folder))(result, str(file), layout)
-    return contents(folder)
-
-
-def parts(value: Any, path: str = "") -> dict[str, Any]:
-    """All that is in JSON, by path."""
-    if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {where: part for key, each in items for where, part in parts(each, f"{path}/{key}").items()}
-    return {path: pytest.approx(value, rel=1e-4, abs=1e-5) if isinstance(value, float) else value}
-
-
-def assert_same(file: str, content: bytes, other: bytes) -> None:
-    if file.endswith(".json"):  # with log-probabilities, whose last digits depend on what shares a step
-        assert parts(json.loads(content)) == parts(json.loads(other))
-    else:
-        assert content == other
-
-
-LAYOUT = {"highlight_words": False, "max_line_width": None, "max_line_count": None, "max_words_per_line": None}
 TEMPERATURES = tuple(np.arange(0, 1.0 + 1e-6, 0.2))
 CASES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
     "as it is": ([], {}, {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import os
 import sys
 import threading
 import weakref
@@ -112,6 +113,20 @@ def test_files_and_tensors(model: Any, sound: Any, sounds: list[Any], tmp_path: 
         fastgen.transcribe(model, [path], batch_size=0)
     with pytest.raises(ValueError, match="patience requires beam_size to be given"):  # whisper's own words
         fastgen.transcribe(model, [path], patience=2.0, **FAST)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes have no names in folders there")
+def test_pipes_and_files_that_are_cut_off(model: Any, sound: Any, tmp_path: Path) -> None:
+    path, pipe = sound("half.wav", 3.0, seed=0), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(path.read_bytes(),))
+    writer.start()
+    assert fastgen.transcribe(model, [pipe], **FAST) == fastgen.transcribe(model, [path], **FAST)
+    writer.join()
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.warns(RuntimeWarning, match=r"half.wav is cut off: it says that it has 3.0 seconds of sound") as caught:
+        fastgen.transcribe(model, [path], **FAST)
+    assert caught[0].filename == __file__
 
 
 def test_off(model: Any, sounds: list[Any]) -> None:
@@ -224,6 +239,46 @@ def test_what_does_not_fit_is_done_alone(
     monkeypatch.setattr(inference, "step_together", small)
     options = {**FAST, "beam_size": 2}
     assert plain(alone(model, sounds, **options)) == fastgen.transcribe(model, sounds, batch_size=3, **options)
+
+
+@pytest.mark.parametrize("cut", ["batched", "vad_filter"])
+def test_a_language_that_does_not_fit_is_found_out_alone(
+    cut: str, model: Any, sounds: list[Any], detector: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory runs out before a recording has begun, with speech in it or none, while another is at work."""
+    detector |= {41.0: [(0.0, 20.0)], 12.0: [(0.0, 12.0)], 3.0: []}
+    recordings = [sounds[1], sounds[2], sounds[0]]
+    options: dict[str, Any] = {**FAST, "language": None}
+    options["condition_on_previous_text"] = cut == "vad_filter"
+    expected = []
+    for sound, seconds in ((sounds[1], 20), (sounds[2], 12)):
+        (part,) = alone(model, [sound[: seconds * 16_000]], **options)
+        own = {**options, "language": part["language"], "clip_timestamps": [0.0, float(seconds)]}
+        expected += [part] if cut == "batched" else alone(model, [sound], **own)
+    real, seen = type(model).detect_language, list[int]()
+
+    def full(*args: Any) -> Any:
+        seen.append(1)
+        if len(seen) in failing:
+            raise MemoryError("full")
+        return real(*args)
+
+    monkeypatch.setattr(type(model), "detect_language", full)
+    failing = range(2, 4)  # the second recording, and the third
+    *found, nothing = fastgen.transcribe(model, recordings, **{cut: True}, **options)
+    assert len(seen) == 5 and nothing["segments"] == [] and nothing["language"]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["language"] == theirs["language"]
+        assert [one["tokens"] for one in ours["segments"]] == [one["tokens"] for one in theirs["segments"]]
+    failing = range(2, 99)  # alone, too
+    seen.clear()
+    with pytest.raises(MemoryError, match="full"):
+        fastgen.transcribe(model, recordings, **{cut: True}, **options)
+    assert len(seen) == 4
+    seen.clear()
+    with pytest.raises(MemoryError, match="full"):  # each is alone anyway
+        fastgen.transcribe(model, recordings, batch_size=1, **{cut: True}, **options)
+    assert len(seen) == 2
 
 
 @pytest.mark.usefixtures("rounded_weights")

@@ -15,7 +15,7 @@ from fastgen import report
 from fastgen.optimizer.transformers.generate.batch_decoder import BatchDecoder
 from fastgen.optimizer.transformers.generate.suspended_call import Call, PlannedCaches
 
-_MOST_CALLS = 8  # at once: each adds its own few small operations to a step
+_MOST_CALLS = 8  # at once, unless more are asked for: each adds its own few small operations to a step
 
 
 def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iterator[tuple[int, Any]]:
@@ -40,9 +40,9 @@ def run(model: Any, calls: Iterable[Mapping[str, Any]], batch_size: int) -> Iter
 class ContinuousBatch:
     """A batch that calls of `model.generate` enter and leave while it decodes. All have the same number of beams."""
 
-    def __init__(self, model: Any, batch_size: int) -> None:
-        """`close` it in the end. `batch_size`: sentences that decode together, at most."""
-        self._model, self._size = model, batch_size
+    def __init__(self, model: Any, batch_size: int, most_calls: int = _MOST_CALLS) -> None:
+        """`close` it in the end. At most `batch_size` sentences, of at most `most_calls` calls, decode together."""
+        self._model, self._size, self._most_calls = model, batch_size, most_calls
         self.planned = PlannedCaches()
         self._joint: BatchDecoder | None = None
         self._live: list[Call] = []
@@ -58,7 +58,7 @@ class ContinuousBatch:
         """Whether a call of so many sentences may enter now. If there is no other, it may."""
         calls = self.calls
         taken = sum(call.sentences for call in calls)
-        return not calls or (len(calls) < _MOST_CALLS and taken + sentences <= self._size)
+        return not calls or (len(calls) < self._most_calls and taken + sentences <= self._size)
 
     def admit(
         self, number: int, kwargs: Mapping[str, Any], *, tokens: bool = False, seeds: Sequence[int] | None = None

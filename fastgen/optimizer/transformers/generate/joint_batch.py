@@ -73,6 +73,11 @@ class JointCall(Call):
         self.begin()
         batch.enter(self)
 
+    def close(self) -> None:
+        """Free what the search holds, if it has not ended; there may be no decoder yet."""
+        if not self.ended and hasattr(self, "decoder"):
+            self.decoder.close()
+
     def returned(self) -> Any:
         """What the search returns, or raise what it has raised."""
         if self.error is not None:
@@ -133,7 +138,7 @@ class JointBatches:
             return
         batch = self._batches.get(call.key)
         if batch is None:
-            batch = ContinuousBatch(call.request.model, self._calls * call.request.batch)
+            batch = ContinuousBatch(call.request.model, self._calls * call.request.batch, self._calls)
             self._batches[call.key] = batch
         if batch.has_room(call.request.batch):
             self._live[number] = call
@@ -142,8 +147,7 @@ class JointBatches:
     def close(self) -> None:
         """Let go of all that is left."""
         for call in self._live.values():
-            if not call.ended:
-                call.decoder.close()
+            call.close()
         self._live.clear()
         while self._batches:
             self._batches.popitem()[1].close()
