@@ -33,8 +33,8 @@ def install(patches: PatchSet, module: ModuleType) -> None:
 def _sequence_generator(patches: PatchSet, module: ModuleType) -> None:
     generator, ensemble = module.SequenceGenerator, module.EnsembleModel
     stock = generator._generate
-    require_own(stock, "fairseq")
     require_signature(stock, _GENERATE)
+    require_own(stock, "fairseq")
     for name in _ENSEMBLE:
         if not hasattr(ensemble, name):
             raise SeamMismatch(f"EnsembleModel has no {name}")

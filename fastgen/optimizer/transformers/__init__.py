@@ -56,8 +56,8 @@ def _install(patches: PatchSet, module: ModuleType) -> None:
     """Replace `_beam_search`, `_sample` and the method that calls the encoder in `module`'s GenerationMixin."""
     mixin = module.GenerationMixin
     for name, parameters in _SEAMS.items():
-        require_own(getattr(mixin, name), "transformers")
         require_signature(getattr(mixin, name), parameters)
+        require_own(getattr(mixin, name), "transformers")
     for name in _NEEDED:
         if not hasattr(mixin, name):
             raise SeamMismatch(f"GenerationMixin has no {name}")

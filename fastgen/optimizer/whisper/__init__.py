@@ -35,8 +35,8 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     inference = module.PyTorchInference
     require_signature(inference.__init__, ("self", "model", "initial_token_length"))
     for name, parameters in _METHODS.items():
-        require_own(getattr(inference, name), "whisper")
         require_signature(getattr(inference, name), parameters)
+        require_own(getattr(inference, name), "whisper")
     methods = {name: getattr(inference, name) for name in _METHODS}
     patches.replace(inference, "__init__", _wrapped(inference, inference.__init__, methods))
     require_signature(module.DecodingTask.run, ("self", "mel"))

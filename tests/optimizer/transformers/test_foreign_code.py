@@ -369,7 +369,7 @@ def test_a_verdict_is_of_the_code_that_was_tried() -> None:
 
 def test_a_search_replaced_before_fastgen_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs: the host is left alone, and the status says why."""
-    calls = []
+    calls, model = [], zoo.load("llama")
     fastgen.disable()
     try:
         search = GenerationMixin._beam_search
@@ -385,7 +385,6 @@ def test_a_search_replaced_before_fastgen_came(monkeypatch: pytest.MonkeyPatch) 
                 RuntimeWarning, match="_beam_search has been replaced by code that is not transformers's"
             ):
                 fastgen.enable()
-            model = zoo.load("llama")
             model.generate(**zoo.inputs_for("llama"), **options_of("beams"))
             assert len(calls) == 1
             assert "has been replaced" in str(fastgen.status())
