@@ -170,7 +170,7 @@ def test_another_search_is_no_part_of_the_stream(own: bool) -> None:
             tokens.extend(stream)
         assert not tokens or len(tokens) == 4
     else:
-        options = dict(max_new_tokens=9, min_new_tokens=9)
+        options = dict(max_new_tokens=9)
         with fastgen.disabled():
             stock = model.generate(**inputs, **options)
         stream = fastgen.stream(model, **inputs, **options, assistant_model=zoo.load("llama"))
