@@ -30,7 +30,7 @@ class ModelFacts:
     """Facts about one model that depend on no request."""
 
     is_hosts_own: bool  # all forward methods are the host's, torch's or ours
-    is_tested: bool  # the same, and the test suite compares the family with stock
+    is_tested: bool  # the same, prompts are causal, and the test suite compares the family with stock
     is_causal: bool  # no token of a prompt attends to later ones
     foreign: list[Finding]  # foreign code that a decode step would run
     foreign_in_encoder: list[Finding]  # foreign code that the encoder, which is called before the search, would run
@@ -113,11 +113,12 @@ def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
     kinds, steps = {type(module) for module in everything}, list(parts.values())
     encoder: Any = model.get_encoder() if model.config.is_encoder_decoder else None
     in_encoder = [] if encoder is None else list(encoder.named_modules())
-    is_hosts_own = modules.are_the_hosts_own(kinds)
+    is_hosts_own, is_causal = modules.are_the_hosts_own(kinds), modules.is_causal(model)
+    is_tested = is_hosts_own and is_causal and modules.is_of_tested_family(model)
     return ModelFacts(
         is_hosts_own=is_hosts_own,
-        is_tested=is_hosts_own and modules.is_of_tested_family(model) and not _has_weights_of_other_kinds(model),
-        is_causal=modules.is_causal(model),
+        is_tested=is_tested and not _has_weights_of_other_kinds(model),
+        is_causal=is_causal,
         foreign=[*foreign_code.of_modules(parts.items()), *foreign_code.replaced_attention(everything)],
         foreign_in_encoder=foreign_code.of_modules(in_encoder),
         overridden_rule=foreign_code.overridden_rule(model),
