@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,12 +14,38 @@ _CODES = 256  # tokens of a sequence are codes, the same at each place: a sequen
 _END = 1  # no code; outputs are cut before it
 
 
-def tokens_for(task: dict[str, Any], model: Any) -> Trie:
+def trie_for(task: dict[str, Any], model: Any) -> Trie:
     """`prefix_allowed_tokens_fn` for `allowed_outputs` random sequences of `new` tokens; stock calls it, too."""
     from fastgen.decoding.trie import Trie
 
+    return Trie(_sequences(task, model), eos_token_id=_END, prompt_length=_prompt(task, model))
+
+
+def function_for(task: dict[str, Any], model: Any) -> Callable[[int, Any], list[int]]:
+    """The same sequences, by a function as users write it: nested dictionaries, walked from the root at each call."""
+    root: dict[int, Any] = {}
+    for sequence in _sequences(task, model):
+        node = root
+        for token in sequence:
+            node = node.setdefault(token, {})
+        node[_END] = {}
+    prompt = _prompt(task, model)
+
+    def allowed(_: int, ids: Any) -> list[int]:
+        node = root
+        for token in ids[prompt:].tolist():
+            node = node.get(token, {})
+        return list(node) or [_END]
+
+    return allowed
+
+
+def _sequences(task: dict[str, Any], model: Any) -> list[list[int]]:
     draw = random.Random(_SEED)
     first = model.config.vocab_size // 2
-    sequences = [[first + draw.randrange(_CODES) for _ in range(task["new"])] for _ in range(task["allowed_outputs"])]
-    prompt = 1 if model.config.is_encoder_decoder else task["source"]
-    return Trie(sequences, eos_token_id=_END, prompt_length=prompt)
+    return [[first + draw.randrange(_CODES) for _ in range(task["new"])] for _ in range(task["allowed_outputs"])]
+
+
+def _prompt(task: dict[str, Any], model: Any) -> int:
+    """How many tokens precede a sequence."""
+    return 1 if model.config.is_encoder_decoder else int(task["source"])

@@ -90,8 +90,12 @@ def wide(quick: bool) -> list[Section]:
 def _wide(quick: bool, label: str, model: str, source: int) -> Section:
     allowed, beams = (1000, (10, 40)) if quick else (100_000, (10, 50, 100, 400, 1000))
     sizes = dict(batch=1, source=source, new=8, allowed_outputs=allowed) | ({"layers": 2} if quick else {})
-    text = f"{random_text(quick)} {allowed:,} sequences of 8 tokens may be generated, by `prefix_allowed_tokens_fn`."
+    text = (
+        f"{random_text(quick)} {allowed:,} sequences of 8 tokens may be generated: `prefix_allowed_tokens_fn` is a "
+        "`fastgen.Trie`, in stock too, or a Python function over nested dictionaries."
+    )
+    sides = ("transformers", "transformers-function", "fastgen", "fastgen-function")
     kept, points = f"source {source}, new 8", [{**sizes, "beams": each} for each in beams]
-    section = _grid(f"Beams of {label}", text, label, kept, model, ("transformers", "fastgen"), "beams", points, by="")
+    section = _grid(f"Beams of {label}", text, label, kept, model, sides, "beams", points, by="")
     tasks = [replace(task, name=f"{model}-{task.name}") for task in section.tasks]
     return replace(section, tasks=tasks, show=[*section.show, "memory"])

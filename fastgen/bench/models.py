@@ -203,7 +203,7 @@ def build(task: dict[str, Any], folders: Folders, device: str = "cpu", dtype: st
     batches = [{key: _moved(value, model) for key, value in batch.items()} for batch in job.batches]
     options = job.options | task["options"]
     if task.get("allowed_outputs"):
-        options["prefix_allowed_tokens_fn"] = allowed.tokens_for(task, model)
+        options["prefix_allowed_tokens_fn"] = allowed.trie_for(task, model)
     return Job(model, options, batches)
 
 

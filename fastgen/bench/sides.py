@@ -10,6 +10,7 @@ _ON = {"FASTGEN_STRICT": "1"}  # a fallback must not be timed as if it were ours
 
 _STOCK = "fastgen is not enabled in its process"
 _GENERATE = "model.generate, the model in evaluation mode, sdpa attention (eager where the model has no other)"
+_FUNCTION = "prefix_allowed_tokens_fn is a function over nested Python dictionaries, in place of a fastgen.Trie"
 _FAIRSEQ = ["SequenceGenerator.generate on one generator, incremental decoding, model.eval()"]
 _LLAMA_CPP = [
     "llama-cpp-python on a GGUF file written beforehand from the same weights; writing is not timed",
@@ -71,6 +72,13 @@ SIDES: dict[str, Side] = {
         _OFF,
         {"generate": {"cache_implementation": "static"}, "compiled": True},
     ),
+    "transformers-function": Side(
+        "transformers, a Python function",
+        "transformers",
+        [_GENERATE, "its default, dynamic cache", _FUNCTION, _STOCK],
+        _OFF,
+        {"function": True},
+    ),
     "fairseq": Side("fairseq", "fairseq", [*_FAIRSEQ, _STOCK], _OFF),
     "ctranslate2": Side("CTranslate2", "ctranslate2", _CTRANSLATE2, _OFF, converter="convert"),
     "ctranslate2-int8": Side(
@@ -113,6 +121,11 @@ SIDES: dict[str, Side] = {
         converter="openvino_inputs",
     ),
     "fastgen": _ours("fastgen", "default options"),
+    "fastgen-function": replace(
+        _ours("fastgen, a Python function", "default options", _FUNCTION),
+        options={"function": True},
+        equals="transformers-function",
+    ),
     "fastgen-int8": _rounded("int8", "quantised to 8 bits"),
     "fastgen-bf16": _rounded("bf16", "rounded to bfloat16"),
     "fastgen-fairseq": _ours("fastgen on fairseq", "default options", runner="fairseq"),

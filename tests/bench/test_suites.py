@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -92,17 +93,21 @@ def test_every_side_says_how_it_is_configured() -> None:
 
 @pytest.mark.parametrize("is_encoder_decoder", [False, True])
 def test_allowed_outputs(is_encoder_decoder: bool) -> None:
-    """Of three tokens each, behind a prompt; then the end."""
+    """Of three tokens each, behind a prompt; then the end. The trie and the function allow the same."""
     torch = pytest.importorskip("torch")
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=1000, is_encoder_decoder=is_encoder_decoder))
-    allow = allowed.tokens_for({"allowed_outputs": 40, "new": 3, "source": 4}, model)
+    task = {"allowed_outputs": 40, "new": 3, "source": 4}
     prompt = [7] if is_encoder_decoder else [7, 8, 9, 7]
 
-    def outputs(written: list[int]) -> list[list[int]]:
+    def outputs(allow: Any, written: list[int]) -> list[list[int]]:
+        may = allow(0, torch.tensor(prompt + written))
         if len(written) == 3:
+            assert {*may} == {1}
             return [written]
-        return [found for token in allow(0, torch.tensor(prompt + written)) for found in outputs([*written, token])]
+        return sorted(found for token in may for found in outputs(allow, [*written, token]))
 
-    found = outputs([])
+    found = outputs(allowed.trie_for(task, model), [])
     assert len(found) == 40 and all(500 <= token < 756 for each in found for token in each)
-    assert {*allow(0, torch.tensor([*prompt, *found[0]]))} == {allow.eos_token_id}
+    function = allowed.function_for(task, model)
+    assert outputs(function, []) == found
+    assert function(0, torch.tensor([*prompt, 3])) == [1]  # no sequence begins so

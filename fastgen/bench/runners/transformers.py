@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import fastgen
-from fastgen.bench import models
+from fastgen.bench import allowed, models
 from fastgen.bench.runners import place
 
 
@@ -26,6 +26,8 @@ class Runner:
         self.model, self.batches, self.options = job.model, job.batches, dict(job.options)
         self._job = job
         self.options |= order["options"].get("generate", {})
+        if order["options"].get("function"):
+            self.options["prefix_allowed_tokens_fn"] = allowed.function_for(order["task"], job.model)
         if "num_beam_groups" in self.options and not fastgen.status().enabled:
             self.options |= self._groups()
         if order["options"].get("compiled"):
