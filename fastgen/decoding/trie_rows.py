@@ -16,13 +16,19 @@ _AT_ONCE = 2**22  # scores that are masked together: the numbers of their tokens
 
 
 @dataclass(frozen=True)
-class Children:
+class Following:
     """The tokens that may follow some rows: `E` of them, sorted by row and, within a row, by token."""
 
     rows: Tensor  # int64 [E]
     tokens: Tensor  # int64 [E]
-    nodes: Tensor  # int64 [E]: where each token leads
     counts: Tensor  # int64: how many there are of each row that was asked for
+
+
+@dataclass(frozen=True)
+class Children(Following):
+    """Those that follow in a trie."""
+
+    nodes: Tensor  # int64 [E]: where each token leads
 
 
 class TrieRows:
@@ -52,8 +58,8 @@ class TrieRows:
         return Children(
             place if rows is None else rows.index_select(0, place),
             self._tokens.index_select(0, found).long(),
-            found,
             counts,
+            found,
         )
 
     def mask(self, scores: Tensor) -> Tensor:
@@ -65,7 +71,7 @@ class TrieRows:
             mask[children.rows, children.tokens] = 0
         return mask
 
-    def advance(self, parents: Tensor | None, tokens: Tensor, children: Children | None = None) -> None:
+    def advance(self, parents: Tensor | None, tokens: Tensor, children: Following | None = None) -> None:
         """Each row continues another, int64 `[B*M]` (None: itself), with a token, int64 `[B*M]`.
 
         `children`: what may follow the parents, if it is known.
@@ -76,7 +82,7 @@ class TrieRows:
         if self.length <= self._prompt_length:
             self.nodes = self._roots
             return
-        if children is None or parents is None:
+        if not isinstance(children, Children) or parents is None:
             self._descend(self.nodes if parents is None else self.nodes.index_select(0, parents), tokens)
             return
         # Rows and tokens as one number: those of the children are sorted.

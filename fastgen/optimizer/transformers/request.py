@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process, stopping_criteria
 
-from fastgen.optimizer.transformers import expansion, foreign_code
+from fastgen.optimizer.transformers import expansion, foreign_code, replaced_processors
 from fastgen.optimizer.transformers.generate import tries
 from fastgen.optimizer.transformers.model.facts import ModelFacts, facts_of
 from fastgen.optimizer.transformers.versions import CACHE
@@ -64,6 +64,10 @@ class Request:
     unexpanded: Mapping[str, Any] = field(default_factory=dict)
     held: Any = None  # the HeldStreamer of a call with beams, see `streaming`
     users_cache: Any = None  # a cache that the user passed, with the beginning of the prompts: see `cache.users_cache`
+
+    def __post_init__(self) -> None:
+        self.logits_processor = replaced_processors.marked(self.logits_processor)
+        self.stopping_criteria = replaced_processors.marked(self.stopping_criteria)
 
     @property
     def beams(self) -> int:
@@ -220,7 +224,8 @@ class Request:
 
     @property
     def stops_by_last_token(self) -> bool:
-        return all(type(criterion) in _BY_LAST_TOKEN for criterion in self.stopping_criteria)
+        is_stock = type(self.stopping_criteria) is stopping_criteria.StoppingCriteriaList
+        return is_stock and all(type(criterion) in _BY_LAST_TOKEN for criterion in self.stopping_criteria)
 
     @property
     def calls_back(self) -> bool:

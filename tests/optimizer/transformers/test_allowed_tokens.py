@@ -1,4 +1,5 @@
-"""Searches whose outputs a `fastgen.Trie` lists: what stock makes of the trie as a function, without asking it."""
+"""Searches whose outputs a `fastgen.Trie` lists, or a function of the user's: what stock makes of them, without asking
+the trie, and with as many questions to the function."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import harness
+import numpy as np
 import pytest
 import torch
 import zoo
@@ -65,6 +67,7 @@ SETS = {
     "nothing": [[]],
     "flat": [[word] for word in range(5, 395)],
 }
+DENSE = ("many", "flat")  # almost any token may be the first: of a function a mask is made
 
 
 def prompt_of(model: Any, inputs: dict[str, Any]) -> int:
@@ -89,6 +92,10 @@ def dictionary(kind: str, prompt: int) -> Any:
         return list(node) or [END]
 
     return allowed
+
+
+def allowed_by(how: str, model: Any, inputs: dict[str, Any], kind: str) -> Any:
+    return trie_for(model, inputs, kind) if how == "trie" else dictionary(kind, prompt_of(model, inputs))
 
 
 @pytest.fixture
@@ -140,10 +147,11 @@ def assert_native(steps: Counter[str]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- beam search
+@pytest.mark.parametrize("how", ["trie", "function"])
 @pytest.mark.parametrize("kind", sorted(SETS))
 @pytest.mark.parametrize("beams", [4, 10, 50])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_beam_search(name: str, beams: int, kind: str, steps: Counter[str]) -> None:
+def test_beam_search(name: str, beams: int, kind: str, how: str, steps: Counter[str]) -> None:
     """Few outputs for many beams, among them: most beams are then dead, and which is chosen is up to torch.topk."""
     model = model_of(name)
     inputs = zoo.text(model, seed=beams)
@@ -153,9 +161,12 @@ def test_beam_search(name: str, beams: int, kind: str, steps: Counter[str]) -> N
         num_beams=beams,
         num_return_sequences=min(beams, 5),
         max_new_tokens=8,
-        prefix_allowed_tokens_fn=trie_for(model, inputs, kind),
+        prefix_allowed_tokens_fn=allowed_by(how, model, inputs, kind),
     )
-    assert_native(steps)
+    if how == "function" and kind in DENSE:
+        assert steps["among"] and steps["all"] == 2, steps  # the first step of both calls
+    else:
+        assert_native(steps)
     # The best is one of them (of sentences that stock has finished with a real score).
     trie = trie_for(model, inputs, kind)
     for best in stock[:: min(beams, 5)]:
@@ -179,15 +190,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("how", ["trie", "function"])
 @pytest.mark.parametrize("option", sorted(OPTIONS))
 @pytest.mark.parametrize("kind", ["many", "some", "few"])
 @pytest.mark.parametrize("name", ["bart", "llama"])
-def test_options(name: str, kind: str, option: str, steps: Counter[str]) -> None:
+def test_options(name: str, kind: str, option: str, how: str, steps: Counter[str]) -> None:
     model = model_of(name)
     inputs = zoo.text(model, seed=5)
-    trie = trie_for(model, inputs, kind)
+    allowed = allowed_by(how, model, inputs, kind)
     options = {"num_beams": 5, "num_return_sequences": 3, "max_new_tokens": 8, **OPTIONS[option]}
-    compare(model, inputs, **options, prefix_allowed_tokens_fn=trie)
+    compare(model, inputs, **options, prefix_allowed_tokens_fn=allowed)
     assert steps["among"] and not steps["asked"], steps
 
 
@@ -201,18 +213,20 @@ AFTER: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("how", ["trie", "function"])
 @pytest.mark.parametrize("option", sorted(AFTER))
 @pytest.mark.parametrize("kind", ["many", "few"])
 @pytest.mark.parametrize("name", ["bart", "gpt2"])
-def test_what_acts_after_the_trie(name: str, kind: str, option: str, steps: Counter[str]) -> None:
+def test_what_acts_after_the_trie(name: str, kind: str, option: str, how: str, steps: Counter[str]) -> None:
     model = model_of(name)
     inputs = zoo.text(model, seed=6)
-    trie = trie_for(model, inputs, kind)
+    allowed = allowed_by(how, model, inputs, kind)
     steps_taken = {"max_new_tokens": 2 if option == "forced_eos" else 7}
-    compare(model, inputs, num_beams=4, **steps_taken, **AFTER[option], prefix_allowed_tokens_fn=trie)
+    compare(model, inputs, num_beams=4, **steps_taken, **AFTER[option], prefix_allowed_tokens_fn=allowed)
     assert not steps["asked"]
-    assert bool(steps["among"]) == option.startswith("forced")  # which leave the other steps alone
-    assert bool(steps["all"]) == (option != "forced_bos" or name == "bart")
+    if how == "trie" or kind not in DENSE:
+        assert bool(steps["among"]) == option.startswith("forced")  # which leave the other steps alone
+    assert bool(steps["all"]) == (option != "forced_bos" or name == "bart" or (how == "function" and kind in DENSE))
 
 
 def test_after_a_forced_token(steps: Counter[str]) -> None:
@@ -250,30 +264,150 @@ def test_left_padding(steps: Counter[str]) -> None:
     assert_native(steps)
 
 
-def test_the_function_of_a_user(steps: Counter[str]) -> None:
-    """Stock with a trie of dictionaries is fastgen with a Trie; and a user's function is asked as often as by stock."""
-    model = model_of("bart")
-    inputs = zoo.text(model, seed=3)
-    options = dict(num_beams=6, num_return_sequences=6, max_new_tokens=8)
-    plain = dictionary("some", 1)
-    stock = harness.run_stock(model, inputs, **options, prefix_allowed_tokens_fn=plain)
-    found, _ = harness.run_fastgen(
-        model, inputs, strict=True, **options, prefix_allowed_tokens_fn=trie_for(model, inputs, "some")
-    )
-    harness.assert_same(stock, found)
-    assert_native(steps)
+def asked_of(
+    run: Any, model: Any, inputs: dict[str, Any], function: Any, **options: Any
+) -> tuple[Any, list[list[int]]]:
+    """What `run` returns or raises, and all that the function was asked."""
     asked: list[list[int]] = []
 
-    def noted(sentence: int, tokens: torch.Tensor) -> list[int]:
+    def noted(sentence: int, tokens: torch.Tensor) -> Any:
         asked.append([sentence, *tokens.tolist()])
-        return plain(sentence, tokens)
+        return function(sentence, tokens)
 
-    harness.run_stock(model, inputs, **options, prefix_allowed_tokens_fn=noted)
-    by_stock = list(asked)
-    asked.clear()
-    found, _ = harness.run_fastgen(model, inputs, strict=True, **options, prefix_allowed_tokens_fn=noted)
-    harness.assert_same(stock, found)
-    assert asked == by_stock
+    try:
+        found = run(model, inputs, **options, prefix_allowed_tokens_fn=noted, return_dict_in_generate=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", asked
+    return found[0] if isinstance(found, tuple) else found, asked
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["bart", "llama"])
+def test_a_function_is_asked_as_by_stock(name: str, batch: int, steps: Counter[str]) -> None:
+    """With a trie of dictionaries, stock does what fastgen does with a Trie; what is asked, and how often, is the same,
+    also after the first sentence has finished."""
+    model = model_of(name)
+    inputs = zoo.text(model, seed=3, batch=batch)
+    options = dict(num_beams=6, num_return_sequences=6, max_new_tokens=8)
+    plain = dictionary("some", prompt_of(model, inputs))
+    stock = asked_of(harness.run_stock, model, inputs, plain, **options)
+    found = asked_of(harness.run_fastgen, model, inputs, plain, **options)
+    assert torch.equal(stock[0], found[0]) and stock[1] == found[1] and len(stock[1]) > 6 * batch
+    assert_native(steps)
+    trie = trie_for(model, inputs, "some")
+    options["return_dict_in_generate"] = False
+    by_trie, _ = harness.run_fastgen(model, inputs, **options, prefix_allowed_tokens_fn=trie)
+    assert torch.equal(stock[0], by_trie)
+
+
+MANY = sorted(random.Random(4).sample(range(5, 395), 40))
+# What a function may return, and whether it is chosen among its numbers.
+ANSWERS: dict[str, tuple[Any, bool]] = {
+    "unsorted": (MANY[::-1], True),
+    "twice": (MANY + MANY[:9], True),
+    "numpy numbers": ([*np.array(MANY)], True),
+    "a bool among them": ([True, *MANY], True),
+    "from the end": ([-3, *MANY], False),
+    "tuple": (tuple(MANY), False),
+    "tensor": (torch.tensor(MANY), False),
+    "array": (np.array(MANY), False),
+    "range": (range(7, 60), False),
+    "mask": (torch.arange(WORDS) % 9 == 1, False),
+    "bools": ([number % 9 == 1 for number in range(WORDS)], False),
+    "all": ([*range(WORDS)], False),
+    "nested": ([[*MANY]], False),
+}
+WRONG: dict[str, Any] = {
+    "nothing": [],
+    "too large": [5, WORDS],
+    "too small": [5, -WORDS - 1],
+    "none": None,
+    "number": 5,
+    "floats": [5.0, 6.0],
+    "words": ["a", "b"],
+    "ragged": [[5], [6, 7]],
+    "generator": (number for number in MANY),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ANSWERS))
+def test_what_a_function_may_return(kind: str, steps: Counter[str]) -> None:
+    model = model_of("gpt2")
+    inputs = zoo.text(model, seed=5)
+    answer, is_native = ANSWERS[kind]
+
+    def function(sentence: int, tokens: torch.Tensor) -> Any:
+        return [*answer, END] if type(answer) is list and kind not in ("bools", "nested") else answer
+
+    options = dict(num_beams=4, num_return_sequences=3, max_new_tokens=6)
+    stock = asked_of(harness.run_stock, model, inputs, function, **options)
+    found = asked_of(harness.run_fastgen, model, inputs, function, **options)
+    assert type(stock[0]) is torch.Tensor, stock[0]
+    assert torch.equal(stock[0], found[0]) and stock[1] == found[1]
+    assert bool(steps["among"]) == is_native and bool(steps["all"]) != is_native
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("kind", sorted(WRONG))
+def test_what_a_function_must_not_return(kind: str, first: bool) -> None:
+    """The host's error, for the first row or for one in the midst of a batch."""
+    model = model_of("gpt2")
+    inputs = zoo.text(model, seed=5)
+
+    def function(sentence: int, tokens: torch.Tensor) -> Any:
+        return WRONG[kind] if first or sentence == 1 else MANY
+
+    options = dict(num_beams=4, max_new_tokens=6)
+    stock, _ = asked_of(harness.run_stock, model, inputs, function, **options)
+    found, _ = asked_of(harness.run_fastgen, model, inputs, function, **options)
+    if type(stock) is torch.Tensor:  # some versions of torch take some of them
+        assert torch.equal(stock, found)
+    else:
+        assert stock == found
+
+
+def test_an_error_of_a_function() -> None:
+    class OwnError(Exception):
+        pass
+
+    def function(sentence: int, tokens: torch.Tensor) -> Any:
+        if len(tokens) > 8:
+            raise OwnError("mine")
+        return MANY
+
+    model = model_of("llama")
+    inputs = zoo.text(model, seed=5)
+    options = dict(num_beams=4, max_new_tokens=20)
+    stock = asked_of(harness.run_stock, model, inputs, function, **options)
+    assert asked_of(harness.run_fastgen, model, inputs, function, **options) == stock
+    assert stock[0] == "OwnError: mine"
+
+
+class Infinite(LogitsProcessor):
+    """Makes the score of one token infinite, or NaN, though it is not allowed."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[:: 1 + input_ids.shape[1] % 2, 397] = self.value
+        return scores
+
+
+@pytest.mark.parametrize("how", ["trie", "function"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), -float("inf")])
+def test_a_processor_before_that_makes_no_numbers(value: float, how: str, steps: Counter[str]) -> None:
+    model = model_of("gpt2")
+    inputs = zoo.text(model, seed=6)
+    allowed = allowed_by(how, model, inputs, "some")
+
+    def processors() -> LogitsProcessorList:
+        return LogitsProcessorList([Infinite(value), logits_process.PrefixConstrainedLogitsProcessor(allowed, 4)])
+
+    options = dict(num_beams=4, num_return_sequences=4, max_new_tokens=6, return_dict_in_generate=False)
+    harness.compare(model, inputs, **options, logits_processor=processors)
+    assert bool(steps["among"]) == (value == -float("inf"))
 
 
 @pytest.mark.parametrize("name", ["bart", "gpt2"])
@@ -346,8 +480,9 @@ class Counting(LogitsProcessor):
         return scores + 0.3 * ((torch.arange(scores.shape[-1]) + self.calls) % 3)
 
 
+@pytest.mark.parametrize("how", ["trie", "function"])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_processor_before_the_trie_is_called_once_a_step(after: bool, steps: Counter[str]) -> None:
+def test_a_processor_before_the_trie_is_called_once_a_step(after: bool, how: str, steps: Counter[str]) -> None:
     """Also where all tokens that may follow a row are banned, so that all scores are needed."""
     model = model_of("gpt2")
     inputs = zoo.text(model, seed=6)
@@ -358,7 +493,8 @@ def test_a_processor_before_the_trie_is_called_once_a_step(after: bool, steps: C
     def processors() -> LogitsProcessorList:
         found.append(Counting())
         bans = logits_process.MinNewTokensLengthLogitsProcessor(prompt, 3, END, device="cpu")
-        constrained = logits_process.PrefixConstrainedLogitsProcessor(trie, 4)
+        allowed = trie if how == "trie" else lambda sentence, tokens: trie.allowed(tokens[prompt:].tolist())
+        constrained = logits_process.PrefixConstrainedLogitsProcessor(allowed, 4)
         return LogitsProcessorList([found[-1], *([constrained, bans] if after else [bans, constrained])])
 
     compare(model, inputs, num_beams=4, num_return_sequences=4, max_new_tokens=8, logits_processor=processors)
@@ -377,7 +513,7 @@ def test_a_subclass_is_a_function_like_any_other(steps: Counter[str]) -> None:
     compare(
         model, inputs, num_beams=4, max_new_tokens=8, prefix_allowed_tokens_fn=SubTrie(SETS["few"], eos_token_id=END)
     )
-    assert steps["asked"] and not steps["among"]
+    assert steps["asked"] and steps["among"] and not steps["all"]
 
 
 @pytest.mark.parametrize("details", [dict(output_scores=True), dict(output_logits=True), {}])
@@ -450,13 +586,14 @@ def test_greedy_search_and_samples(name: str, kind: str, steps: Counter[str]) ->
     assert not steps["asked"]
 
 
+@pytest.mark.parametrize("how", ["trie", "function"])
 @pytest.mark.parametrize("kind", ["few", "nothing", "one"])
 @pytest.mark.parametrize("options", [dict(num_beams=3), dict(), dict(do_sample=True, num_return_sequences=2)])
-def test_all_that_is_allowed_is_banned(kind: str, options: dict[str, Any], steps: Counter[str]) -> None:
+def test_all_that_is_allowed_is_banned(kind: str, options: dict[str, Any], how: str, steps: Counter[str]) -> None:
     """The host then forces an allowed token, if its version does (5.24 does) and all beams of a sentence are stuck."""
     model = model_of("t5")
     inputs = zoo.text(model, seed=1)
-    trie = trie_for(model, inputs, kind)
+    allowed = allowed_by(how, model, inputs, kind)
     if options.get("do_sample") and not tries._forces_one():
         pytest.skip("the host raises an error")
     compare(
@@ -466,9 +603,9 @@ def test_all_that_is_allowed_is_banned(kind: str, options: dict[str, Any], steps
         max_new_tokens=9,
         suppress_tokens=None,
         bad_words_ids=[[8], [END]],
-        prefix_allowed_tokens_fn=trie,
+        prefix_allowed_tokens_fn=allowed,
     )
-    compare(model, inputs, **options, max_new_tokens=9, min_new_tokens=6, prefix_allowed_tokens_fn=trie)
+    compare(model, inputs, **options, max_new_tokens=9, min_new_tokens=6, prefix_allowed_tokens_fn=allowed)
     assert not steps["asked"]
 
 

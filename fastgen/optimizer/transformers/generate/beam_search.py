@@ -23,6 +23,7 @@ from fastgen.decoding.native_beam_search import NativeBeamSearch
 from fastgen.decoding.sampling import Sampling
 from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
+from fastgen.decoding.trie_rows import TrieRows
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.transformers import interception, versions
 from fastgen.optimizer.transformers.cache.recurrent import rows_of
@@ -85,7 +86,8 @@ class Loop:
         logits = _last(outputs, request.input_ids.device).repeat_interleave(request.beams, dim=0)  # [B*M, V]
         self._allowed = AllowedTokens.of(request, logits.shape[1])
         if self._allowed is not None:
-            self._process.constraint = tries.Constraint(self._allowed.rows)
+            rows = self._allowed.rows
+            self._process.constraint = tries.Constraint(rows if isinstance(rows, TrieRows) else None)
         return self._choose(outputs, logits)
 
     def proceed(self, outputs: Any) -> dict[str, Any] | None:
@@ -145,7 +147,7 @@ class Loop:
         """Do what `_parents` does, by the scores of all tokens. `begun`: what has been done already."""
         processors = self.request.logits_processor
         if begun is not None:
-            return search.choose(self._process.apply(begun.processors, search.running(), begun.scores), self._stops)
+            return search.choose(self._process.apply(begun.processors, begun.tokens, begun.scores), self._stops)
         banned = None
         if self._takes_logits:
             banned = self._process.banned(processors, search.length, logits)

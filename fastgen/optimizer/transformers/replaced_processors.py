@@ -1,0 +1,63 @@
+"""The host's logits processors and stopping criteria whose code somebody has replaced: they are called as they are,
+like those of a user, and nothing is concluded from their class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from fastgen.patching.replaced_code import is_replaced
+
+
+class Replaced:
+    """Stands for one of them."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    @property
+    def __class__(self) -> type:  # for `isinstance`; `type` tells the difference
+        return type(self._original)
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        raise TypeError("a processor keeps its class")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._original(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_original":  # asked for while a copy is made
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+
+class _Processors(LogitsProcessorList):
+    """A list whose own code is replaced."""
+
+
+class _Criteria(StoppingCriteriaList):
+    """A list whose own code is replaced."""
+
+
+_LISTS = {LogitsProcessorList: _Processors, StoppingCriteriaList: _Criteria}
+
+
+def marked(found: Any) -> Any:
+    """The host's list of processors or criteria; if code was replaced, a new list, in which such code is not taken for
+    the host's."""
+    kind = type(found)
+    if kind not in _LISTS:
+        return found
+    is_own = not is_replaced(kind, "__call__")
+    ones = [Replaced(one) if _is_replaced(one) else one for one in found]
+    if is_own and not any(type(one) is Replaced for one in ones):
+        return found
+    return (kind if is_own else _LISTS[kind])(ones)
+
+
+def _is_replaced(one: Any) -> bool:
+    kind = type(one)
+    return kind.__module__.partition(".")[0] == "transformers" and is_replaced(kind, "__call__")
