@@ -252,7 +252,7 @@ class BeamTree:
         prompt = prompt.expand(self.batch * self.beams, -1)
         seen = self.ancestry()[:, :, self.prompt_length :]  # one slot of each step
         positions = self.positions()[:, None, self.prompt_length :].expand_as(seen)
-        last = self.prompt_length + self.max_steps
+        last = self.prompt_length + self.steps
         generated = torch.where(seen, positions, last).argsort(-1)[:, :, : self.steps].flatten(0, 1)
         return torch.cat([prompt, self.prompt_length + generated], dim=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,8 @@ def generate(
     """Generate for all `sources` with a model of Hugging Face transformers, sources of like length together.
 
     Each source gets what `model.generate` returns for it alone, whatever shares the batch. Sentences leave the batch
-    when they finish; with `refill`, waiting sentences take their places, each at another position.
+    when they finish; with `refill`, waiting sentences take their places, each at another position. Where `max_length`
+    or `min_length` counts the tokens of prompts, only prompts of equal length share a batch.
 
     Args:
         model: on its device, in evaluation mode.
@@ -55,16 +57,19 @@ def generate(
     _check(sources, batch_size, options)
     found: list[Any] = [None] * len(sources)
     show = Progress(len(sources), enabled=progress)
-    pad, ends = _padding(model, options), _ends(model, options)
-    refilling = bool(sources) and why_not_refilled(model, min(sources, key=len), refill, options) is None
+    pad, ends = _padding(model, options), _listed(_configured(model, options, "eos_token_id"))
+    is_stopped, apart = _stop_strings(model, options), _counts_prompts(model, options)
+    refilling = len(sources) > 0 and why_not_refilled(model, min(sources, key=len), refill, options) is None
     try:
-        for part, result, width in generated(model, sources, options, batch_size=batch_size, refill=refilling):
+        for part, result, width in generated(
+            model, sources, options, batch_size=batch_size, refill=refilling, apart=apart
+        ):
             sequences = getattr(result, "sequences", result)
             for index, hypotheses in zip(part, sequences.unflatten(0, (len(part), -1)), strict=True):
                 prompt, own = 1, hypotheses
                 if not model.config.is_encoder_decoder:
                     prompt, own = len(sources[index]), hypotheses[:, width - len(sources[index]) :]
-                found[index] = _without_padding(own, prompt, pad, ends)
+                found[index] = _without_padding(own, prompt, pad, ends, is_stopped)
                 show.update(1, int(found[index].numel()))
     finally:
         show.close()
@@ -153,17 +158,24 @@ def why_not_refilled(model: Any, source: Any, wished: bool | None, options: dict
 
 
 def generated(
-    model: Any, sources: Sequence[Any], options: dict[str, Any], *, batch_size: int, refill: bool
+    model: Any,
+    sources: Sequence[Any],
+    options: dict[str, Any],
+    *,
+    batch_size: int,
+    refill: bool,
+    apart: bool = False,
 ) -> Iterator[tuple[list[int], Any, int]]:
     """Yield what `model.generate` returns for sources that were padded together, as soon as it is ready.
 
     Yields the sources' indices, in the order of the rows, the result, and the length that they were padded to. `refill`
-    needs calls for which `why_not_refilled` is None.
+    needs calls for which `why_not_refilled` is None; `apart`: only sources of equal length share a call.
     """
     size = max(1, batch_size // _PARTS) if refill else batch_size
     # The longest first: so a batch that doesn't fit into memory shows at once.
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
-    parts = [order[first : first + size] for first in range(0, len(order), size)]
+    alike = [list(group) for _, group in itertools.groupby(order, lambda index: len(sources[index]) if apart else 0)]
+    parts = [group[first : first + size] for group in alike for first in range(0, len(group), size)]
     calls = (
         padded(model, [sources[index] for index in part], _options_of(model, sources, part, options)) for part in parts
     )
@@ -223,28 +235,53 @@ def _numbers_per_source(model: Any, options: dict[str, Any]) -> int:
     code = getattr(inspect.unwrap(GenerationMixin._get_logits_processor), "__code__", None)
     if code is None or "num_return_sequences" in code.co_names:
         return 1
-    given = options.get("generation_config") or model.generation_config
-    beams, samples = (
-        options.get(name) or getattr(given, name, None) or 1 for name in ("num_beams", "num_return_sequences")
-    )
+    beams, samples = (_configured(model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
     return 1 if beams > 1 else int(samples)
 
 
+def _configured(model: Any, options: dict[str, Any], name: str) -> Any:
+    """What `generate` takes for an option: the user's, else what the user's configuration has, else the model's."""
+    if name in options:
+        return options[name]
+    configs = options.get("generation_config"), getattr(model, "generation_config", None)
+    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
+
+
 def _padding(model: Any, options: dict[str, Any]) -> int:
-    """The padding token that `generate` will use."""
-    configs = (options, vars(options.get("generation_config") or model.generation_config), vars(model.config))
+    """The padding token that `generate` will use, or any."""
 
     def first(name: str) -> Any:
-        return next((config[name] for config in configs if config.get(name) is not None), None)
+        found = _configured(model, options, name)
+        return getattr(model.config, name, None) if found is None else found
 
     pad = first("pad_token_id")
     return int([*_listed(first("eos_token_id")), 0][0] if pad is None else pad)
 
 
-def _ends(model: Any, options: dict[str, Any]) -> list[int]:
-    """The tokens that end a hypothesis; none if they are unknown."""
-    given = options.get("generation_config") or model.generation_config
-    return _listed(options["eos_token_id"] if "eos_token_id" in options else getattr(given, "eos_token_id", None))
+def _counts_prompts(model: Any, options: dict[str, Any]) -> bool:
+    """Whether a length that is asked for counts the tokens of a prompt, and so the padding before it."""
+    if model.config.is_encoder_decoder:
+        return False
+    from transformers import GenerationConfig
+
+    unset = GenerationConfig()  # of some versions 20 tokens, which then count without the prompt
+    for total, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+        value = _configured(model, options, total)
+        is_set = value and (total in options or value != getattr(unset, total))
+        if is_set and _configured(model, options, new) is None:
+            return True
+    return False
+
+
+def _stop_strings(model: Any, options: dict[str, Any]) -> Callable[[Tensor], bool] | None:
+    """Says whether a hypothesis, int64 `[length]`, ends in one of the `stop_strings`; None without any."""
+    strings, tokenizer = _configured(model, options, "stop_strings"), options.get("tokenizer")
+    if not strings or tokenizer is None:
+        return None
+    from transformers.generation import StopStringCriteria
+
+    criterion = StopStringCriteria(stop_strings=strings, tokenizer=tokenizer)
+    return lambda hypothesis: bool(criterion(hypothesis[None], None)[0])
 
 
 def _listed(tokens: Any) -> list[int]:
@@ -270,15 +307,25 @@ def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), **options}
 
 
-def _without_padding(hypotheses: Tensor, prompt: int, pad: int, ends: list[int]) -> Tensor:
-    """Cut off columns after the end of every hypothesis, `[n, length]`; without an end token it ends before padding."""
+def _without_padding(
+    hypotheses: Tensor, prompt: int, pad: int, ends: list[int], is_stopped: Callable[[Tensor], bool] | None
+) -> Tensor:
+    """Cut off columns after the end of every hypothesis, `[n, length]`; without an end token it ends before padding.
+
+    `is_stopped`: see `_stop_strings`.
+    """
     import torch
 
     generated = hypotheses[:, prompt:]
     is_end = torch.isin(generated, torch.tensor(ends, dtype=generated.dtype, device=generated.device))
     # The host fills up with padding or, in beam search if padding is token 0, with an end token.
     if len(generated) and bool(is_end.any(1).all()):
-        return hypotheses[:, : prompt + int(is_end.int().argmax(1).max()) + 1]
+        before = is_end.int().argmax(1).tolist()  # tokens before the first end token
+        lengths = [
+            count + (is_stopped is None or not count or not is_stopped(own[: prompt + count]))
+            for count, own in zip(before, hypotheses, strict=True)
+        ]
+        return hypotheses[:, : prompt + max(lengths)]
     length = hypotheses.shape[1]
     padded = (hypotheses == pad).all(0).tolist()
     while length and padded[length - 1]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process, stopping_criteria
 
-from fastgen.optimizer.transformers import expansion, foreign_code, replaced_processors
+from fastgen.optimizer.transformers import criteria, expansion, foreign_code, replaced_processors
 from fastgen.optimizer.transformers.generate import tries
 from fastgen.optimizer.transformers.model.facts import ModelFacts, facts_of
 from fastgen.optimizer.transformers.versions import CACHE
@@ -68,6 +68,12 @@ class Request:
     def __post_init__(self) -> None:
         self.logits_processor = replaced_processors.marked(self.logits_processor)
         self.stopping_criteria = replaced_processors.marked(self.stopping_criteria)
+        # Greedy search and sampling ask the criteria alone when to end, and one of the user's may replace the host's.
+        longest = None if self.is_beam_search else criteria.longest(self.stopping_criteria)
+        if longest is not None and longest > self.generation_config.max_length:
+            longer = copy.copy(self.generation_config)
+            longer.max_length = longest
+            self.generation_config = longer
 
     @property
     def beams(self) -> int:
@@ -246,6 +252,7 @@ class Request:
         is_stock = type(self.logits_processor) is logits_process.LogitsProcessorList
         return (
             self.stops_by_last_token
+            and criteria.are_of(self.generation_config, self.stopping_criteria)
             and not self.generation_config.do_sample
             and is_stock
             and set(processors) <= {logits_process.__name__}

@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from fastgen import config as settings
 from fastgen.optimizer import verification
-from fastgen.optimizer.transformers import expansion, foreign_code, versions
+from fastgen.optimizer.transformers import criteria, expansion, foreign_code, versions
 from fastgen.optimizer.transformers.cache import users_cache
 from fastgen.optimizer.transformers.cache.hosts_caches import replaced_method, unsupported_cache, unsupported_storage
 from fastgen.optimizer.transformers.model.base import three_dimensions
@@ -57,6 +57,8 @@ def unsupported_reason(request: Request, *, shares: bool = False) -> str | None:
         return reason
     if request.is_beam_search and request.beams < 2:
         return f"num_beams={request.beams} is no beam search"
+    if not request.is_beam_search and criteria.longest(request.stopping_criteria) is None:
+        return "no stopping criterion says how long its rows may be"
     if request.synced_gpus:
         return "synced_gpus keeps several processes in step"
     if reason := unsupported_configuration(model, config):

@@ -19,7 +19,7 @@ import torch
 import zoo
 from fake_cuda import CudaTensor, MixedDevices, to_cuda
 from joined_calls import calls_of, stock_results
-from transformers import DynamicCache
+from transformers import DynamicCache, EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import fastgen
@@ -214,6 +214,29 @@ def test_families(family: str, graphs: bool) -> None:
 @pytest.mark.parametrize("family", ["bart", "t5", "gpt2", "llama"])
 def test_options(family: str, options: str, graphs: bool) -> None:
     _check(family, OPTIONS[options], graphs, times=1 + graphs)
+
+
+@pytest.mark.parametrize("family", ["bart", "llama"])
+@pytest.mark.parametrize("kind", ["ends", "length"])
+@graphs
+def test_criteria_in_place_of_the_hosts(family: str, kind: str, graphs: bool) -> None:
+    """A search in captured steps knows those of the configuration, and the user's may say something else."""
+    prompt = 1 if zoo.load(family).config.is_encoder_decoder else _inputs(family)["input_ids"].shape[1]
+    ends, length = EosTokenCriteria(list(range(5, zoo.VOCAB, 3))), MaxLengthCriteria(max_length=prompt + 7)
+    criteria = StoppingCriteriaList([ends if kind == "ends" else length])
+    _check(family, dict(BEAMS, stopping_criteria=criteria), graphs)
+
+
+@pytest.mark.parametrize("options", [BEAMS, dict(num_beams=1, max_new_tokens=20)], ids=["beams", "greedy"])
+@graphs
+def test_inputs_on_the_cpu(options: dict[str, Any], graphs: bool) -> None:
+    """The host moves them to the model's device before each step."""
+    model, inputs = _model("llama"), zoo.inputs_for("llama", batch=1)
+    stock = harness.run_stock(zoo.load("llama"), inputs, **options)
+    with fake_cuda.device() as device, harness.configured(cuda_graphs=graphs, speculate=3):
+        output = zoo.generate(model, harness.request(inputs, options))
+        assert not device.mixed, device.mixed
+    assert type(output) is torch.Tensor and torch.equal(stock, output)
 
 
 @pytest.mark.parametrize("family", ["bart", "gpt2"])

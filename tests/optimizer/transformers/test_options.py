@@ -10,12 +10,14 @@ import copy
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import harness
 import pytest
 import torch
 import zoo
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import logits_process, stopping_criteria
 from transformers.modeling_outputs import BaseModelOutput
 
 from fastgen.optimizer.transformers import request
@@ -398,6 +400,33 @@ def test_a_processor_of_another_dtype(dtype: torch.dtype) -> None:
     harness.compare(
         zoo.load("bart"), zoo.inputs_for("bart"), num_beams=3, max_new_tokens=6, logits_processor=processors
     )
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_ngrams_banned_in_scores_of_another_dtype(beams: int) -> None:
+    """The user's own list may have the host's processor after one that changes the dtype."""
+
+    def convert(input_ids: Any, scores: Any) -> Any:
+        return scores.to(torch.float64)
+
+    processors = LogitsProcessorList([convert, logits_process.NoRepeatNGramLogitsProcessor(2)])
+    options = dict(num_beams=beams, max_new_tokens=12, logits_processor=processors)
+    harness.compare(zoo.load("bart"), zoo.inputs_for("bart"), **options, return_dict_in_generate=False)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_hosts_reminder_of_the_models_positions(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host says so where it asks the criterion of length."""
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama", length=40)
+    longest = model.config.max_position_embeddings + 6
+    options = dict(num_beams=beams, max_length=longest, eos_token_id=zoo.VOCAB)
+    said = []
+    for run in (harness.run_stock, harness.run_fastgen):
+        logger = mock.Mock()
+        monkeypatch.setattr(stopping_criteria, "logger", logger)
+        run(model, inputs, **options)
+        said.append(sorted({call.args[0] for call in logger.warning_once.call_args_list}))
+    assert said[0] == said[1] and len(said[0]) == 1
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 import transformers
 import zoo
 from joined_calls import ROWS, SHAPES, calls_of, refilled, stock_results
-from transformers import LogitsProcessor, LogitsProcessorList
+from tokenizers import Tokenizer, models
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerFast
 
 import fastgen
 from fastgen import report
@@ -260,6 +262,56 @@ def test_a_token_that_pads_and_ends() -> None:
         assert torch.equal(result, _alone(model, source, **options))
         lengths.add(result.shape[1] - len(source))
     assert len(lengths) > 1, "all went on to the end"
+
+
+@pytest.mark.parametrize("pad", [None, zoo.PAD])
+@pytest.mark.parametrize("family", ["bart", "gpt2"])
+def test_a_configuration_that_leaves_the_tokens_to_the_models(family: str, pad: int | None) -> None:
+    """The host takes what a configuration does not say from the model's."""
+    model, sources = copy.deepcopy(zoo.load(family)), _sources(family)
+    model.generation_config.pad_token_id = pad
+    options = dict(generation_config=GenerationConfig(num_beams=3, max_new_tokens=8))
+    results = fastgen.generate(model, sources, batch_size=5, **options)
+    expected = [_alone(model, source, **options) for source in sources]
+    assert_equal(expected, results)
+    prompts = [1 if family == "bart" else len(source) for source in sources]
+    assert len({found.shape[1] - prompt for found, prompt in zip(expected, prompts, strict=True)}) > 1
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("pad", [zoo.PAD, "the end token"])
+def test_stop_strings(pad: Any, beams: int) -> None:
+    """What a stop string ends has no end token, even if it is padded with one."""
+    model, sources = zoo.load("gpt2"), _sources("gpt2")
+    words = {"abcdef": 0, **{f"w{number:02}": number for number in range(1, zoo.VOCAB)}}  # the host tries `abcdef`
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w03")))
+    end = model.generation_config.eos_token_id
+    end = end if isinstance(end, int) else end[0]
+    options = dict(num_beams=beams, max_new_tokens=10, eos_token_id=end, pad_token_id=end if pad != zoo.PAD else pad)
+    options |= dict(stop_strings=[f"w{number:02}" for number in range(4, 60, 4)], tokenizer=tokenizer)
+    results = fastgen.generate(model, sources, batch_size=5, **options)
+    expected = [_alone(model, source, **options) for source in sources]
+    assert_equal(expected, results)
+    lengths = {found.shape[1] - len(source) for found, source in zip(expected, sources, strict=True)}
+    assert len(lengths) > 1 and any(int(found[0, -1]) != end for found in expected)
+
+
+@pytest.mark.parametrize("refilling", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_beams=3, max_length=20),
+        dict(num_beams=2, min_length=16, max_new_tokens=14),
+        dict(generation_config=GenerationConfig(num_beams=2, max_length=18)),
+        dict(num_beams=1, max_length=20),
+    ],
+    ids=["most", "least", "configured", "greedy"],
+)
+def test_lengths_that_count_the_prompt(options: dict[str, Any], refilling: bool) -> None:
+    """They would count the padding before it, too."""
+    model, sources = zoo.load("llama"), _sources("llama")
+    results = fastgen.generate(model, sources, batch_size=6, refill=refilling, **options)
+    assert_equal([_alone(model, source, **options) for source in sources], results)
 
 
 def test_other_models_decode_batch_by_batch(spans: list[Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 import zoo
 from disguise import disguised
-from transformers import StoppingCriteriaList, TextIteratorStreamer
+from transformers import MaxLengthCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.generation import logits_process
 from transformers.generation.streamers import BaseStreamer
 
@@ -195,6 +195,60 @@ def test_an_own_stopping_criterion() -> None:
     model, inputs = zoo.load("bart"), inputs_for("bart")
     options = dict(num_beams=1, max_new_tokens=12, do_sample=True, num_return_sequences=2)
     harness.compare(model, inputs, stopping_criteria=lambda: StoppingCriteriaList([Enough()]), **options)
+
+
+@pytest.mark.parametrize("mode", [dict(), dict(do_sample=True, num_return_sequences=2)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", sorted({"bart", "llama", "m2m_100"}.intersection(zoo.ACCELERATED)))
+def test_a_criterion_that_allows_more_than_the_configuration(family: str, mode: dict[str, Any]) -> None:
+    """The host's loop asks the criteria alone, and one of the user's replaces its own."""
+    model, inputs = zoo.load(family), inputs_for(family)
+    longest = 30 + (1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1])
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=longest)])
+    options = dict(num_beams=1, max_new_tokens=8, eos_token_id=zoo.VOCAB, stopping_criteria=criteria, **mode)
+    stock = harness.compare(model, inputs, **options)
+    assert stock.sequences.shape[1] == longest
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_criterion_that_allows_less_than_the_configuration(beams: int) -> None:
+    model, inputs = zoo.load("llama"), inputs_for("llama")
+    longest = 8 + inputs["input_ids"].shape[1]
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=longest)])
+    options = dict(num_beams=beams, max_new_tokens=20, eos_token_id=zoo.VOCAB, stopping_criteria=criteria)
+    stock = harness.compare(model, inputs, **options)
+    assert stock.sequences.shape[1] == longest
+
+
+@pytest.mark.parametrize("family", sorted({"bart", "llama", "m2m_100"}.intersection(zoo.ACCELERATED)))
+def test_a_length_without_end(family: str) -> None:
+    """Such as `tokenizer.model_max_length` of a tokenizer that knows none: nothing is allocated for it."""
+    model, inputs = zoo.load(family), inputs_for(family)
+    longest = 30 + (1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1])
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=longest)])
+    options = dict(num_beams=1, max_length=10**30, eos_token_id=zoo.VOCAB, stopping_criteria=criteria)
+    harness.compare(model, inputs, **options)
+    assert all(len(module.weights) < 200 for module in model.modules() if hasattr(module, "weights"))
+
+
+def test_without_a_criterion_of_length_the_host_decodes() -> None:
+    """As whoever calls its loop directly may do."""
+
+    class Enough:
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 30)
+
+    def generate(model: Any, inputs: dict[str, Any], **options: Any) -> Any:
+        sample = model._sample
+
+        def sampled(input_ids: torch.Tensor, *, stopping_criteria: Any, **others: Any) -> Any:
+            return sample(input_ids, stopping_criteria=StoppingCriteriaList([Enough()]), **others)
+
+        options = dict(options, custom_generate=lambda model, *args, **others: sampled(*args, **others))
+        return zoo.generate(model, inputs, **options)
+
+    options = dict(num_beams=1, max_new_tokens=4)
+    stock = harness.compare(zoo.load("llama"), inputs_for("llama"), expected="fallback", generate=generate, **options)
+    assert stock.sequences.shape[1] == 30
 
 
 def test_trying_a_model_out_draws_no_random_numbers() -> None:

@@ -309,6 +309,18 @@ def test_a_text_that_ends_at_the_last_position_there_is(name: str) -> None:
     assert policy_of(model).rounds
 
 
+@pytest.mark.parametrize("longest", [8, 10**30], ids=["short", "without end"])
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_the_criteria_say_how_long_a_text_is(name: str, longest: int) -> None:
+    """A criterion of the user's in place of the host's: the configuration may allow less, or any number."""
+    model, inputs = copy.deepcopy(zoo.load(name)), zoo.inputs_for(name, batch=1)
+    prompt = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+    stop = MaxLengthCriteria(max_length=prompt + 40)
+    options = dict(num_beams=1, max_length=prompt + longest, eos_token_id=zoo.VOCAB, suppress_tokens=[zoo.PAD])
+    stock = harness.compare(model, inputs, **options, stopping_criteria=StoppingCriteriaList([stop]))
+    assert stock.sequences.shape[1] == prompt + 40 and policy_of(model).rounds
+
+
 def test_numbers_in_the_prompt_that_are_no_tokens() -> None:
     """Placeholders beside `inputs_embeds`: they may be looked up, and are never drafted."""
     model, inputs = copy.deepcopy(zoo.load("llama")), zoo.inputs_for("llama", batch=1, length=12)

@@ -14,6 +14,7 @@ from fastgen import config
 from fastgen.cache.slim import planner
 from fastgen.cache.slim.latent import Choice, HybridCache, Slim, slim_cache, state_of_weights
 from fastgen.memory.release import keeper
+from fastgen.optimizer.transformers import criteria
 from fastgen.optimizer.transformers.cache import slim
 from fastgen.optimizer.transformers.cache.slim import LayerCaches
 from fastgen.optimizer.transformers.request import Request
@@ -189,5 +190,7 @@ def _call_of(request: Request) -> planner.Call:
     outputs = request.model_kwargs.get("encoder_outputs")
     source = 0 if outputs is None else outputs[0].shape[1]
     prompt = request.input_ids.shape[1]
-    steps = max(request.generation_config.max_length - prompt, 1)
+    # Any number may be allowed.
+    longest = min(request.generation_config.max_length, max(criteria.positions(request.model), prompt + 1), 2**31)
+    steps = max(int(longest) - prompt, 1)
     return planner.Call(request.batch, request.beams, prompt, source, steps, request.model.dtype.itemsize)

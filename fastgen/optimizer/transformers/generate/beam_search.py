@@ -25,7 +25,7 @@ from fastgen.decoding.search import Search
 from fastgen.decoding.static_beam_search import StaticBeamSearch
 from fastgen.decoding.trie_rows import TrieRows
 from fastgen.memory.buffers import Buffers
-from fastgen.optimizer.transformers import interception, versions
+from fastgen.optimizer.transformers import criteria, interception, versions
 from fastgen.optimizer.transformers.cache.recurrent import rows_of
 from fastgen.optimizer.transformers.generate import chunked_prefill, tries
 from fastgen.optimizer.transformers.generate.allowed_tokens import AllowedTokens, Begun
@@ -104,6 +104,7 @@ class Loop:
             self._all_logits += (logits.clone(),)  # a replayed step writes the next ones to the same memory
         parents = self._parents(search, logits)
         del logits
+        criteria.remind(request.stopping_criteria, search.length, request.input_ids)
         decoder.reorder(parents)
         if search.done:
             decoder.ended(search)

@@ -14,6 +14,7 @@ from transformers.generation import logits_process
 
 from fastgen import phases
 from fastgen.memory.buffers import Buffers
+from fastgen.ops.checks import SCORES
 from fastgen.optimizer.transformers.generate import top_k_top_p, tries
 
 __phase__ = phases.LOOP
@@ -52,10 +53,12 @@ def bans_everywhere(processor: Any) -> bool:
     return type(processor) in _BANS
 
 
-def _bans_ngrams(processor: Any, rows: int) -> bool:
-    """Whether this is one of the host's that bans what each row's own tokens rule out."""
+def _bans_ngrams(processor: Any, scores: Tensor) -> bool:
+    """Whether this is one of the host's that bans what each row's own tokens rule out, in scores that we can write."""
+    if scores.dtype not in SCORES:
+        return False  # a processor before it has changed them
     if type(processor) is logits_process.EncoderNoRepeatNGramLogitsProcessor:
-        return rows % processor.batch_size == 0  # any other batch is the host's to refuse
+        return scores.shape[0] % processor.batch_size == 0  # any other batch is the host's to refuse
     return type(processor) is logits_process.NoRepeatNGramLogitsProcessor
 
 
@@ -79,7 +82,7 @@ class Processing:
             scores: Tensor = processors(input_ids, logits.log_softmax(-1))
             return scores
         rows = logits.shape[0]
-        if all(type(processor) in _BANS or _bans_ngrams(processor, rows) for processor in processors):
+        if all(type(processor) in _BANS or _bans_ngrams(processor, logits) for processor in processors):
             # Nobody else sees the scores, so the last step's memory serves again: fresh pages cost as much as the sums.
             if self._buffer is None:
                 self._buffer = self._buffers.empty(logits.shape, logits.dtype, logits.device)
@@ -104,7 +107,7 @@ class Processing:
 
         They are written to only if they are `ours`.
         """
-        kind, rows = logits_process.LogitsProcessorList, scores.shape[0]
+        kind = logits_process.LogitsProcessorList
         following = iter(zip(processors, [*processors, None][1:], strict=True))
         for processor, after in following:
             if top_k_top_p.are_joined(processor, after, scores):
@@ -116,7 +119,7 @@ class Processing:
             if (trie := tries.trie_of(processor)) is not None:
                 scores, ours = self.constraint.apply(processor, trie, input_ids, scores), True
                 continue
-            if type(processor) not in _BANS and not _bans_ngrams(processor, rows):
+            if type(processor) not in _BANS and not _bans_ngrams(processor, scores):
                 scores = kind([processor])(input_ids, scores)
                 ours = False
                 continue

@@ -11,7 +11,6 @@ its own rules.
 from __future__ import annotations
 
 import copy
-import math
 import threading
 import time
 import weakref
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
@@ -33,6 +33,7 @@ from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.memory.release import keeper
+from fastgen.optimizer.transformers.criteria import positions
 from fastgen.optimizer.transformers.families import READ_SEVERAL
 from fastgen.optimizer.transformers.generate.processors import Processing
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
@@ -84,7 +85,8 @@ def policy_for(request: Request) -> SpeculationPolicy | None:
 
 
 def _is_float32(request: Request) -> bool:
-    return request.model.dtype == torch.float32 and request.input_ids.device.type == "cpu"
+    devices = {request.model.device.type, request.input_ids.device.type}
+    return request.model.dtype == torch.float32 and devices == {"cpu"}
 
 
 def _rope_types(model: Any) -> set[Any]:
@@ -105,10 +107,8 @@ class _Limits(NamedTuple):
 
 def _limits_of(request: Request) -> _Limits:
     config = request.model.config.get_text_config(decoder=True)
-    names = ("max_position_embeddings", "n_positions", "max_target_positions")
-    positions = [value for name in names if isinstance(value := getattr(config, name, None), int)]
     # Modules know the padding token that the model was made with; its config may have been given another since.
-    return _Limits(config.vocab_size, min(positions, default=math.inf), request.facts.paddings | {config.pad_token_id})
+    return _Limits(config.vocab_size, positions(request.model), request.facts.paddings | {config.pad_token_id})
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,7 @@ class SpeculativeDecoder(TreeDecoder):
         self._rules = LogitsProcessorList(request.rules_of_the_largest())
         self._processing = Processing(Buffers(request.model))
         # The prompt and the tokens that the host has chosen, with room for drafts behind.
-        self._text = torch.zeros(1, prompt + self._steps, dtype=torch.int64, device=self._device)
-        self._text[:, :prompt] = request.input_ids
+        self._text = self._with_room(request.input_ids.to(torch.int64))
         self._lookup = PromptLookup(request.input_ids[0].tolist())
         self._count = 0  # tokens beyond the prompt that the host has chosen, the last of which is to be read
         self._ahead: list[tuple[int, Any]] = []  # drafts, and the model's outputs after each
@@ -227,6 +226,8 @@ class SpeculativeDecoder(TreeDecoder):
     def run(self, forward: Callable[..., Any], inputs: dict[str, Any]) -> Any:
         """The model's outputs for the host's inputs of one step."""
         token = int(inputs[self._tokens_name])
+        if len(self._lookup.tokens) + self._policy.drafts >= self._text.shape[1]:
+            self._text = self._with_room(self._text)
         self._text[0, len(self._lookup.tokens)] = token
         self._lookup.append(token)
         if self._ahead and self._ahead[0][0] == token and self._is_at_its_position(inputs):
@@ -254,6 +255,10 @@ class SpeculativeDecoder(TreeDecoder):
         padding = next((place for place, one in enumerate(tokens) if one in self._limits.paddings), len(tokens))
         del self._ahead[padding:]
         return each[0]
+
+    def _with_room(self, text: Tensor) -> Tensor:
+        """The text, int64 `[1, L]`, with room for as much again: the longest that is allowed may be any number."""
+        return F.pad(text, (0, text.shape[1] + AT_ONCE + self._policy.drafts))
 
     def _drafts(self, forward: Callable[..., Any], inputs: dict[str, Any], token: int) -> list[int]:
         """The drafts of a round that begins with `token`; none if no round does."""

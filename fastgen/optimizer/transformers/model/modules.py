@@ -204,6 +204,11 @@ def _replayable() -> Any:
     return session if session is not None and session.tree.is_static else None
 
 
+def _most_positions(tree: Any) -> int:
+    """How many positions there may be before the tree's buffers grow: the longest that is allowed may be any number."""
+    return int(tree.prompt_length + min(tree.capacity, tree.max_steps))
+
+
 def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(forward)
 
@@ -215,7 +220,7 @@ def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
         if session is None or number is None or input_ids is None or not torch.is_tensor(before):
             stock: torch.Tensor = forward(self, *args, **kwargs)
             return stock
-        longest = self.padding_idx + 1 + session.tree.prompt_length + session.tree.max_steps
+        longest = self.padding_idx + 1 + _most_positions(session.tree)
         if longest > len(self.weights):
             self.make_weights(longest + self.offset, self.embedding_dim, self.padding_idx)
         session.held.append(self.weights)  # another thread may make a longer one
@@ -232,7 +237,7 @@ def _of_grown_weight(forward: Callable[..., Any]) -> Callable[..., Any]:
         if session is None or not torch.is_tensor(before):
             stock: torch.Tensor = forward(self, input, **kwargs)
             return stock
-        longest = self.padding_idx + 1 + session.tree.prompt_length + session.tree.max_steps
+        longest = self.padding_idx + 1 + _most_positions(session.tree)
         if longest > len(self.weight):
             self.make_weight(longest, self.embedding_dim, self.padding_idx)
         session.held.append(self.weight)  # another thread may make a longer one
