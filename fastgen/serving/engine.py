@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fastgen.memory.limits import is_out_of_memory
+from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
 from fastgen.optimizer.transformers.generate.shareable import unrefillable
 from fastgen.optimizer.transformers.generate.suspended_call import Call, Decided, Found
@@ -31,6 +32,8 @@ _IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
 _MOST_OPTIONS = 1000  # of which it is remembered whether they can share a batch
 _JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer new ones wait for others, as each call costs a search,
 _PATIENCE_SECONDS = 0.25  # but at most so long
+_MANY_CALLS = 8  # in a batch: further ones wait until one has ended,
+_LONGEST_PATIENCE_SECONDS = 1.0  # but at most so long
 
 
 _Unit = tuple[GenerationRequest, int]
@@ -55,6 +58,7 @@ class Engine(BaseEngine):
         self._units: dict[int, list[_Unit]] = {}  # inputs by number of the call
         self._tasks: deque[tuple[Future[Any], Callable[[Any], Any]]] = deque()  # of the model, beside all batches
         self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
+        self._rest_until = 0.0  # time.monotonic() from which others may decode apart while a batch runs
         self._calls = 0
         self._thread.start()
 
@@ -107,6 +111,8 @@ class Engine(BaseEngine):
                     self._fail_all(error)
                 if self._is_lost:
                     break
+        with self._changed:
+            self._is_closed = True  # if the device is lost, too: nobody would answer who comes from now on
         self._fail_all(RuntimeError(STOPPED), status=503)
 
     def _turn(self) -> None:
@@ -157,10 +163,15 @@ class Engine(BaseEngine):
             self._find_out(request)
         while (units := self._next()) is not None:
             request, _ = units[0]
+            groups = _groups(self._model, units)
             if self._apart[request.key]:
-                self._generate_apart(units)
-                break  # let the batches go on in between
-            for group in _groups(self._model, units):
+                began = time.monotonic()
+                for group in groups:
+                    self._generate_apart(group)
+                # Let the batches go on in between, for as long as they have waited.
+                self._rest_until = 2 * time.monotonic() - began
+                break
+            for group in groups:
                 self._begin(group)
 
     def _next(self) -> list[_Unit] | None:
@@ -171,19 +182,22 @@ class Engine(BaseEngine):
             taken = sum(call.rows for one in self._batches.values() for call in one.calls)
             for request in self._requests:
                 is_apart, batch = self._apart.get(request.key), self._batches.get(request.rows)
-                if is_apart is None:  # it has arrived since
+                if is_apart is None or (is_apart and taken and now < self._rest_until):  # None: it has arrived since
                     continue
                 room = (self._most_rows - taken) // request.rows if taken else max(1, self._most_rows // request.rows)
                 if room < 1:
                     break  # the oldest first, or a request of many rows would wait for ever
                 if batch is not None and batch.calls and not batch.has_room(1):
                     continue
+                calls, waited = [] if batch is None else batch.calls, now - request.since
+                if len(calls) >= _MANY_CALLS and waited < _LONGEST_PATIENCE_SECONDS:
+                    continue
                 alike = [one for one in self._requests if one.key == request.key]
                 if is_apart and request.config.do_sample:
                     alike, room = [request], 1  # the host has one random stream for a whole batch
                 wished = sum(len(one.waiting) for one in alike)
-                if batch is not None and len(batch.calls) > 1 and now - request.since < _PATIENCE_SECONDS:
-                    here = sum(call.sentences for call in batch.calls)
+                if len(calls) > 1 and waited < _PATIENCE_SECONDS:
+                    here = sum(call.sentences for call in calls)
                     if min(wished, room) < here * _JOINS_FROM:
                         continue
                 units: list[_Unit] = []
@@ -214,7 +228,8 @@ class Engine(BaseEngine):
         inputs = [one.inputs[index] for one, index in units]
         batch = self._batches.get(request.rows)
         if batch is None:
-            batch = self._batches[request.rows] = ContinuousBatch(self._model, max(1, self._most_rows // request.rows))
+            size = max(1, self._most_rows // request.rows)
+            batch = self._batches[request.rows] = ContinuousBatch(self._model, size, most_calls=size)
         self._calls += 1
         self._units[self._calls] = units
         try:
@@ -290,7 +305,10 @@ class Engine(BaseEngine):
         except Exception as error:
             self._fail(units, error)
             return
+        now = time.monotonic()
         for (one, index), hypotheses in zip(units, found, strict=True):
+            if one.deadline < now:  # which may have ended the search before its time
+                self._end(one, Failed(504, EXPIRED))
             self._finish(one, index, hypotheses)
 
     def _finish(self, request: GenerationRequest, index: int, found: Hypotheses) -> None:
@@ -347,10 +365,23 @@ def _call(model: Any, inputs: list[list[int]], request: GenerationRequest) -> di
 
 
 def _groups(model: Any, units: list[_Unit]) -> list[list[_Unit]]:
-    """Split inputs into calls, by length if n-grams are banned: a ban would see the padding of a shorter prompt."""
+    """Split inputs into calls, by length if the options' processors would see the padding of a shorter input."""
     request, _ = units[0]
     units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
-    if model.config.is_encoder_decoder or not request.config.no_repeat_ngram_size:
+    if not _sees_padding(model, request.config):
         return [units]
     by_length = itertools.groupby(units, key=lambda unit: len(unit[0].inputs[unit[1]]))
     return [list(group) for _, group in by_length]
+
+
+def _sees_padding(model: Any, config: Any) -> bool:
+    """Whether the host has a processor for these options that takes the padding of a shorter input for tokens."""
+    if config.encoder_repetition_penalty not in (None, 1.0):
+        return True
+    if model.config.is_encoder_decoder:  # whose other processors see the output, or ban the padding, which is no word
+        return False
+    return (
+        bool(config.no_repeat_ngram_size or config.encoder_no_repeat_ngram_size)
+        or config.forced_bos_token_id is not None  # forced behind a prompt of one token
+        or (config.repetition_penalty not in (None, 1.0) and not versions.penalty_ignores_padding())
+    )
