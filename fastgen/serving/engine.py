@@ -259,11 +259,11 @@ class Engine(BaseEngine):
             request, index = units[one.sentence]
             self._finish(request, index, self._hypotheses(request, index, one, call))
         if call.ended:
-            del self._units[call.number]
             if call.error is not None:
                 self._fail([(request, index) for request, index in units if index in request.left], call.error)
             elif call.result is not None:
                 self._take_result(call, units)
+            del self._units[call.number]  # only now: if something is raised, they are to be failed
             return
         if any(request.streams for request, _ in units):
             for sentence, decided in call.decided().items():
@@ -286,14 +286,19 @@ class Engine(BaseEngine):
         return 0 if self._model.config.is_encoder_decoder else call.request.input_ids.shape[1]
 
     def _grown(self, request: GenerationRequest, index: int, decided: Decided, call: Call) -> Grown:
-        rows, pad = decided.tokens[:, self._prompt(call) :].tolist(), request.config.pad_token_id
+        rows = decided.tokens[:, self._prompt(call) :].tolist()
         each = zip(rows, decided.scores, strict=True)
-        return Grown(index, [row if score is None else without_tail(row, pad) for row, score in each], decided.scores)
+        return Grown(
+            index, [row if score is None else self._cut(row, request) for row, score in each], decided.scores
+        )
 
     def _hypotheses(self, request: GenerationRequest, index: int, found: Found, call: Call) -> Hypotheses:
-        pad = request.config.pad_token_id
         tokens = found.tokens[:, self._prompt(call) :].tolist()
-        return Hypotheses([without_tail(row, pad) for row in tokens], found.scores.tolist())
+        return Hypotheses([self._cut(row, request) for row in tokens], found.scores.tolist())
+
+    def _cut(self, row: list[int], request: GenerationRequest) -> list[int]:
+        """The row without padding at the end."""
+        return without_tail(row, request.config.pad_token_id, int(self._model.config.is_encoder_decoder))
 
     def _generate_apart(self, units: list[_Unit]) -> None:
         """Decode these inputs by the host's own `generate`, to the end."""

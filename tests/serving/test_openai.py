@@ -269,6 +269,33 @@ def test_a_text_that_ends_at_once_is_empty(at: Served, options: dict[str, Any]) 
     assert found["usage"]["completion_tokens"] == options.get("n", 1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    (
+        dict(extra_body=dict(repetition_penalty=1.9)),
+        dict(extra_body=dict(encoder_repetition_penalty=3.0)),
+        dict(extra_body=dict(no_repeat_ngram_size=1)),
+        dict(extra_body=dict(encoder_no_repeat_ngram_size=1)),
+        dict(best_of=2, stop="no such text", extra_body=dict(no_repeat_ngram_size=1)),
+    ),
+    ids=json.dumps,
+)
+def test_a_shorter_prompt_is_answered_as_if_it_were_alone(gpt2: Served, options: dict[str, Any]) -> None:
+    """The padding, which is the end token here, is none of its tokens: it is neither penalised nor banned."""
+    texts = ["the cat", "the dogs didn't see it: they were asleep"]
+    asked = dict(model=gpt2.name, max_tokens=20, temperature=0, logit_bias={"0": 4}, **options)
+    together = gpt2.client().completions.create(prompt=texts, **asked).choices
+    alone = [gpt2.client().completions.create(prompt=text, **asked).choices[0] for text in texts]
+    assert [one.text for one in together] == [one.text for one in alone]
+    assert [one.score for one in together] == pytest.approx([one.score for one in alone], abs=1e-4)
+
+
+def test_a_bias_of_nothing_changes_nothing(gpt2: Served) -> None:
+    asked = dict(model=gpt2.name, prompt="the cat", max_tokens=9, temperature=0)
+    plain = gpt2.client().completions.create(**asked)
+    assert gpt2.client().completions.create(logit_bias={}, **asked).choices == plain.choices
+
+
 def test_without_a_length_a_text_is_as_long_as_there_is_room_for(gpt2: Served) -> None:
     asked = dict(model=gpt2.name, temperature=0, logit_bias={"0": -100})  # not the end token
     for length, new in ((70, 26), (10, 40), (95, 1)):  # of 96 positions; 40 at most

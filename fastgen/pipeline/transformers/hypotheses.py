@@ -26,7 +26,7 @@ def hypotheses_of(model: Any, config: Any, output: Any, longest: int) -> list[Hy
     count = int(config.num_return_sequences or 1)
     sequences = output if isinstance(output, Tensor) else output.sequences
     new = sequences if model.config.is_encoder_decoder else sequences[:, longest:]
-    rows = [without_tail(row, config.pad_token_id) for row in new.tolist()]
+    rows = [without_tail(row, config.pad_token_id, int(model.config.is_encoder_decoder)) for row in new.tolist()]
     scores: list[float | None] = [None] * len(rows) if isinstance(output, Tensor) else _scores(model, config, output)
     return [Hypotheses(rows[k : k + count], scores[k : k + count]) for k in range(0, len(rows), count)]
 
@@ -44,10 +44,14 @@ def _scores(model: Any, config: Any, output: Any) -> list[float | None]:
     return [float(score) for score in scores.tolist()]
 
 
-def without_tail(row: list[int], pad: int) -> list[int]:
-    """The row without padding at the end."""
+def without_tail(row: list[int], pad: int, begun: int = 0) -> list[int]:
+    """The row without padding at the end.
+
+    Args:
+        begun: tokens at the beginning that stay: the start token of a decoder may be the padding, too.
+    """
     end = len(row)
-    while end and row[end - 1] == pad:
+    while end > begun and row[end - 1] == pad:
         end -= 1
     return row[:end]
 
