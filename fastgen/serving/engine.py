@@ -373,20 +373,25 @@ def _groups(model: Any, units: list[_Unit]) -> list[list[_Unit]]:
     """Split inputs into calls, by length if the options' processors would see the padding of a shorter input."""
     request, _ = units[0]
     units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
-    if not _sees_padding(model, request.config):
+    shortest, index = units[-1]
+    if not _sees_padding(model, request.config, len(shortest.inputs[index])):
         return [units]
     by_length = itertools.groupby(units, key=lambda unit: len(unit[0].inputs[unit[1]]))
     return [list(group) for _, group in by_length]
 
 
-def _sees_padding(model: Any, config: Any) -> bool:
-    """Whether the host has a processor for these options that takes the padding of a shorter input for tokens."""
+def _sees_padding(model: Any, config: Any, shortest: int) -> bool:
+    """Whether the host has a processor for these options that takes the padding of a shorter input for tokens.
+
+    Args:
+        shortest: tokens of the shortest input.
+    """
     if config.encoder_repetition_penalty not in (None, 1.0):
         return True
     if model.config.is_encoder_decoder:  # whose other processors see the output, or ban the padding, which is no word
         return False
     return (
         bool(config.no_repeat_ngram_size or config.encoder_no_repeat_ngram_size)
-        or config.forced_bos_token_id is not None  # forced behind a prompt of one token
+        or (config.forced_bos_token_id is not None and shortest == 1)  # behind such a prompt alone
         or (config.repetition_penalty not in (None, 1.0) and not versions.penalty_ignores_padding())
     )
