@@ -7,7 +7,6 @@ cannot be at different positions) are decoded by the host's own `generate`, thos
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -17,16 +16,15 @@ from typing import Any
 import torch
 
 from fastgen.memory.limits import is_out_of_memory
-from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
 from fastgen.optimizer.transformers.generate.shareable import unrefillable
 from fastgen.optimizer.transformers.generate.suspended_call import Call, Decided, Found
-from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
 from fastgen.serving.apart import generate_apart
 from fastgen.serving.base_engine import EXPIRED, STOPPED, BaseEngine
 from fastgen.serving.generation_request import Failed, Finished, GenerationRequest, Grown, Stopped
+from fastgen.serving.grouping import Unit, call_of, groups, halves
 
 _IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
 _MOST_OPTIONS = 1000  # of which it is remembered whether they can share a batch
@@ -34,9 +32,6 @@ _JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer new ones wait for ot
 _PATIENCE_SECONDS = 0.25  # but at most so long
 _MANY_CALLS = 8  # in a batch: further ones wait until one has ended,
 _LONGEST_PATIENCE_SECONDS = 1.0  # but at most so long
-
-
-_Unit = tuple[GenerationRequest, int]
 
 
 class Engine(BaseEngine):
@@ -55,7 +50,7 @@ class Engine(BaseEngine):
         self._tokenizer, self._most_rows = tokenizer, most_rows
         self._requests: list[GenerationRequest] = []  # requests that have inputs waiting, the oldest first
         self._batches: dict[int, ContinuousBatch] = {}  # by number of rows of each input
-        self._units: dict[int, list[_Unit]] = {}  # inputs by number of the call
+        self._units: dict[int, list[Unit]] = {}  # inputs by number of the call
         self._tasks: deque[tuple[Future[Any], Callable[[Any], Any]]] = deque()  # of the model, beside all batches
         self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
         self._rest_until = 0.0  # time.monotonic() from which others may decode apart while a batch runs
@@ -163,18 +158,18 @@ class Engine(BaseEngine):
             self._find_out(request)
         while (units := self._next()) is not None:
             request, _ = units[0]
-            groups = _groups(self._model, units)
+            calls = groups(self._model, units)
             if self._apart[request.key]:
                 began = time.monotonic()
-                for group in groups:
+                for group in calls:
                     self._generate_apart(group)
                 # Let the batches go on in between, for as long as they have waited.
                 self._rest_until = 2 * time.monotonic() - began
                 break
-            for group in groups:
+            for group in calls:
                 self._begin(group)
 
-    def _next(self) -> list[_Unit] | None:
+    def _next(self) -> list[Unit] | None:
         """Inputs that may begin now, with the same options."""
         now = time.monotonic()
         with self._changed:
@@ -200,7 +195,7 @@ class Engine(BaseEngine):
                     here = sum(call.sentences for call in calls)
                     if min(wished, room) < here * _JOINS_FROM:
                         continue
-                units: list[_Unit] = []
+                units: list[Unit] = []
                 for one in alike:
                     while one.waiting and len(units) < room:
                         units.append((one, one.waiting.popleft()))
@@ -216,16 +211,15 @@ class Engine(BaseEngine):
         if len(self._apart) > _MOST_OPTIONS:
             self._apart.clear()
         try:
-            call = _call(self._model, [request.inputs[0]], request)
+            call = call_of(self._model, [(request, 0)])
             is_apart = bool(request.stop) or unrefillable(self._model, call, tokens=True) is not None
             self._apart[request.key] = is_apart
         except Exception as error:
             self._end(request, self._failure(error))
 
-    def _begin(self, units: list[_Unit]) -> None:
+    def _begin(self, units: list[Unit]) -> None:
         """Begin one call for these inputs, the longest first, in the batch for their number of rows."""
         request, _ = units[0]
-        inputs = [one.inputs[index] for one, index in units]
         batch = self._batches.get(request.rows)
         if batch is None:
             size = max(1, self._most_rows // request.rows)
@@ -234,7 +228,7 @@ class Engine(BaseEngine):
         self._units[self._calls] = units
         try:
             call = batch.admit(
-                self._calls, _call(self._model, inputs, request), tokens=True, seeds=[one.seed for one, _ in units]
+                self._calls, call_of(self._model, units), tokens=True, seeds=[one.seed for one, _ in units]
             )
         except Exception as error:
             del self._units[self._calls]
@@ -247,9 +241,8 @@ class Engine(BaseEngine):
                 self._deliver(call)
             return
         release_memory()  # only now: the error held frames with tensors
-        half = len(units) // 2
-        self._begin(units[:half])
-        self._begin(units[half:])
+        for half in halves(units):
+            self._begin(half)
 
     def _deliver(self, call: Call) -> None:
         """Pass new results of a call on to the requests' listeners."""
@@ -271,7 +264,7 @@ class Engine(BaseEngine):
                 if request.streams and index in request.left and not request.is_over:
                     request.listener(self._grown(request, index, decided, call))
 
-    def _take_result(self, call: Call, units: list[_Unit]) -> None:
+    def _take_result(self, call: Call, units: list[Unit]) -> None:
         """Take the host's results for inputs without one yet, as they could not share a batch after all."""
         missing = [row for row, (request, index) in enumerate(units) if index in request.left and not request.is_over]
         if missing:
@@ -300,21 +293,25 @@ class Engine(BaseEngine):
         """The row without padding at the end."""
         return without_tail(row, request.config.pad_token_id, int(self._model.config.is_encoder_decoder))
 
-    def _generate_apart(self, units: list[_Unit]) -> None:
+    def _generate_apart(self, units: list[Unit]) -> None:
         """Decode these inputs by the host's own `generate`, to the end."""
-        request, _ = units[0]
-        inputs = [one.inputs[index] for one, index in units]
+        requests = [one for one, _ in units]
         try:
-            requests = [one for one, _ in units]
-            found = generate_apart(self._model, self._tokenizer, _call(self._model, inputs, request), requests)
+            found = generate_apart(self._model, self._tokenizer, call_of(self._model, units), requests)
         except Exception as error:
-            self._fail(units, error)
+            if not (is_out_of_memory(error) and len(units) > 1):
+                self._fail(units, error)
+                return
+        else:
+            now = time.monotonic()
+            for (one, index), hypotheses in zip(units, found, strict=True):
+                if one.deadline < now:  # which may have ended the search before its time
+                    self._end(one, Failed(504, EXPIRED))
+                self._finish(one, index, hypotheses)
             return
-        now = time.monotonic()
-        for (one, index), hypotheses in zip(units, found, strict=True):
-            if one.deadline < now:  # which may have ended the search before its time
-                self._end(one, Failed(504, EXPIRED))
-            self._finish(one, index, hypotheses)
+        release_memory()  # only now: the error held frames with tensors
+        for half in halves(units):
+            self._generate_apart(half)
 
     def _finish(self, request: GenerationRequest, index: int, found: Hypotheses) -> None:
         with self._changed:  # locked, or the listener might end the input, too
@@ -330,7 +327,7 @@ class Engine(BaseEngine):
         if not request.left:
             request.is_over = True
 
-    def _fail(self, units: list[_Unit], error: Exception) -> None:
+    def _fail(self, units: list[Unit], error: Exception) -> None:
         failed = self._failure(error)
         for request, _ in units:
             self._end(request, failed)
@@ -362,36 +359,3 @@ class Engine(BaseEngine):
         self._batches.clear()
         self._units.clear()
         self.counts.running = 0
-
-
-def _call(model: Any, inputs: list[list[int]], request: GenerationRequest) -> dict[str, Any]:
-    """The arguments of `generate` for these inputs."""
-    return offline.padded(model, inputs, {"generation_config": request.config})
-
-
-def _groups(model: Any, units: list[_Unit]) -> list[list[_Unit]]:
-    """Split inputs into calls, by length if the options' processors would see the padding of a shorter input."""
-    request, _ = units[0]
-    units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
-    shortest, index = units[-1]
-    if not _sees_padding(model, request.config, len(shortest.inputs[index])):
-        return [units]
-    by_length = itertools.groupby(units, key=lambda unit: len(unit[0].inputs[unit[1]]))
-    return [list(group) for _, group in by_length]
-
-
-def _sees_padding(model: Any, config: Any, shortest: int) -> bool:
-    """Whether the host has a processor for these options that takes the padding of a shorter input for tokens.
-
-    Args:
-        shortest: tokens of the shortest input.
-    """
-    if config.encoder_repetition_penalty not in (None, 1.0):
-        return True
-    if model.config.is_encoder_decoder:  # whose other processors see the output, or ban the padding, which is no word
-        return False
-    return (
-        bool(config.no_repeat_ngram_size or config.encoder_no_repeat_ngram_size)
-        or (config.forced_bos_token_id is not None and shortest == 1)  # behind such a prompt alone
-        or (config.repetition_penalty not in (None, 1.0) and not versions.penalty_ignores_padding())
-    )

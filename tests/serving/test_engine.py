@@ -226,6 +226,28 @@ def test_prompts_that_do_not_fit_together_enter_apart(engine: Engine, monkeypatc
         assert texts_of(event) == stock(TEXTS[event.which], **KINDS[0])[0]  # type: ignore[union-attr]
 
 
+def test_inputs_of_the_hosts_search_that_do_not_fit_together_are_decoded_in_halves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, sizes = Engine(*loaded(), most_rows=32), list[int]()
+
+    def apart(model: Any, tokenizer: Any, call: Any, requests: Any) -> Any:
+        sizes.append(len(requests))
+        if len(requests) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate_apart(model, tokenizer, call, requests)
+
+    monkeypatch.setattr(engines, "generate_apart", apart)
+    ask, events = ask_of(TEXTS[:7], **KINDS[0])
+    ask.stop = ("no such text",)
+    engine.submit(ask)
+    wait(ask)
+    assert sizes[0] == 7 and len(events) == 7
+    for event in events:
+        assert texts_of(event) == stock(TEXTS[event.which], **KINDS[0])[0]  # type: ignore[union-attr]
+    engine.close()
+
+
 @pytest.mark.parametrize("options", (dict(num_beams=4), dict(do_sample=True)))
 def test_options_that_fail_fail_their_request_alone(
     engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
