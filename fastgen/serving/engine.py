@@ -20,7 +20,7 @@ from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousB
 from fastgen.optimizer.transformers.generate.shareable import unrefillable
 from fastgen.optimizer.transformers.generate.suspended_call import Call, Decided, Found
 from fastgen.pipeline.batching import release_memory
-from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
+from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, own_tokens
 from fastgen.serving.apart import generate_apart
 from fastgen.serving.base_engine import EXPIRED, STOPPED, BaseEngine
 from fastgen.serving.generation_request import Failed, Finished, GenerationRequest, Grown, Stopped
@@ -282,16 +282,15 @@ class Engine(BaseEngine):
         rows = decided.tokens[:, self._prompt(call) :].tolist()
         each = zip(rows, decided.scores, strict=True)
         return Grown(
-            index, [row if score is None else self._cut(row, request) for row, score in each], decided.scores
+            index, [row if score is None else self._own(row, request) for row, score in each], decided.scores
         )
 
     def _hypotheses(self, request: GenerationRequest, index: int, found: Found, call: Call) -> Hypotheses:
         tokens = found.tokens[:, self._prompt(call) :].tolist()
-        return Hypotheses([self._cut(row, request) for row in tokens], found.scores.tolist())
+        return Hypotheses([self._own(row, request) for row in tokens], found.scores.tolist())
 
-    def _cut(self, row: list[int], request: GenerationRequest) -> list[int]:
-        """The row without padding at the end."""
-        return without_tail(row, request.config.pad_token_id, int(self._model.config.is_encoder_decoder))
+    def _own(self, row: list[int], request: GenerationRequest) -> list[int]:
+        return own_tokens(row, request.config, self._model)
 
     def _generate_apart(self, units: list[Unit]) -> None:
         """Decode these inputs by the host's own `generate`, to the end."""

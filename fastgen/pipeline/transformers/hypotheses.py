@@ -26,7 +26,7 @@ def hypotheses_of(model: Any, config: Any, output: Any, longest: int) -> list[Hy
     count = int(config.num_return_sequences or 1)
     sequences = output if isinstance(output, Tensor) else output.sequences
     new = sequences if model.config.is_encoder_decoder else sequences[:, longest:]
-    rows = [without_tail(row, config.pad_token_id, int(model.config.is_encoder_decoder)) for row in new.tolist()]
+    rows = [own_tokens(row, config, model) for row in new.tolist()]
     scores: list[float | None] = [None] * len(rows) if isinstance(output, Tensor) else _scores(model, config, output)
     return [Hypotheses(rows[k : k + count], scores[k : k + count]) for k in range(0, len(rows), count)]
 
@@ -44,14 +44,21 @@ def _scores(model: Any, config: Any, output: Any) -> list[float | None]:
     return [float(score) for score in scores.tolist()]
 
 
-def without_tail(row: list[int], pad: int, begun: int = 0) -> list[int]:
-    """The row without padding at the end.
+def own_tokens(row: list[int], config: Any, model: Any) -> list[int]:
+    """The tokens of a hypothesis: without what follows the end token, and without padding at the end.
 
-    Args:
-        begun: tokens at the beginning that stay: the start token of a decoder may be the padding, too.
+    Where padding is token 0, the host's beam search fills up with end tokens.
     """
+    begun = int(model.config.is_encoder_decoder)  # the decoder's start token, which may be of either kind
+    ends = _ends(config.eos_token_id)
+    end = next((place + 1 for place in range(begun, len(row)) if row[place] in ends), len(row))
+    return row[:begun] + without_tail(row[begun:end], config.pad_token_id)
+
+
+def without_tail(row: list[int], pad: int) -> list[int]:
+    """The row without padding at the end."""
     end = len(row)
-    while end > begun and row[end - 1] == pad:
+    while end and row[end - 1] == pad:
         end -= 1
     return row[:end]
 
