@@ -281,9 +281,7 @@ class Engine(BaseEngine):
     def _grown(self, request: GenerationRequest, index: int, decided: Decided, call: Call) -> Grown:
         rows = decided.tokens[:, self._prompt(call) :].tolist()
         each = zip(rows, decided.scores, strict=True)
-        return Grown(
-            index, [row if score is None else self._own(row, request) for row, score in each], decided.scores
-        )
+        return Grown(index, [row if score is None else self._own(row, request) for row, score in each], decided.scores)
 
     def _hypotheses(self, request: GenerationRequest, index: int, found: Found, call: Call) -> Hypotheses:
         tokens = found.tokens[:, self._prompt(call) :].tolist()

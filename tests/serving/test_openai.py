@@ -295,7 +295,9 @@ def test_what_follows_the_end_token_is_not_counted(llama: Served, options: dict[
     """The host's beam search fills up with end tokens where padding is token 0, as this model's is."""
     from fastapi.testclient import TestClient
 
-    asked = dict(prompt="天地玄", max_tokens=30, temperature=0, best_of=3, logprobs=0, min_tokens=4, logit_bias={"2": 30})
+    asked = dict(
+        prompt="天地玄", max_tokens=30, temperature=0, best_of=3, logprobs=0, min_tokens=4, logit_bias={"2": 30}
+    )
     if options.get("stream"):
         asked["stream_options"] = {"include_usage": True}
     n, before = options.get("n", 1), llama.service.engine.counts.tokens
