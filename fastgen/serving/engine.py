@@ -7,7 +7,6 @@ cannot be at different positions) are decoded by the host's own `generate`, thos
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -20,20 +19,19 @@ from fastgen.memory.limits import is_out_of_memory
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
 from fastgen.optimizer.transformers.generate.shareable import unrefillable
 from fastgen.optimizer.transformers.generate.suspended_call import Call, Decided, Found
-from fastgen.pipeline import offline
 from fastgen.pipeline.batching import release_memory
-from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, without_tail
+from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, own_tokens
 from fastgen.serving.apart import generate_apart
 from fastgen.serving.base_engine import EXPIRED, STOPPED, BaseEngine
 from fastgen.serving.generation_request import Failed, Finished, GenerationRequest, Grown, Stopped
+from fastgen.serving.grouping import Unit, call_of, groups, halves
 
 _IDLE_SECONDS = 0.5  # between looks at the clock while there is nothing to do
 _MOST_OPTIONS = 1000  # of which it is remembered whether they can share a batch
 _JOINS_FROM = 1 / 8  # of the sentences in the batch: fewer new ones wait for others, as each call costs a search,
 _PATIENCE_SECONDS = 0.25  # but at most so long
-
-
-_Unit = tuple[GenerationRequest, int]
+_MANY_CALLS = 8  # in a batch: further ones wait until one has ended,
+_LONGEST_PATIENCE_SECONDS = 1.0  # but at most so long
 
 
 class Engine(BaseEngine):
@@ -52,9 +50,10 @@ class Engine(BaseEngine):
         self._tokenizer, self._most_rows = tokenizer, most_rows
         self._requests: list[GenerationRequest] = []  # requests that have inputs waiting, the oldest first
         self._batches: dict[int, ContinuousBatch] = {}  # by number of rows of each input
-        self._units: dict[int, list[_Unit]] = {}  # inputs by number of the call
+        self._units: dict[int, list[Unit]] = {}  # inputs by number of the call
         self._tasks: deque[tuple[Future[Any], Callable[[Any], Any]]] = deque()  # of the model, beside all batches
         self._apart: dict[Hashable, bool] = {}  # by options: whether they can't share a batch
+        self._rest_until = 0.0  # time.monotonic() from which others may decode apart while a batch runs
         self._calls = 0
         self._thread.start()
 
@@ -107,6 +106,8 @@ class Engine(BaseEngine):
                     self._fail_all(error)
                 if self._is_lost:
                     break
+        with self._changed:
+            self._is_closed = True  # if the device is lost, too: nobody would answer who comes from now on
         self._fail_all(RuntimeError(STOPPED), status=503)
 
     def _turn(self) -> None:
@@ -157,13 +158,18 @@ class Engine(BaseEngine):
             self._find_out(request)
         while (units := self._next()) is not None:
             request, _ = units[0]
+            calls = groups(self._model, units)
             if self._apart[request.key]:
-                self._generate_apart(units)
-                break  # let the batches go on in between
-            for group in _groups(self._model, units):
+                began = time.monotonic()
+                for group in calls:
+                    self._generate_apart(group)
+                # Let the batches go on in between, for as long as they have waited.
+                self._rest_until = 2 * time.monotonic() - began
+                break
+            for group in calls:
                 self._begin(group)
 
-    def _next(self) -> list[_Unit] | None:
+    def _next(self) -> list[Unit] | None:
         """Inputs that may begin now, with the same options."""
         now = time.monotonic()
         with self._changed:
@@ -171,22 +177,25 @@ class Engine(BaseEngine):
             taken = sum(call.rows for one in self._batches.values() for call in one.calls)
             for request in self._requests:
                 is_apart, batch = self._apart.get(request.key), self._batches.get(request.rows)
-                if is_apart is None:  # it has arrived since
+                if is_apart is None or (is_apart and taken and now < self._rest_until):  # None: it has arrived since
                     continue
                 room = (self._most_rows - taken) // request.rows if taken else max(1, self._most_rows // request.rows)
                 if room < 1:
                     break  # the oldest first, or a request of many rows would wait for ever
                 if batch is not None and batch.calls and not batch.has_room(1):
                     continue
+                calls, waited = [] if batch is None else batch.calls, now - request.since
+                if len(calls) >= _MANY_CALLS and waited < _LONGEST_PATIENCE_SECONDS:
+                    continue
                 alike = [one for one in self._requests if one.key == request.key]
                 if is_apart and request.config.do_sample:
                     alike, room = [request], 1  # the host has one random stream for a whole batch
                 wished = sum(len(one.waiting) for one in alike)
-                if batch is not None and len(batch.calls) > 1 and now - request.since < _PATIENCE_SECONDS:
-                    here = sum(call.sentences for call in batch.calls)
+                if len(calls) > 1 and waited < _PATIENCE_SECONDS:
+                    here = sum(call.sentences for call in calls)
                     if min(wished, room) < here * _JOINS_FROM:
                         continue
-                units: list[_Unit] = []
+                units: list[Unit] = []
                 for one in alike:
                     while one.waiting and len(units) < room:
                         units.append((one, one.waiting.popleft()))
@@ -202,24 +211,24 @@ class Engine(BaseEngine):
         if len(self._apart) > _MOST_OPTIONS:
             self._apart.clear()
         try:
-            call = _call(self._model, [request.inputs[0]], request)
+            call = call_of(self._model, [(request, 0)])
             is_apart = bool(request.stop) or unrefillable(self._model, call, tokens=True) is not None
             self._apart[request.key] = is_apart
         except Exception as error:
             self._end(request, self._failure(error))
 
-    def _begin(self, units: list[_Unit]) -> None:
+    def _begin(self, units: list[Unit]) -> None:
         """Begin one call for these inputs, the longest first, in the batch for their number of rows."""
         request, _ = units[0]
-        inputs = [one.inputs[index] for one, index in units]
         batch = self._batches.get(request.rows)
         if batch is None:
-            batch = self._batches[request.rows] = ContinuousBatch(self._model, max(1, self._most_rows // request.rows))
+            size = max(1, self._most_rows // request.rows)
+            batch = self._batches[request.rows] = ContinuousBatch(self._model, size, most_calls=size)
         self._calls += 1
         self._units[self._calls] = units
         try:
             call = batch.admit(
-                self._calls, _call(self._model, inputs, request), tokens=True, seeds=[one.seed for one, _ in units]
+                self._calls, call_of(self._model, units), tokens=True, seeds=[one.seed for one, _ in units]
             )
         except Exception as error:
             del self._units[self._calls]
@@ -232,9 +241,8 @@ class Engine(BaseEngine):
                 self._deliver(call)
             return
         release_memory()  # only now: the error held frames with tensors
-        half = len(units) // 2
-        self._begin(units[:half])
-        self._begin(units[half:])
+        for half in halves(units):
+            self._begin(half)
 
     def _deliver(self, call: Call) -> None:
         """Pass new results of a call on to the requests' listeners."""
@@ -244,11 +252,11 @@ class Engine(BaseEngine):
             request, index = units[one.sentence]
             self._finish(request, index, self._hypotheses(request, index, one, call))
         if call.ended:
-            del self._units[call.number]
             if call.error is not None:
                 self._fail([(request, index) for request, index in units if index in request.left], call.error)
             elif call.result is not None:
                 self._take_result(call, units)
+            del self._units[call.number]  # only now: if something is raised, they are to be failed
             return
         if any(request.streams for request, _ in units):
             for sentence, decided in call.decided().items():
@@ -256,7 +264,7 @@ class Engine(BaseEngine):
                 if request.streams and index in request.left and not request.is_over:
                     request.listener(self._grown(request, index, decided, call))
 
-    def _take_result(self, call: Call, units: list[_Unit]) -> None:
+    def _take_result(self, call: Call, units: list[Unit]) -> None:
         """Take the host's results for inputs without one yet, as they could not share a batch after all."""
         missing = [row for row, (request, index) in enumerate(units) if index in request.left and not request.is_over]
         if missing:
@@ -271,27 +279,36 @@ class Engine(BaseEngine):
         return 0 if self._model.config.is_encoder_decoder else call.request.input_ids.shape[1]
 
     def _grown(self, request: GenerationRequest, index: int, decided: Decided, call: Call) -> Grown:
-        rows, pad = decided.tokens[:, self._prompt(call) :].tolist(), request.config.pad_token_id
+        rows = decided.tokens[:, self._prompt(call) :].tolist()
         each = zip(rows, decided.scores, strict=True)
-        return Grown(index, [row if score is None else without_tail(row, pad) for row, score in each], decided.scores)
+        return Grown(index, [row if score is None else self._own(row, request) for row, score in each], decided.scores)
 
     def _hypotheses(self, request: GenerationRequest, index: int, found: Found, call: Call) -> Hypotheses:
-        pad = request.config.pad_token_id
         tokens = found.tokens[:, self._prompt(call) :].tolist()
-        return Hypotheses([without_tail(row, pad) for row in tokens], found.scores.tolist())
+        return Hypotheses([self._own(row, request) for row in tokens], found.scores.tolist())
 
-    def _generate_apart(self, units: list[_Unit]) -> None:
+    def _own(self, row: list[int], request: GenerationRequest) -> list[int]:
+        return own_tokens(row, request.config, self._model)
+
+    def _generate_apart(self, units: list[Unit]) -> None:
         """Decode these inputs by the host's own `generate`, to the end."""
-        request, _ = units[0]
-        inputs = [one.inputs[index] for one, index in units]
+        requests = [one for one, _ in units]
         try:
-            requests = [one for one, _ in units]
-            found = generate_apart(self._model, self._tokenizer, _call(self._model, inputs, request), requests)
+            found = generate_apart(self._model, self._tokenizer, call_of(self._model, units), requests)
         except Exception as error:
-            self._fail(units, error)
+            if not (is_out_of_memory(error) and len(units) > 1):
+                self._fail(units, error)
+                return
+        else:
+            now = time.monotonic()
+            for (one, index), hypotheses in zip(units, found, strict=True):
+                if one.deadline < now:  # which may have ended the search before its time
+                    self._end(one, Failed(504, EXPIRED))
+                self._finish(one, index, hypotheses)
             return
-        for (one, index), hypotheses in zip(units, found, strict=True):
-            self._finish(one, index, hypotheses)
+        release_memory()  # only now: the error held frames with tensors
+        for half in halves(units):
+            self._generate_apart(half)
 
     def _finish(self, request: GenerationRequest, index: int, found: Hypotheses) -> None:
         with self._changed:  # locked, or the listener might end the input, too
@@ -307,7 +324,7 @@ class Engine(BaseEngine):
         if not request.left:
             request.is_over = True
 
-    def _fail(self, units: list[_Unit], error: Exception) -> None:
+    def _fail(self, units: list[Unit], error: Exception) -> None:
         failed = self._failure(error)
         for request, _ in units:
             self._end(request, failed)
@@ -339,18 +356,3 @@ class Engine(BaseEngine):
         self._batches.clear()
         self._units.clear()
         self.counts.running = 0
-
-
-def _call(model: Any, inputs: list[list[int]], request: GenerationRequest) -> dict[str, Any]:
-    """The arguments of `generate` for these inputs."""
-    return offline.padded(model, inputs, {"generation_config": request.config})
-
-
-def _groups(model: Any, units: list[_Unit]) -> list[list[_Unit]]:
-    """Split inputs into calls, by length if n-grams are banned: a ban would see the padding of a shorter prompt."""
-    request, _ = units[0]
-    units.sort(key=lambda unit: -len(unit[0].inputs[unit[1]]))
-    if model.config.is_encoder_decoder or not request.config.no_repeat_ngram_size:
-        return [units]
-    by_length = itertools.groupby(units, key=lambda unit: len(unit[0].inputs[unit[1]]))
-    return [list(group) for _, group in by_length]

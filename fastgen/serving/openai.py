@@ -1,6 +1,7 @@
 """OpenAI's endpoints: text completions, conversations, and the list of models, for clients that speak to OpenAI."""
 
 # No postponed annotations here: FastAPI could not look up the class of a body, which is made within a function.
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -98,7 +99,8 @@ async def _prompts(service: Service, body: Any) -> Inputs:
     else:
         _check_vocabulary(service, prompts, names)
         service.check_tokens(prompts, names)
-        tokens, prefixes = prompts, service.decoded(prompts) if body.echo else []
+        tokens = prompts
+        prefixes = await asyncio.to_thread(service.decoded, prompts) if body.echo else []
     contexts = [row[-CONTEXT:] for row in tokens] if service.continues and not service.cleans_up else []
     return Inputs(tokens, names, prefixes if body.echo else [], contexts)
 

@@ -114,8 +114,12 @@ class Answer:
                     self._work.tokens += piece.tokens
                     yield await self._with_logprobs(piece)
         finally:
-            if self._request.left:
-                self._service.engine.cancel(self._request)
+            self.release()
+
+    def release(self) -> None:
+        """Free the rows of inputs that have not ended: nobody waits for them."""
+        if self._request.left:
+            self._service.engine.cancel(self._request)
 
     def _grown(self, event: Grown) -> list[Piece]:
         """What has become of an input's samples, or of the best of beams; none of those that have ended before."""
@@ -278,6 +282,7 @@ async def streamed(
         yield _event(problem(status_of(refusal.status), refusal.message, refusal.field, refusal.code))
     finally:
         service.running -= 1
+        answer.release()  # closing `pieces` would not, if they have not begun
         await pieces.aclose()
     yield "data: [DONE]\n\n"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from fastgen.serving import failures, logprobs
@@ -15,6 +15,7 @@ from fastgen.serving.logprobs import Scored, Scorer
 from fastgen.serving.service import Refusal, Service
 
 _UNKNOWN = "\ufffd"
+_FEW, _MANY = 5, 20  # tokens: a character has at most four bytes
 
 
 class Logprobs:
@@ -28,7 +29,7 @@ class Logprobs:
         self._service, self._request, self._is_chat = service, request, is_chat
         self._scorer = Scorer(source, top, whole=echoes)
         self._before = [*source] if service.continues and not echoes else []  # tokens before the next one
-        self._place = 0  # in the text, of the next one
+        self._places: _Places | None = None  # of the tokens in the text
         self._is_begun = False
 
     async def of(self, row: Sequence[int], *, grows: bool) -> dict[str, Any] | None:
@@ -62,10 +63,11 @@ class Logprobs:
         return cast("list[Scored]", found)
 
     def _as_lists(self, found: Sequence[Scored]) -> dict[str, Any]:
-        written, offsets = self._written(found), []
-        for one, texts in zip(found, written, strict=True):
-            offsets.append(self._place)
-            self._place += 0 if one.token in self._service.special_tokens else len(texts[one.token])
+        if self._places is None:
+            goes_on = self._service.continues and not self._service.cleans_up  # then a text is decoded with the prompt
+            self._places = _Places(self._service.decoded, self._before if goes_on else [])
+        offsets = [self._places.of(one.token) for one in found]
+        written = self._written(found)
         return {
             "tokens": [texts[one.token] for one, texts in zip(found, written, strict=True)],
             "token_logprobs": [one.logprob for one in found],
@@ -85,6 +87,37 @@ class Logprobs:
         before = self._before[:]
         self._before += [one.token for one in found]
         return logprobs.texts_of(decode, before, found, self._service.special_tokens)
+
+
+class _Places:
+    """Where tokens begin in a text, in characters: those of one character all begin where it does."""
+
+    def __init__(self, decode: Callable[[list[list[int]]], list[str]], before: Sequence[int]) -> None:
+        """`before`: tokens before the first one, whose text comes before this one."""
+        self._decode = decode
+        self._tokens = list(before[-_FEW:])  # the last ones, from the beginning of a character
+        self._read = len(self._tokens)  # how many of them are whole characters
+        self._text = self._decoded()  # of these
+        self._place = 0
+
+    def of(self, token: int) -> int:
+        """The place of the next token."""
+        place = self._place
+        self._tokens.append(token)
+        text = self._decoded()
+        if text.endswith(_UNKNOWN) and len(self._tokens) - self._read < _FEW:  # perhaps a part of a character
+            return place
+        self._place += len(text) - len(self._text)
+        self._text = text
+        if len(self._tokens) > _MANY:
+            self._tokens = self._tokens[self._read :]
+            self._text = self._decoded()
+        self._read = len(self._tokens)
+        return place
+
+    def _decoded(self) -> str:
+        (text,) = self._decode([self._tokens])
+        return text
 
 
 def _by_text(one: Scored, texts: dict[int, str]) -> dict[str, float] | None:

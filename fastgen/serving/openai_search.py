@@ -66,7 +66,7 @@ def search_of(body: Mapping[str, Any], own: Any, limits: Limits) -> SearchReques
         options["min_new_tokens"] = given["min_tokens"]
     if (length := _length(given)) is not None:
         options["max_new_tokens"] = length
-    if "logit_bias" in given:
+    if given.get("logit_bias"):  # clients send {}, which the host refuses
         bias = [[[int(token)], value] for token, value in given["logit_bias"].items()]
         options["sequence_bias"] = [*options.get("sequence_bias", []), *bias]
     options |= _search(given, own)

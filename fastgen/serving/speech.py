@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import io
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastgen.pipeline.errors import InputError, first_line, needing
@@ -94,11 +97,15 @@ class SpeechService(BaseService):
     async def transcribe(self, data: bytes, asked: Asked) -> Transcript:
         """Write down what is said in a file with these bytes; raises Refusal if there is no answer."""
         options = self._options(asked)
+        with _refusing():
+            self.engine.check_room()  # before minutes of sound are read for nothing
         sound = await asyncio.to_thread(_sound, data)
         work = functools.partial(_transcript, self._pipeline, sound.samples, asked, options)
-        return await self._result(work, asked.seconds or self.limits.seconds)
+        size = len(data) + (0 if isinstance(sound.samples, np.memmap) else sound.samples.nbytes)
+        return await self._result(work, asked.seconds or self.limits.seconds, size)
 
-    async def _result(self, work: Any, seconds: float) -> Transcript:
+    async def _result(self, work: Any, seconds: float, size: int) -> Transcript:
+        """What `work` returns; `size`: bytes of memory that are held until then."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -109,13 +116,9 @@ class SpeechService(BaseService):
         def tell(result: Any) -> None:
             loop.call_soon_threadsafe(end, result)
 
-        request = SpeechRequest(work, tell, time.monotonic() + seconds)
-        try:
+        request = SpeechRequest(work, tell, time.monotonic() + seconds, size)
+        with _refusing():
             self.engine.submit(request)
-        except Full:
-            raise Refusal(429, "The queue is full: send the request again later.") from None
-        except Stopped:
-            raise Refusal(503, STOPPED) from None
         try:
             found = await asyncio.wait_for(future, seconds + 1.0)
         except asyncio.TimeoutError:
@@ -172,6 +175,17 @@ class SpeechService(BaseService):
             raise Refusal(422, f"prompt can't be used: {first_line(error)}.", "prompt") from None
         most = self._model.config.max_target_positions // 2 - 1
         return torch.cat([tokens[:1], tokens[1:][-most:]]).to(self._model.device)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn the engine's refusal into a Refusal."""
+    try:
+        yield
+    except Full:
+        raise Refusal(429, "The queue is full: send the request again later.") from None
+    except Stopped:
+        raise Refusal(503, STOPPED) from None
 
 
 def check_settings(settings: ModelSettings) -> None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastgen.memory import limits
 from fastgen.optimizer import together
 from fastgen.pipeline.transcription.pipelines import sharing_steps
 from fastgen.serving.base_engine import EXPIRED, STOPPED, BaseEngine
-from fastgen.serving.generation_request import Failed
+from fastgen.serving.generation_request import Failed, Full
 
 
 @dataclass(eq=False)
@@ -27,6 +28,7 @@ class SpeechRequest:
     work: Callable[[], Any]  # calls the pipeline; what it returns goes to the listener
     listener: Callable[[Any], None]  # called once, in the engine's thread, with that or with Failed; must not wait
     deadline: float = float("inf")  # of time.monotonic()
+    size: int = 0  # bytes of the sound in memory, which are held until the request has ended
     since: float = field(default_factory=time.monotonic)
     is_over: bool = False
 
@@ -66,10 +68,32 @@ class SpeechEngine(BaseEngine):
     def submit(self, request: SpeechRequest) -> None:
         """Queue a request. Raises Full or, if the engine has ended, Stopped."""
         with self._changed:
-            self._count(1, is_full=len(self._waiting) >= self._most_queued)
+            self._count(1, is_full=self._is_full(request.size))
             self._waiting.append(request)
             self.counts.queued = len(self._waiting)
             self._changed.notify()
+
+    def check_room(self) -> None:
+        """Raise what `submit` would raise for the shortest recording."""
+        with self._changed:
+            self._check_open()
+            if self._is_full(0):
+                self.counts.refused += 1
+                raise Full
+
+    def cancel(self, request: SpeechRequest) -> None:  # type: ignore[override]  # it gets no others
+        """Cancel a request to which nobody listens, from any thread; one that waits leaves the queue."""
+        with self._changed:
+            super().cancel(request)
+            if request in self._waiting:
+                self._waiting.remove(request)
+                self.counts.queued = len(self._waiting)
+
+    def _is_full(self, size: int) -> bool:
+        """Whether a recording of so many bytes finds no place in the queue, or too little memory. The lock is held."""
+        held = sum(one.size for one in [*self._waiting, *self._begun.values()])
+        is_too_much = held > 0 and not limits.may_keep(size, held)
+        return len(self._waiting) >= self._most_queued or is_too_much
 
     def close(self) -> None:
         """End the thread; unfinished requests fail."""
@@ -93,6 +117,7 @@ class SpeechEngine(BaseEngine):
                     self._done(number, None, error)
             self._model.config._attn_implementation = self._attention  # the host leaves another for words
         with self._changed:
+            self._is_closed = True  # if the device is lost, too: nobody would answer who comes from now on
             waiting, self._waiting = list(self._waiting), deque()
             for request in waiting:
                 self._end(request, Failed(503, STOPPED))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -14,7 +15,9 @@ from serving_kit import TEXTS, config_of, loaded, slowly, stock
 from transformers import ExponentialDecayLengthPenalty
 
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
-from fastgen.serving.base_engine import STOPPED
+from fastgen.serving import engine as engines
+from fastgen.serving.apart import generate_apart
+from fastgen.serving.base_engine import EXPIRED, STOPPED
 from fastgen.serving.engine import Engine
 from fastgen.serving.generation_request import Event, Failed, Finished, Full, GenerationRequest, Grown, Stopped
 
@@ -223,6 +226,28 @@ def test_prompts_that_do_not_fit_together_enter_apart(engine: Engine, monkeypatc
         assert texts_of(event) == stock(TEXTS[event.which], **KINDS[0])[0]  # type: ignore[union-attr]
 
 
+def test_inputs_of_the_hosts_search_that_do_not_fit_together_are_decoded_in_halves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, sizes = Engine(*loaded(), most_rows=32), list[int]()
+
+    def apart(model: Any, tokenizer: Any, call: Any, requests: Any) -> Any:
+        sizes.append(len(requests))
+        if len(requests) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate_apart(model, tokenizer, call, requests)
+
+    monkeypatch.setattr(engines, "generate_apart", apart)
+    ask, events = ask_of(TEXTS[:7], **KINDS[0])
+    ask.stop = ("no such text",)
+    engine.submit(ask)
+    wait(ask)
+    assert sizes[0] == 7 and len(events) == 7
+    for event in events:
+        assert texts_of(event) == stock(TEXTS[event.which], **KINDS[0])[0]  # type: ignore[union-attr]
+    engine.close()
+
+
 @pytest.mark.parametrize("options", (dict(num_beams=4), dict(do_sample=True)))
 def test_options_that_fail_fail_their_request_alone(
     engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -260,6 +285,101 @@ def test_one_of_many_rows_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) ->
     wait(large)
     assert sum(not ask.is_over for ask in asked) > 0
     wait(*asked)
+    engine.close()
+
+
+def test_a_search_of_the_hosts_that_the_deadline_cuts_off_is_no_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(model: Any, tokenizer: Any, call: Any, requests: list[GenerationRequest]) -> Any:
+        for one in requests:
+            one.deadline = time.monotonic() - 1
+        found = generate_apart(model, tokenizer, call, requests)
+        assert len(found[0].tokens[0]) < 10  # it has been cut off
+        return found
+
+    monkeypatch.setattr(engines, "generate_apart", late)
+    ask, told = ask_of(TEXTS[:1], do_sample=True, num_beams=2, min_new_tokens=20, max_new_tokens=20)
+    engine.submit(ask)
+    wait(ask)
+    assert told == [Failed(504, EXPIRED)]
+    assert (engine.counts.expired, engine.counts.finished) == (1, 0)
+
+
+def test_searches_of_the_hosts_leave_a_batch_as_much_time_as_they_take(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly(monkeypatch)
+    steps: list[int] = []
+
+    def apart(*args: Any) -> Any:
+        steps.append(engine.counts.steps)
+        time.sleep(0.6)
+        return generate_apart(*args)
+
+    monkeypatch.setattr(engines, "generate_apart", apart)
+    batched, _ = ask_of(TEXTS[:1], min_new_tokens=90, max_new_tokens=95)
+    engine.submit(batched)
+    until(lambda: engine.counts.running == 1)
+    asked = [ask_of(TEXTS[:1], do_sample=True, num_beams=2, max_new_tokens=4)[0] for _ in range(3)]
+    for ask in asked:
+        engine.submit(ask)
+    wait(*asked)
+    assert len(steps) == 3 and all(after - before >= 4 for before, after in itertools.pairwise(steps))
+    wait(batched)
+
+
+def test_many_long_requests_do_not_hold_up_a_short_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if each is a call of its own, since all have other options."""
+    slowly(monkeypatch)
+    long = [ask_of([text], min_new_tokens=90, max_new_tokens=91 + n)[0] for n, text in enumerate(TEXTS[:8])]
+    for ask in long:
+        engine.submit(ask)
+    until(lambda: engine.counts.running == 8)
+    short, events = ask_of(TEXTS[9:10], max_new_tokens=4)
+    engine.submit(short)
+    wait(short)
+    assert not any(ask.is_over for ask in long)
+    assert texts_of(events[0]) == stock(TEXTS[9], max_new_tokens=4)[0]
+    wait(*long)
+
+
+def test_a_result_that_cannot_be_read_fails_its_request(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*args: Any) -> Any:
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr(engines, "unrefillable", lambda *args, **kwargs: None)  # which is wrong: it can't share a batch
+    monkeypatch.setattr(engines, "hypotheses_of", unreadable)
+    ask, told = ask_of(TEXTS[:1], do_sample=True, num_beams=2, max_new_tokens=4)
+    engine.submit(ask)
+    wait(ask)
+    assert told == [Failed(422, "transformers refuses to generate: no such luck.")]
+
+
+def test_an_engine_that_has_lost_its_device_takes_nothing_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, refused = Engine(loaded()[0], most_rows=2), list[type[Exception]]()
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def again(event: Event) -> None:
+        try:
+            engine.submit(ask_of(TEXTS[:1])[0])
+        except Stopped as stopped:
+            refused.append(type(stopped))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ContinuousBatch, "step", fails)
+        patch.setattr(torch, "zeros", fails)
+        running, _ = ask_of(TEXTS[:1], num_beams=2)
+        waits, _ = ask_of(TEXTS[:1], num_beams=2, max_new_tokens=5)
+        waits.listener = again
+        with engine._changed:  # both are there before it begins
+            engine.submit(running)
+            engine.submit(waits)
+        wait(running, waits)
+        until(lambda: not engine.is_alive)
+    assert refused == [Stopped]
     engine.close()
 
 

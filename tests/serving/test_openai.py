@@ -269,6 +269,56 @@ def test_a_text_that_ends_at_once_is_empty(at: Served, options: dict[str, Any]) 
     assert found["usage"]["completion_tokens"] == options.get("n", 1)
 
 
+@pytest.mark.parametrize(
+    "options",
+    (
+        dict(extra_body=dict(repetition_penalty=1.9)),
+        dict(extra_body=dict(encoder_repetition_penalty=3.0)),
+        dict(extra_body=dict(no_repeat_ngram_size=1)),
+        dict(extra_body=dict(encoder_no_repeat_ngram_size=1)),
+        dict(best_of=2, stop="no such text", extra_body=dict(no_repeat_ngram_size=1)),
+    ),
+    ids=json.dumps,
+)
+def test_a_shorter_prompt_is_answered_as_if_it_were_alone(gpt2: Served, options: dict[str, Any]) -> None:
+    """The padding, which is the end token here, is none of its tokens: it is neither penalised nor banned."""
+    texts = ["the cat", "the dogs didn't see it: they were asleep"]
+    asked = dict(model=gpt2.name, max_tokens=20, temperature=0, logit_bias={"0": 4}, **options)
+    together = gpt2.client().completions.create(prompt=texts, **asked).choices
+    alone = [gpt2.client().completions.create(prompt=text, **asked).choices[0] for text in texts]
+    assert [one.text for one in together] == [one.text for one in alone]
+    assert [one.score for one in together] == pytest.approx([one.score for one in alone], abs=1e-4)
+
+
+@pytest.mark.parametrize("options", (dict(), dict(n=2), dict(stream=True), dict(stop="no such text")), ids=json.dumps)
+def test_what_follows_the_end_token_is_not_counted(llama: Served, options: dict[str, Any]) -> None:
+    """The host's beam search fills up with end tokens where padding is token 0, as this model's is."""
+    from fastapi.testclient import TestClient
+
+    asked = dict(
+        prompt="天地玄", max_tokens=30, temperature=0, best_of=3, logprobs=0, min_tokens=4, logit_bias={"2": 30}
+    )
+    if options.get("stream"):
+        asked["stream_options"] = {"include_usage": True}
+    n, before = options.get("n", 1), llama.service.engine.counts.tokens
+    with TestClient(http.build(llama.service, None)) as client:
+        answer = client.post("/v1/completions", json=asked | options)
+    events = [answer.json()] if not options.get("stream") else []
+    events += [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["stop"] * n
+    written = [token for choice in choices for token in (choice["logprobs"] or {"tokens": []})["tokens"]]
+    assert len(written) == 4 * n and "</s>" not in written
+    assert events[-1]["usage"]["completion_tokens"] == 5 * n
+    assert llama.service.engine.counts.tokens - before == 5 * n
+
+
+def test_a_bias_of_nothing_changes_nothing(gpt2: Served) -> None:
+    asked = dict(model=gpt2.name, prompt="the cat", max_tokens=9, temperature=0)
+    plain = gpt2.client().completions.create(**asked)
+    assert gpt2.client().completions.create(logit_bias={}, **asked).choices == plain.choices
+
+
 def test_without_a_length_a_text_is_as_long_as_there_is_room_for(gpt2: Served) -> None:
     asked = dict(model=gpt2.name, temperature=0, logit_bias={"0": -100})  # not the end token
     for length, new in ((70, 26), (10, 40), (95, 1)):  # of 96 positions; 40 at most

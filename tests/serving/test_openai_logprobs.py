@@ -79,6 +79,15 @@ def test_they_are_the_models(at: Served, kind: tuple[dict[str, Any], dict[str, A
                 assert list(named.values()) == pytest.approx(merged, abs=1e-4)
 
 
+def test_all_tokens_of_a_character_are_where_it_is(gpt2: Served) -> None:
+    prompt = "宇宙 on 天地玄黄 mat é" + "地" * 9
+    asked = dict(model=gpt2.name, prompt=prompt, max_tokens=1, temperature=0, echo=True, logprobs=0)
+    shown, row = gpt2.client().completions.create(**asked).choices[0].logprobs, gpt2.tokens(prompt)
+    places = [len(gpt2.tokenizer.decode(row[:i]).rstrip("\ufffd")) for i in range(len(row) + 1)]
+    assert places[-1] == len(prompt) < len(row) and "\ufffd" in shown.tokens
+    assert shown.text_offset[: len(row)] == places[:-1]
+
+
 def test_the_score_of_a_beam_is_their_sum(at: Served) -> None:
     """Without a penalty of length, and where no end token is chosen."""
     asked = dict(extra_body=dict(num_beams=3, length_penalty=0.0, min_tokens=12))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import io
 import json
@@ -504,6 +505,63 @@ def test_the_engine_waits_its_queue_out_and_refuses_when_it_is_closed(folder: Pa
     assert [getattr(one, "status", one) for one in told] == [503, 503] and not found.engine.is_alive
     with pytest.raises(generation_request.Stopped):
         found.engine.submit(requests[2])
+
+
+def test_who_leaves_the_queue_makes_room_there(folder: Path) -> None:
+    from fastgen.serving.speech_engine import SpeechRequest
+
+    settings = serve.settings_of(serve.parser().parse_args([str(folder)]), None).model
+    engine: Any = services.service_of(settings, Limits(beams=6, rows=6), 1).engine
+    begun, gate = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert gate.wait(60)
+
+    running, leaves, comes = (SpeechRequest(work, lambda result: None) for _ in range(3))
+    engine.submit(running)
+    assert begun.wait(60)
+    engine.submit(leaves)
+    with pytest.raises(generation_request.Full):
+        engine.submit(comes)
+    engine.cancel(leaves)
+    assert (engine.counts.cancelled, engine.counts.queued) == (1, 0)
+    engine.submit(comes)
+    gate.set()
+    until(lambda: running.is_over and comes.is_over)
+    assert engine.counts.finished == 2
+    engine.close()
+
+
+def test_recordings_that_wait_take_a_part_of_the_memory_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastgen.memory import limits
+    from fastgen.serving.speech_engine import SpeechRequest
+
+    settings = serve.settings_of(serve.parser().parse_args([str(folder)]), None).model
+    service: Any = services.service_of(settings, Limits(beams=6, rows=6), 100)
+    begun, gate = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert gate.wait(60)
+
+    monkeypatch.setattr(limits, "free", lambda: 1000)
+    first, small, large = (SpeechRequest(work, lambda result: None, size=size) for size in (5000, 0, 5000))
+    service.engine.submit(first)  # one may be of any size
+    assert begun.wait(60)
+    monkeypatch.setattr(limits, "free", lambda: 100_000)
+    service.engine.submit(small)
+    monkeypatch.setattr(limits, "free", lambda: 20_000)
+    with pytest.raises(generation_request.Full):
+        service.engine.submit(large)
+    monkeypatch.setattr(limits, "free", lambda: 1000)
+    monkeypatch.setattr(speech, "_sound", lambda data: pytest.fail("it is read for nothing"))
+    with pytest.raises(speech.Refusal, match="The queue is full"):
+        asyncio.run(service.transcribe(SHORT, speech.Asked(speech.TRANSCRIBE)))
+    assert service.engine.counts.refused == 2
+    gate.set()
+    until(lambda: first.is_over and small.is_over)
+    service.engine.close()
 
 
 def test_settings_of_texts_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

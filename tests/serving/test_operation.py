@@ -72,7 +72,7 @@ def test_a_file_without_keys_is_a_sentence_that_quotes_none(
     file = tmp_path / "keys"
     if content is not None:
         file.write_bytes(content)
-    assert serve.main([str(SHIPPED_MODEL), "--api-key-file", str(file)]) == 1
+    assert serve.main([str(SHIPPED_MODEL), "--local", "--api-key-file", str(file)]) == 1
     said = capsys.readouterr().err
     assert f"--api-key-file {file}" in said and what in said and len(said.splitlines()) == 1
     assert "secret" not in said and "good" not in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import time
@@ -16,6 +17,10 @@ from openai_kit import Served, count, wanted  # noqa: E402
 from serving_kit import TEXTS, slowly  # noqa: E402
 
 from fastgen.pipeline.transformers.growing_text import stop_in  # noqa: E402
+from fastgen.serving.observed import Work  # noqa: E402
+from fastgen.serving.openai_answers import TEXT, Answer, Inputs, streamed  # noqa: E402
+from fastgen.serving.openai_search import search_of  # noqa: E402
+from fastgen.serving.service import GENERATE  # noqa: E402
 
 PROMPTS = {"gpt2": ["the cat", "dogs didn't"], "llama": ["天地玄", "霜"], "bart": TEXTS[:2]}
 
@@ -159,6 +164,23 @@ def test_a_client_that_leaves_frees_all_rows(
     stream.close()
     until(lambda: not gpt2.service.running and not counts.running)
     assert (counts.freed_rows, counts.cancelled) == (before.freed_rows + 6, before.cancelled + 1)
+
+
+def test_a_stream_that_is_closed_before_it_begins_frees_its_rows(gpt2: Served) -> None:
+    """As when the client leaves in the moment in which the answer would begin."""
+    body = dict(max_tokens=40, min_tokens=40, temperature=0, stream=True)
+    service, before = gpt2.service, dataclasses.replace(gpt2.service.engine.counts)
+
+    async def close() -> None:
+        search = search_of(body, service.own_generation_config, service.limits)
+        found = Answer(service, search, Inputs([gpt2.tokens("the cat")], GENERATE), Work(), TEXT)
+        events = streamed(service, found, TEXT, gpt2.name, include_usage=False)
+        await anext(events)
+        await events.aclose()
+
+    asyncio.run(close())
+    assert service.running == 0
+    until(lambda: service.engine.counts.cancelled == before.cancelled + 1 and not service.engine.counts.running)
 
 
 def test_an_error_in_the_midst_is_of_openais_form(gpt2: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,12 @@ def chunks_the_rest() -> bool:
     return code is not None and "prefill_ids" in code.co_varnames
 
 
+def penalty_ignores_padding() -> bool:
+    """Whether the host's repetition penalty leaves out the padding of a prompt, as newer versions do."""
+    code = getattr(inspect.unwrap(GenerationMixin._get_logits_processor), "__code__", None)
+    return code is not None and "padding_lengths" in code.co_varnames
+
+
 def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The host's inputs as the host's loop has them before the forward pass of the prompt."""
     if PREFILLS:

@@ -26,7 +26,7 @@ def hypotheses_of(model: Any, config: Any, output: Any, longest: int) -> list[Hy
     count = int(config.num_return_sequences or 1)
     sequences = output if isinstance(output, Tensor) else output.sequences
     new = sequences if model.config.is_encoder_decoder else sequences[:, longest:]
-    rows = [without_tail(row, config.pad_token_id) for row in new.tolist()]
+    rows = [own_tokens(row, config, model) for row in new.tolist()]
     scores: list[float | None] = [None] * len(rows) if isinstance(output, Tensor) else _scores(model, config, output)
     return [Hypotheses(rows[k : k + count], scores[k : k + count]) for k in range(0, len(rows), count)]
 
@@ -42,6 +42,17 @@ def _scores(model: Any, config: Any, output: Any) -> list[float | None]:
         after = torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=-1) > 0
         scores = steps.masked_fill(after, 0.0).sum(-1)
     return [float(score) for score in scores.tolist()]
+
+
+def own_tokens(row: list[int], config: Any, model: Any) -> list[int]:
+    """The tokens of a hypothesis: without what follows the end token, and without padding at the end.
+
+    Where padding is token 0, the host's beam search fills up with end tokens.
+    """
+    begun = int(model.config.is_encoder_decoder)  # the decoder's start token, which may be of either kind
+    ends = _ends(config.eos_token_id)
+    end = next((place + 1 for place in range(begun, len(row)) if row[place] in ends), len(row))
+    return row[:begun] + without_tail(row[begun:end], config.pad_token_id)
 
 
 def without_tail(row: list[int], pad: int) -> list[int]:
