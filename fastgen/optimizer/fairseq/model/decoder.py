@@ -98,6 +98,7 @@ class TreeEnsemble(StandIn):
         self._recorded: RecordedCall | None = None  # if it may share captured steps with other calls
         self._search: tuple[Hashable, FairseqBeamSearch] | None = None
         self._width: int | None = None  # positions of the source
+        self.encoded: Any = None  # encoder output that our loop leaves to the host's
         self._prompt: Prompt | None = None
         self._arena = arena.of(self.inner.models[0])
         if not self.inner.has_encoder() and request.generator.lm_model is None:
@@ -119,6 +120,9 @@ class TreeEnsemble(StandIn):
 
     @phases.marked(phases.ENCODER)
     def forward_encoder(self, net_input: dict[str, Any]) -> Any:
+        if self.encoded is not None:
+            outputs, self.encoded = self.encoded, None
+            return outputs
         outputs = super().forward_encoder(net_input)
         if self._replayed is not None and self.inner.has_encoder() and not self.reason:
             self._take_up(outputs)
@@ -260,6 +264,7 @@ class Prompt:
         vocabulary = max(len(model.decoder.dictionary) for model in models)
         self._positions = max(1, _PROMPT_LOGITS // (tokens.shape[0] * vocabulary))
         self._first, self._chunk = 0, tokens.new_empty(0, 0, 0)  # log-probabilities [B, positions, V] from `first` on
+        self._temperature = 1.0  # that they are made with
 
     def select(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
@@ -269,15 +274,15 @@ class Prompt:
     @phases.marked(phases.PREFILL)
     def log_probs(self, position: int, temperature: float) -> Tensor:
         """Log-probabilities of the token after `position`, averaged over the models as the host does, `[B, V]`."""
-        if position >= self._first + self._chunk.shape[1]:
-            self._first = position
+        if position >= self._first + self._chunk.shape[1] or temperature != self._temperature:
+            self._first, self._temperature = position, temperature
             self._chunk = self._compute(slice(position, position + self._positions), temperature)
         return self._chunk[:, position - self._first]
 
     def _compute(self, positions: slice, temperature: float) -> Tensor:
         each = []
         for model, features in zip(self._models, self._features, strict=True):
-            logits = model.decoder.output_layer(features[:, positions]).div_(temperature)
+            logits = model.decoder.output_layer(features[:, positions]) / temperature
             each.append(model.get_normalized_probs((logits, None), log_probs=True, sample=None))
         if len(each) == 1:
             return each[0]
