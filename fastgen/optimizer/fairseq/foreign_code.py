@@ -82,7 +82,7 @@ def _unsupported_decoder(model: Any) -> str | None:
         if module is not decoder and (seen := _seen_by(module)):  # the host calls no more than its `forward`
             return f"{path_of(model, module)} {seen}"
     for layer in layers_of(decoder):
-        for module in _of_the_source(layer):  # called on a row for each sentence, not for each hypothesis
+        for module in (*_of_the_source(layer), *_of_the_weights(layer)):
             if foreign := _foreign(module):
                 return f"{path_of(model, module)} {foreign}"
     known = {id(module) for module in viewed}
@@ -232,6 +232,13 @@ def _draws(part: Any) -> bool:
 
 
 def _of_the_source(layer: Any) -> Iterable[nn.Module]:
+    """What is called on a row for each sentence, not for each hypothesis."""
     if layer.encoder_attn is not None:
         for projection in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj):
             yield from projection.modules()
+
+
+def _of_the_weights(layer: Any) -> Iterable[nn.Module]:
+    """What is called on the weights of attention, which our attention does not compute one by one."""
+    for attention in filter(None, (layer.self_attn, layer.encoder_attn)):
+        yield from attention.dropout_module.modules()

@@ -425,6 +425,18 @@ def test_projections_of_the_source_that_are_watched(change: Any) -> None:
     compare_left_to_stock(run, taken(notes), f"{path} {what[change]}")
 
 
+@pytest.mark.parametrize("change", [_hook, _forward], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("path", ["layers.1.self_attn", "layers.0.encoder_attn"])
+def test_weights_of_attention_that_are_watched(path: str, change: Any) -> None:
+    """Dropout is called on them, with training or without, and hooks there look at them."""
+    notes: list[Any] = []
+    path = f"decoder.{path}.dropout_module"
+    model = changed(lambda m: change(path)(m, notes))
+    what = {_hook: "has hooks of yours", _forward: "has a forward of yours"}
+    run = functools.partial(models.generate, model, models.batch())
+    compare_left_to_stock(run, taken(notes), f"{path} {what[change]}")
+
+
 def test_layers_that_are_watched() -> None:
     """A hook sees the layer itself."""
     notes: list[Any] = []
