@@ -114,7 +114,25 @@ def _normalisation(model: Any) -> None:
         layer.final_layer_norm.weight.data = -layer.final_layer_norm.weight.detach()
 
 
-CHANGES = [_in_place, _other_storage, _other_parameter, _normalisation]
+def _negated(module: Any) -> Any:
+    other = copy.deepcopy(module)
+    for weight in other.parameters():
+        weight.data = -weight.detach()
+    return other
+
+
+def _module(model: Any) -> None:
+    for layer in model.decoder.layers:
+        layer.fc1 = _negated(layer.fc1)
+
+
+def _layer(model: Any) -> None:
+    """Its attention goes on with the keys and values of the one before, whose copy it is."""
+    model.decoder.layers[1] = copy.deepcopy(model.decoder.layers[1])
+    model.decoder.layers[1].fc2 = _negated(model.decoder.layers[1].fc2)
+
+
+CHANGES = [_in_place, _other_storage, _other_parameter, _normalisation, _module, _layer]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])

@@ -69,7 +69,7 @@ class ReplayedSteps:
             standing_in(model, decoder=self._of_tensors(model.decoder, number))
             for number, model in enumerate(ensemble.models)
         ]
-        self._ensemble = replaced(ensemble, models=models, single_model=models[0])
+        self.ensemble = replaced(ensemble, models=models, single_model=models[0])
 
     def __call__(
         self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float, epoch: Hashable
@@ -78,7 +78,7 @@ class ReplayedSteps:
 
         def step(inputs: Any) -> Any:
             last, self._positions, divisor = inputs
-            return self._ensemble.forward_decoder(last, encoder_outs, incremental_states, divisor)
+            return self.ensemble.forward_decoder(last, encoder_outs, incremental_states, divisor)
 
         # The number of earlier tokens is a Python number in the host, and would be baked in. The temperature, which
         # code of the user's may change between two steps, is: a replay needs an equal one.
@@ -94,7 +94,7 @@ class ReplayedSteps:
 
         `multiple`: pad it to a multiple of so many positions and always mask it, so that later calls fit.
         """
-        for model, outputs in zip(self._ensemble.models, encoder_outs, strict=False):
+        for model, outputs in zip(self.ensemble.models, encoder_outs, strict=False):
             source, padding = source_of(outputs)
             if source is not None and multiple is not None:
                 if padding is None:
