@@ -85,9 +85,11 @@ def is_replaced(kind: type, name: str) -> bool:
 
 
 def is_of(function: Any, *packages: str) -> bool:
-    """Whether a function's code is in one of these packages."""
-    home: str = getattr(getattr(function, "__func__", function), "__globals__", {}).get("__name__", "")
-    return home.partition(".")[0] in packages
+    """Whether a function's code is in one of these packages, with what it wraps: `torch.no_grad` wraps anything."""
+    function = getattr(function, "__func__", function)
+    home: str = getattr(function, "__globals__", {}).get("__name__", "")
+    inner = getattr(function, "__wrapped__", None)
+    return home.partition(".")[0] in packages and (inner is None or is_of(inner, *packages))
 
 
 def _foreign(hooks: Iterable[Any]) -> bool:

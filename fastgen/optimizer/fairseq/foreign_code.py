@@ -82,7 +82,7 @@ def _unsupported_decoder(model: Any) -> str | None:
         if module is not decoder and (seen := _seen_by(module)):  # the host calls no more than its `forward`
             return f"{path_of(model, module)} {seen}"
     for layer in layers_of(decoder):
-        for module in _of_the_source(layer):  # called on a row for each sentence, not for each hypothesis
+        for module in (*_of_the_source(layer), *_of_the_weights(layer)):
             if foreign := _foreign(module):
                 return f"{path_of(model, module)} {foreign}"
     known = {id(module) for module in viewed}
@@ -114,6 +114,14 @@ def watched(model: Any, part: Any) -> str | None:
     for module in part.modules():
         if foreign := _foreign(module):
             return f"{path_of(model, module)} {foreign}"
+    return None
+
+
+def observed(model: Any, part: Any) -> str | None:
+    """What the user has set on modules of `part` that sees their calls, hooks and functions; None if nothing."""
+    for module in part.modules():
+        if observer := _set_on(module):
+            return f"{path_of(model, module)} {observer}"
     return None
 
 
@@ -168,7 +176,8 @@ def _is_on(kind: type, name: str) -> bool:
 def is_known(value: Any) -> bool:
     """Whether an attribute is no code, or code of the host's, ours or torch's.
 
-    The module of the code decides: a function that replaces another may bear the same name.
+    The module of the code decides: a function that replaces another may bear the same name. What a decorator of
+    torch's such as `no_grad` wraps counts, too.
     """
     if isinstance(value, property):
         return all(map(is_known, (value.fget, value.fset, value.fdel)))
@@ -181,17 +190,26 @@ def is_known(value: Any) -> bool:
         home = type(function).__module__
     else:
         return True
-    return home.partition(".")[0] in (*_PACKAGES, *_LIBRARY, "builtins")
+    inner = getattr(function, "__wrapped__", None) if isinstance(function, types.FunctionType) else None
+    return home.partition(".")[0] in (*_PACKAGES, *_LIBRARY, "builtins") and (inner is None or is_known(inner))
 
 
 def _foreign(module: nn.Module) -> str | None:
     """What on the module is the user's, as the end of a sentence; None if all is the host's or torch's."""
-    if seen := _seen_by(module):
-        return seen
-    if not is_known(vars(module).get("forward")):
-        return "has a forward of yours"
+    if observer := _set_on(module):
+        return observer
     if _own_name_of(type(module)):
         return f"is {type(module).__name__} with code of yours"
+    return None
+
+
+def _set_on(module: nn.Module) -> str | None:
+    """What the user has set on this one module, as the end of a sentence; None if nothing."""
+    if seen := _seen_by(module):
+        return seen
+    # What the code of its class calls on `self`, such as a layer's `activation_fn`, is called as often as its forward.
+    if name := next((name for name, value in vars(module).items() if callable(value) and not is_known(value)), None):
+        return "has a forward of yours" if name == "forward" else f"has a function of yours, {name}"
     return None
 
 
@@ -214,6 +232,13 @@ def _draws(part: Any) -> bool:
 
 
 def _of_the_source(layer: Any) -> Iterable[nn.Module]:
+    """What is called on a row for each sentence, not for each hypothesis."""
     if layer.encoder_attn is not None:
         for projection in (layer.encoder_attn.k_proj, layer.encoder_attn.v_proj):
             yield from projection.modules()
+
+
+def _of_the_weights(layer: Any) -> Iterable[nn.Module]:
+    """What is called on the weights of attention, which our attention does not compute one by one."""
+    for attention in filter(None, (layer.self_attn, layer.encoder_attn)):
+        yield from attention.dropout_module.modules()

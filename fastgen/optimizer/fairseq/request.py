@@ -96,10 +96,18 @@ class Request:
 
 
 def calls_back(request: Request) -> bool:
-    """Whether code of the user's runs between two steps: a prefix-constrained search calls a function, or our trie."""
-    strategy = request.generator.search
-    is_constrained = type(strategy) is search.PrefixConstrainedBeamSearch
-    return is_constrained and type(strategy.prefix_allowed_tokens_fn) is not Trie
+    """Whether code of the user's runs between two steps of the models.
+
+    That is a function that a prefix-constrained search asks, unless it is our trie; a replaced method of the search or
+    of the loop; or a fused language model with hooks.
+    """
+    generator, language_model = request.generator, request.generator.lm_model
+    strategy = generator.search
+    if type(strategy) is search.PrefixConstrainedBeamSearch and type(strategy.prefix_allowed_tokens_fn) is not Trie:
+        return True
+    if own_rule(generator) or has_own_search(generator) or has_own_blocker(generator):
+        return True
+    return language_model is not None and are_interrupted(language_model.modules())
 
 
 def is_interrupted(request: Request) -> bool:
@@ -126,6 +134,8 @@ def unsupported_reason(request: Request) -> str | None:
         return f"the search strategy {type(strategy).__name__} has not been proven"
     if isinstance(strategy, search.Sampling) and strategy.sampling_topp > 0:
         return "top-p sampling cuts off within rounding errors: which tokens are left is stock's to say"
+    if torch.is_tensor(request.bos_token) and request.bos_token.numel() != 1:
+        return "each hypothesis has a first token of its own"
     if request.start == generator.pad:
         return "the first token is padding"
     if not generator.model.has_incremental_states():
@@ -156,7 +166,15 @@ def unsupported_decoder(decoder: Any) -> str | None:
             return reason
     if any(getattr(module, "apply_during_inference", False) for module in decoder.modules()):
         return "dropout is kept during generation (retain_dropout)"
+    if any(map(_drops, decoder.modules())):
+        return "dropout in the decoder is in training mode"
     return None
+
+
+def _drops(module: Any) -> bool:
+    """Whether a module is in training mode, alone perhaps, and then drops a share `p` of something."""
+    share = getattr(module, "p", None)
+    return module.training and isinstance(share, (int, float)) and share > 0
 
 
 def own_method(module: Any, base: type, *names: str) -> str | None:
@@ -177,6 +195,11 @@ def is_own(thing: Any, home: ModuleType, name: str) -> bool:
 def own_rule(generator: Any) -> str | None:
     """The first rule of the host's loop that the generator overrides; None if it overrides none."""
     return next((name for name in _RULES if not is_own(generator, sequence_generator, name)), None)
+
+
+def has_own_search(generator: Any) -> bool:
+    """Whether other code than the host's is in the search strategy, or in one that it uses."""
+    return any(foreign_code.own_name(each) is not None for each in generator.search.modules())
 
 
 def has_own_blocker(generator: Any) -> bool:
@@ -232,6 +255,7 @@ def foldable_language_model(request: Request) -> bool:
         and foreign_code.unsupported_model(model) is None
         and foreign_code.watched(model, model.decoder) is None
         and foreign_code.own_name(model) is None
+        and not are_interrupted([model])
     )
 
 

@@ -62,9 +62,13 @@ def set_decoder_beam_size(self: Any, beam_size: int) -> None:
     for model in self.models:
         set_beam_size = getattr(model, "set_beam_size", None)
         if getattr(set_beam_size, "__func__", None) is BARTModel.set_beam_size:
-            for layer in model.decoder.layers:
+            if beam_size > 1:
+                next(iter(model.decoder.layers), None)  # as stock goes over them, which may draw random numbers
+            for layer in model.decoder.layers._modules.values():
                 if getattr(layer.encoder_attn, "beam_size", 1) != 1:
                     layer.encoder_attn.set_beam_size(1)
-            vars(model.encoder).pop("reorder_encoder_out", None)
+            own = vars(model.encoder).get("reorder_encoder_out")
+            if beam_size > 1 or getattr(own, "__name__", "") == "_reorder_encoder_out":  # else it is the user's
+                vars(model.encoder).pop("reorder_encoder_out", None)
         elif set_beam_size is not None and beam_size > 1:
             set_beam_size(beam_size)

@@ -13,6 +13,8 @@ import judge
 import pytest
 import torch
 from fairseq import search
+from fairseq.ngram_repeat_block import NGramRepeatBlock
+from fairseq.sequence_generator import SequenceGenerator
 
 import fastgen
 from fastgen.layers import packed_weights
@@ -112,7 +114,25 @@ def _normalisation(model: Any) -> None:
         layer.final_layer_norm.weight.data = -layer.final_layer_norm.weight.detach()
 
 
-CHANGES = [_in_place, _other_storage, _other_parameter, _normalisation]
+def _negated(module: Any) -> Any:
+    other = copy.deepcopy(module)
+    for weight in other.parameters():
+        weight.data = -weight.detach()
+    return other
+
+
+def _module(model: Any) -> None:
+    for layer in model.decoder.layers:
+        layer.fc1 = _negated(layer.fc1)
+
+
+def _layer(model: Any) -> None:
+    """Its attention goes on with the keys and values of the one before, whose copy it is."""
+    model.decoder.layers[1] = copy.deepcopy(model.decoder.layers[1])
+    model.decoder.layers[1].fc2 = _negated(model.decoder.layers[1].fc2)
+
+
+CHANGES = [_in_place, _other_storage, _other_parameter, _normalisation, _module, _layer]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
@@ -124,6 +144,105 @@ def test_a_change_in_the_middle(change: Callable[[Any], None]) -> None:
     with pytest.raises(AssertionError):
         judge.assert_same(unchanged, stock)
     assert statistics.counts(model).replays > 2, "nothing was replayed before it"
+
+
+# ---------------------------------------------------------------------------------------------- other code of users
+def _step(generator: Any, between: Callable[[], None]) -> None:
+    strategy, step = generator.search, generator.search.step
+    strategy.step = lambda *args, **kwargs: (between(), step(*args, **kwargs))[1]
+
+
+def _update(generator: Any, between: Callable[[], None]) -> None:
+    generator.search.update_constraints = lambda *args: between()
+
+
+def _blocker(generator: Any, between: Callable[[], None]) -> None:
+    class Mine(NGramRepeatBlock):
+        def forward(self, tokens: Any, lprobs: Any, *sizes: int) -> Any:
+            between()
+            return lprobs
+
+    generator.repeat_ngram_blocker = Mine(3)
+
+
+def _language_model(generator: Any, between: Callable[[], None]) -> None:
+    generator.lm_model, generator.lm_weight = copy.deepcopy(models.load("lm")), 0.3
+    generator.lm_model.decoder.layers[0].fc1.register_forward_pre_hook(lambda module, args: between())
+
+
+def _prefix(generator: Any, between: Callable[[], None]) -> None:
+    inner = generator._prefix_tokens
+
+    def own(*args: Any) -> Any:
+        between()
+        return inner(*args)
+
+    generator._prefix_tokens = own
+
+
+PLACES = [_step, _update, _blocker, _language_model, _prefix]
+
+
+def between_steps(place: Any, change: Callable[[Any, Any], None]) -> tuple[Any, Any, Any, Any]:
+    """What stock and we make of a call in which code in this place changes the generator or the model once."""
+    found, calls, model = [], [], None
+    for run in (judge.stock, lambda run: judge.ours(run)[0]):
+        model = copy.deepcopy(models.load("pre-norm"))
+        generator = SequenceGenerator([model], models.dictionary(), **LONG)
+        count: list[int] = []
+
+        def between(generator: Any = generator, model: Any = model, count: list[int] = count) -> None:
+            count.append(1)
+            if len(count) == CHANGED_AT:
+                change(generator, model)
+
+        place(generator, between)
+        sample = models.batch([9, 5, 12, 7])
+        prefix = torch.full((4, STEPS), models.PAD) if place is _prefix else None
+        found.append(run(lambda g=generator, m=model, s=sample, p=prefix: g.generate([m], s, prefix_tokens=p)))
+        calls.append(len(count))
+    assert calls[0] == calls[1] >= CHANGED_AT
+    return *found, statistics.counts(model), model
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__[1:])
+def test_a_change_in_other_places(place: Any, change: Callable[[Any], None]) -> None:
+    with judge.configured(packing="always"):
+        unchanged = between_steps(place, lambda generator, model: None)[0]
+        stock, found, counts, _ = between_steps(place, lambda generator, model: change(model))
+    judge.assert_same(stock, found)
+    with pytest.raises(AssertionError):
+        judge.assert_same(unchanged, stock)
+    assert counts.replays > 2, "nothing was replayed before it"
+
+
+@pytest.mark.parametrize("place", [_step, _update, _blocker, _language_model], ids=lambda place: place.__name__[1:])
+def test_another_temperature(place: Any) -> None:
+    """The loop takes it from the generator at each step."""
+    unchanged = between_steps(place, lambda generator, model: None)[0]
+    stock, found, counts, _ = between_steps(place, lambda generator, model: setattr(generator, "temperature", 2.5))
+    judge.assert_same(stock, found)
+    with pytest.raises(AssertionError):
+        judge.assert_same(unchanged, stock)
+    assert counts.replays > 2
+
+
+def test_another_temperature_from_a_prefix_function() -> None:
+    """In a language model it may come while the prompt is read."""
+    found = []
+    for run in (judge.stock, lambda run: judge.ours(run)[0]):
+        generator = SequenceGenerator([models.load("lm")], models.dictionary(), beam_size=3, max_len_b=STEPS)
+
+        def allowed(sentence: int, tokens: torch.Tensor, generator: Any = generator) -> list[int]:
+            generator.temperature = 1.0 + len(tokens) // 4
+            return [models.EOS, *range(4, 41)]
+
+        generator.search = search.PrefixConstrainedBeamSearch(models.dictionary(), allowed)
+        sample = models.prompts()
+        prefix = sample["net_input"]["src_tokens"]
+        found.append(run(lambda g=generator, s=sample, p=prefix: g.generate([], s, prefix_tokens=p)))
+    judge.assert_same(*found)
 
 
 @pytest.mark.parametrize("change", CHANGES[1:], ids=lambda change: change.__name__[1:])

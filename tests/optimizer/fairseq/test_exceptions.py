@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import fairseq_models as models
 import judge
 import pytest
 import torch
-from fairseq import search
+from fairseq import search, sequence_generator
 from fairseq.sequence_generator import SequenceGenerator
 from torch import nn
 
@@ -150,14 +151,16 @@ def test_errors_of_the_generators_rules(kind: type[BaseException]) -> None:
 def test_errors_in_one_of_several_searches(kind: type[BaseException], refill: bool, monkeypatch: Any) -> None:
     """None ends the others' results early, and no thread is left."""
     model, failing = models.load("post-norm"), Failing(kind, 3)
-    finish = SequenceGenerator.is_finished
+    generator = SequenceGenerator([model], models.dictionary(), beam_size=3, max_len_b=9)
+    generate = SequenceGenerator.generate
 
     def own(self: Any, *args: Any) -> Any:
         failing()
-        return finish(self, *args)
+        return generate(self, *args)
 
-    monkeypatch.setattr(SequenceGenerator, "is_finished", own)
-    generator = SequenceGenerator([model], models.dictionary(), beam_size=3, max_len_b=9)
+    # Code of the user's in a search is seen, and no search of several is refilled: this looks like the host's.
+    monkeypatch.setattr(SequenceGenerator, "generate", types.FunctionType(
+        own.__code__, {**vars(sequence_generator)}, "generate", None, own.__closure__))  # fmt: skip
     samples = [models.batch(seed=seed) for seed in range(3)]
     threads = threading.active_count()
     with pytest.raises(kind) as raised:

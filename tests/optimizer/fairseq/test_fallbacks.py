@@ -13,7 +13,7 @@ import pytest
 import torch
 from fairseq import search
 from fairseq.models.transformer import TransformerDecoder
-from fairseq.modules import MultiheadAttention
+from fairseq.modules import FairseqDropout, MultiheadAttention
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase
 from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 
@@ -76,6 +76,23 @@ def test_dropout_that_is_kept() -> None:
     judge.compare_fallback(lambda: models.generate(model, models.batch()), "dropout")
 
 
+def test_dropout_in_training_mode() -> None:
+    """Of all modules none but those that drop: as for an estimate of uncertainty."""
+    model = changed(bool)
+    dropping = [module for module in model.modules() if isinstance(module, FairseqDropout)]
+
+    def run() -> Any:
+        generator = SequenceGenerator([model], models.dictionary(), beam_size=2, max_len_b=5)
+        for module in dropping:
+            module.train()
+        return generator.generate([model], models.batch())
+
+    judge.compare(run)
+    for module in dropping:
+        module.p = 0.2
+    judge.compare_fallback(run, "dropout in the decoder is in training mode")
+
+
 def test_a_decoder_of_ones_own() -> None:
     class Mine(TransformerDecoder):
         def extract_features(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,6 +145,35 @@ def test_a_first_token_that_is_padding() -> None:
         models.generate("post-norm", models.batch(), bos=models.PAD)
     with pytest.raises(fastgen.FallbackError, match="padding"):
         judge.ours(lambda: models.generate("post-norm", models.batch(), bos=models.PAD))
+
+
+def test_a_first_token_for_each_hypothesis() -> None:
+    tokens = torch.arange(10, 26)
+    judge.compare_fallback(lambda: models.generate("post-norm", models.batch(), bos=tokens), "first token of its own")
+    judge.compare(lambda: models.generate("post-norm", models.batch(), bos=tokens[:1]))
+
+
+@pytest.mark.parametrize("tier", ["auto", "fast"])
+def test_an_encoder_runs_once(tier: str) -> None:
+    """Also where its outputs leave the call to stock."""
+    calls: list[int] = []
+
+    def misshape(model: Any) -> None:
+        forward = model.encoder.forward
+
+        def doubled(*args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            output = forward(*args, **kwargs)
+            return {**output, "encoder_out": output["encoder_out"] * 2}
+
+        model.encoder.forward = doubled
+
+    model = changed(misshape)
+    expected = judge.stock(lambda: models.generate(model, models.batch()))
+    with judge.configured(tier=tier):
+        found, (call,) = judge.ours(lambda: models.generate(model, models.batch()), strict=False)
+    assert call.tier == "stock" and len(calls) == 2
+    judge.assert_same(expected, found)
 
 
 def test_an_encoder_with_other_outputs() -> None:

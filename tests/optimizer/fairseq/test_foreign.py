@@ -425,6 +425,18 @@ def test_projections_of_the_source_that_are_watched(change: Any) -> None:
     compare_left_to_stock(run, taken(notes), f"{path} {what[change]}")
 
 
+@pytest.mark.parametrize("change", [_hook, _forward], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("path", ["layers.1.self_attn", "layers.0.encoder_attn"])
+def test_weights_of_attention_that_are_watched(path: str, change: Any) -> None:
+    """Dropout is called on them, with training or without, and hooks there look at them."""
+    notes: list[Any] = []
+    path = f"decoder.{path}.dropout_module"
+    model = changed(lambda m: change(path)(m, notes))
+    what = {_hook: "has hooks of yours", _forward: "has a forward of yours"}
+    run = functools.partial(models.generate, model, models.batch())
+    compare_left_to_stock(run, taken(notes), f"{path} {what[change]}")
+
+
 def test_layers_that_are_watched() -> None:
     """A hook sees the layer itself."""
     notes: list[Any] = []
@@ -548,6 +560,84 @@ def test_weights_that_are_computed() -> None:
     notes.clear()
     run = functools.partial(models.generate, model, models.batch(), **LONG)
     compare_with_state(run, taken(notes), replay="always")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "reason"),
+    [
+        (MultiheadAttention, "forward", "MultiheadAttention has its own forward"),
+        (TransformerDecoderLayerBase, "forward", "TransformerDecoderLayerBase has its own forward"),
+        (nn.Linear, "forward", "decoder.layers.0.encoder_attn.k_proj is Linear with code of yours"),
+    ],
+    ids=str,
+)
+def test_functions_in_a_decorator_of_torchs(
+    owner: Any, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code of the wrapper is torch's, and what it wraps is the user's."""
+    notes: list[Any] = []
+    inner = getattr(owner, name)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        notes.append(1)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, torch.no_grad()(noting))
+    compare_left_to_stock(functools.partial(models.generate, "post-norm", models.batch()), taken(notes), reason)
+
+
+def test_a_linear_layer_in_a_decorator_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model without a source the tree is used, and each layer is called as in stock."""
+    notes: list[Any] = []
+    inner = nn.Linear.forward
+
+    def noting(self: Any, rows: torch.Tensor) -> Any:
+        notes.append(tuple(rows.shape))
+        return inner(self, rows)
+
+    monkeypatch.setattr(nn.Linear, "forward", torch.no_grad()(noting))
+    with judge.configured(packing="always"):
+        run = functools.partial(models.prompted, "lm", models.prompts(), beam_size=3, max_len_b=12)
+        compare_with_state(run, taken(notes), replay="always")
+
+
+@pytest.mark.parametrize("name", ["post-norm", "lm"])
+def test_a_function_that_a_layer_calls(name: str) -> None:
+    """It is neither the layer's forward nor a hook, and yet the user's."""
+    notes: list[Any] = []
+
+    def noting(rows: torch.Tensor) -> torch.Tensor:
+        notes.append(tuple(rows.shape))
+        return rows.relu()
+
+    model = changed(lambda m: setattr(m.decoder.layers[1], "activation_fn", noting), name)
+    run = functools.partial(models.prompted if name == "lm" else models.generate, model)
+    sample = models.prompts() if name == "lm" else models.staggered(5)[0]
+    compare_with_state(functools.partial(run, sample, beam_size=3, max_len_b=12), taken(notes), replay="always")
+
+
+def test_a_hook_on_a_fused_language_model() -> None:
+    """On the model itself, which the loop calls."""
+    notes: list[Any] = []
+
+    def halved(module: Any, args: Any, output: Any) -> Any:
+        notes.append((module is fused, tuple(args[0].shape)))
+        return output[0] * 0.5, *output[1:]
+
+    fused = changed(lambda m: m.register_forward_hook(halved), "lm")
+    run = functools.partial(models.generate, "post-norm", models.batch(), lm_model=fused, lm_weight=0.7)
+    compare_with_state(run, taken(notes))
+
+
+@pytest.mark.parametrize("name", ["init_constraints", "prune_sentences", "update_constraints"])
+def test_what_else_the_loop_tells_a_search(name: str) -> None:
+    """fairseq's own beam search does nothing with it."""
+    notes: list[Any] = []
+    strategy = search.BeamSearch(models.dictionary())
+    setattr(strategy, name, lambda *args: notes.append(len(args)))
+    sample, prefix = models.staggered(5)
+    run = functools.partial(models.generate, "post-norm", sample, prefix=prefix, beam_size=3)
+    compare_with_state(lambda: run(strategy=lambda words: strategy), taken(notes))
 
 
 # ---------------------------------------------------------------------------------------------- trials

@@ -53,6 +53,13 @@ def test_layerdrop(name: str, strategy: Any, setting: dict[str, Any]) -> None:
     assert not statistics.counts(model).captures
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_layerdrop_in_a_model_that_is_told_of_beams(beams: int) -> None:
+    """A new generator goes over the layers of a BART only if there is more than one."""
+    model = dropping("bart")
+    compare(lambda: models.generate(model, models.batch(), beam_size=beams, strategy=SAMPLING))
+
+
 @pytest.mark.parametrize("parts", [("encoder",), ("decoder",)], ids=str)
 def test_layerdrop_in_one_part(parts: tuple[str, ...]) -> None:
     model, sample = dropping("pre-norm", parts), models.batch()

@@ -12,11 +12,13 @@ import judge
 import pytest
 import torch
 from fairseq import search
+from fairseq.ngram_repeat_block import NGramRepeatBlock
 from fairseq.sequence_generator import SequenceGenerator
 from joined_samples import LENGTHS, PLENTY, SENTENCES, assert_same, each, generator_of, refilled, samples
 
 import fastgen
 from fastgen import report
+from fastgen.bench.soak import modes
 from fastgen.cache.batch_tree import BatchTree
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.fairseq.generate import continuous_batch
@@ -162,6 +164,66 @@ def test_ensembles_other_generators_and_other_tiers_cannot_be_refilled() -> None
         assert "tier" in str(continuous_batch.unrefillable(generator))
     with fastgen.disabled():
         assert "disabled" in str(continuous_batch.unrefillable(generator))
+
+
+def _own_rule(generator: Any, notes: list[Any]) -> str:
+    inner = generator.finalize_hypos
+    generator.finalize_hypos = lambda *args: (notes.append(args[0]), inner(*args))[1]
+    return "the generator has its own finalize_hypos"
+
+
+def _own_step(generator: Any, notes: list[Any]) -> str:
+    inner = generator.search.step
+    generator.search.step = lambda *args: (notes.append(tuple(args[1].shape)), inner(*args))[1]
+    return "the search has rules of its own"
+
+
+def _own_blocker(generator: Any, notes: list[Any]) -> str:
+    generator.repeat_ngram_blocker = NGramRepeatBlock(3)
+    generator.repeat_ngram_blocker.forward = lambda tokens, lprobs, *_: (notes.append(tuple(tokens.shape)), lprobs)[1]
+    return "the search has rules of its own"
+
+
+def _hook_on_the_encoder(generator: Any, notes: list[Any]) -> str:
+    fc1 = generator.model.single_model.encoder.layers[0].fc1
+    fc1.register_forward_hook(lambda module, args, output: notes.append(tuple(args[0].shape)))
+    return "encoder.layers.0.fc1 has hooks of yours"
+
+
+def _hook_on_the_decoder(generator: Any, notes: list[Any]) -> str:
+    fc1 = generator.model.single_model.decoder.layers[0].fc1
+    fc1.register_forward_hook(lambda module, args, output: notes.append(tuple(args[0].shape)))
+    return "decoder.layers.0.fc1 has hooks of yours"
+
+
+@pytest.mark.parametrize(
+    "change", [_own_rule, _own_step, _own_blocker, _hook_on_the_encoder, _hook_on_the_decoder], ids=lambda f: f.__name__
+)
+def test_code_of_the_users_sees_whole_samples(change: Any, steps: list[Any]) -> None:
+    """It is called as often as by stock, and with as many sentences."""
+    notes: list[Any] = []
+    model = copy.deepcopy(models.load("post-norm"))
+    generator = SequenceGenerator([model], models.dictionary(), beam_size=3, max_len_b=9)
+    reason = change(generator, notes)
+    with fastgen.disabled():
+        expected = [generator.generate([model], sample) for sample in samples()]
+    of_stock = notes[:]
+    notes.clear()
+    assert continuous_batch.unrefillable(generator) == reason
+    assert_same(expected, fastgen.generate_samples(generator, samples(), refill=True))
+    assert of_stock and notes == of_stock and not steps
+
+
+def test_a_state_of_this_thread_alone(steps: list[Any]) -> None:
+    """Autocast is not on in the threads of the parts, and a mode is not active there."""
+    loaded, generator = generator_of("post-norm")
+    with torch.autocast("cpu", torch.bfloat16):
+        alone = [generator.generate(loaded, sample) for sample in samples()]
+        assert "this thread alone" in str(continuous_batch.unrefillable(generator))
+        assert_same(alone, fastgen.generate_samples(generator, samples(), refill=True))
+    with modes.MODES["counting_functions"].entered():
+        assert "this thread alone" in str(continuous_batch.unrefillable(generator))
+    assert continuous_batch.unrefillable(generator) is None and not steps
 
 
 def test_an_error_in_one_search_is_raised_and_leaves_no_thread(steps: list[Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +12,7 @@ import fairseq_models as models
 import judge
 import pytest
 import torch
+from fairseq import search
 from fairseq.sequence_generator import SequenceGenerator
 from joined_samples import assert_same, each, refilled, samples
 
@@ -63,6 +66,21 @@ def test_refilled(name: str) -> None:
     given = samples()
     assert_same(each(name, given), refilled(name, given))
     assert_stored("x+e")
+
+
+@pytest.mark.parametrize("kind", ["k", "v"])
+@pytest.mark.parametrize("lost", [(0,), (0, 1, 2, 3)], ids=str)
+def test_sentences_without_a_hypothesis(lost: tuple[int, ...], kind: str) -> None:
+    """A search among outputs that come to no end finds none, so there is none to look at."""
+
+    def allowed(sentence: int, tokens: torch.Tensor) -> list[int]:
+        return [*range(4, 20), *(() if int(sentence) in lost else (models.EOS,))]
+
+    strategy = functools.partial(search.PrefixConstrainedBeamSearch, prefix_allowed_tokens_fn=allowed)
+    model = copy.deepcopy(models.load("post-norm"))
+    with judge.configured(cache=kind):
+        found = judge.compare(lambda: models.generate(model, models.batch(), strategy=strategy, max_len_b=5))
+    assert [number for number, hypotheses in enumerate(found) if not hypotheses] == [*lost]
 
 
 @pytest.mark.usefixtures("recording")

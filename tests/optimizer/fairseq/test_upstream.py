@@ -133,6 +133,23 @@ def test_a_beam_size_that_stock_left_behind_is_cleared() -> None:
     judge.assert_same(expected, judge.stock(lambda: models.generate(model, sample, beam_size=1)), exactly=True)
 
 
+def test_an_encoder_that_a_user_has_changed_stays_so() -> None:
+    """As in stock, where a generator with one beam leaves it alone."""
+    model, calls = copy.deepcopy(models.load("bart", seed=11)), []
+    reorder = model.encoder.reorder_encoder_out
+    model.encoder.reorder_encoder_out = lambda *args: calls.append(1) or reorder(*args)
+
+    def run() -> Any:
+        generator = SequenceGenerator([model], models.dictionary(), beam_size=1, max_len_b=9)
+        return generator.generate([model], models.batch())
+
+    expected = judge.stock(run)
+    of_stock = len(calls)
+    found, (call,) = judge.ours(run, strict=False)
+    assert call.tier == "stock" and of_stock and len(calls) == 2 * of_stock
+    judge.assert_same(expected, found, exactly=True)
+
+
 # --------------------------------------------------------------------------------------------- checkpoints
 @pytest.fixture(scope="module")
 def checkpoint(shared: Path) -> str:

@@ -134,7 +134,7 @@ def _modules(decoder: Any) -> list[Any]:
 def look_at(request: Request, hypotheses: list[Any]) -> None:
     """If caches of keys or values alone are wanted, judge them on this call's output, once for a model's weights."""
     kind = _wanted()
-    if kind not in ("k", "v") or torch.is_autocast_enabled(hypotheses[0][0]["tokens"].device.type):
+    if kind not in ("k", "v") or request.source is None or torch.is_autocast_enabled(request.source.device.type):
         return
     models = [model for model in request.generator.model.models if _UNTRIED in _reasons(model.decoder, kind)]
     if models and not _untriable(request):
@@ -181,7 +181,8 @@ class _Noting:
 def read(request: Request, hypotheses: list[Any], models: list[Any], look: Look) -> None:
     """Let these models read the hypotheses of the first sentences, and call `look` for each attention module."""
     generator = request.generator
-    for sentence in range(min(SENTENCES, len(hypotheses))):
+    found = [sentence for sentence, its in enumerate(hypotheses) if its]  # a constrained search may find nothing
+    for sentence in found[:SENTENCES]:
         one = request.inputs_of(slice(sentence, sentence + 1))
         encoded = generator.model.forward_encoder(one) if generator.model.has_encoder() else []
         tokens = hypotheses[sentence][0]["tokens"]

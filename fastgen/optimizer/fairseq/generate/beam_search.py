@@ -15,13 +15,14 @@ from fastgen.decoding.fairseq_beam_search import CollectingPolicy, FairseqBeamSe
 from fastgen.optimizer import beam_streaming
 from fastgen.optimizer.fairseq.foreign_code import called_one_by_one
 from fastgen.optimizer.fairseq.model.decoder import TreeEnsemble
-from fastgen.optimizer.fairseq.request import Request, has_own_blocker, is_own, own_rule
+from fastgen.optimizer.fairseq.request import Request, has_own_blocker, has_own_search, is_own, own_rule
 
 
 def unsupported_reason(request: Request) -> str | None:
     """Why the host's loop has to run over the tree; None if our loop can replace it."""
     generator, strategy = request.generator, request.generator.search
-    if type(strategy) is not search.BeamSearch or strategy.stop_on_max_len or not is_own(strategy, search, "step"):
+    is_plain = type(strategy) is search.BeamSearch and not strategy.stop_on_max_len
+    if not is_plain or not is_own(strategy, search, "step") or has_own_search(generator):
         return f"the search is {type(strategy).__name__} with rules of its own, not plain beam search"
     if name := own_rule(generator):
         return f"the generator has its own {name}"
@@ -58,6 +59,7 @@ def generate(request: Request, ensemble: TreeEnsemble, blocker: Any) -> list[lis
     net_input = request.sample["net_input"]
     encoder_outs = ensemble.forward_encoder(net_input)
     if ensemble.reason:
+        ensemble.encoded = encoder_outs
         return None
     if not ensemble.inner.has_encoder():
         encoder_outs = []

@@ -17,10 +17,11 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 from torch import Tensor
 
 from fastgen import config
+from fastgen.optimizer import together
 from fastgen.optimizer.fairseq import foreign_code, seams
 from fastgen.optimizer.fairseq.generate.batch_decoder import BatchDecoder
 from fastgen.optimizer.fairseq.generate.joining import Part, source_of
-from fastgen.optimizer.fairseq.request import unsupported_decoder
+from fastgen.optimizer.fairseq.request import has_own_blocker, has_own_search, unsupported_decoder
 
 _PARTS = 4  # a batch is refilled in so many parts
 _MOST_SAMPLES = 8  # at once: each adds its own few small operations to a step
@@ -40,9 +41,21 @@ def unrefillable(generator: Any) -> str | None:
         return "match_source_len asks for the longest source of the batch"
     if type(generator.search) is not search.BeamSearch:
         return f"{type(generator.search).__name__} may know sentences by their places in the batch"
-    if reason := unsupported_decoder(generator.model.single_model.decoder):
+    if reason := unsupported_decoder(generator.model.single_model.decoder) or _foreign(generator):
         return reason
     return foreign_code.unsupported_reason(generator.model) or foreign_code.called_one_by_one(generator.model)
+
+
+def _foreign(generator: Any) -> str | None:
+    """What would see that a sample is searched for in parts, each in a thread of its own; None if nothing would."""
+    model = generator.model.single_model
+    if together.is_apart(next(model.parameters()).device):
+        return "torch has a mode, or autocast, of this thread alone"
+    if name := foreign_code.own_name(generator):
+        return f"the generator has its own {name}"
+    if has_own_search(generator) or has_own_blocker(generator):
+        return "the search has rules of its own"
+    return foreign_code.observed(model, model.encoder)
 
 
 def why_not_refilled(generator: Any, wished: bool | None) -> str | None:

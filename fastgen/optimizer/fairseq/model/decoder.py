@@ -85,19 +85,17 @@ class TreeEnsemble(StandIn):
         tree = make(request.batch, request.beams, request.max_steps, buffers, is_static)
         self.session = Session(tree, request.generator.pad, source.device)
         self._products = products_for(request)
-        models = [
-            standing_in(model, decoder=over_the_tree(model.decoder, self.session, self.choice, self._products))
-            for model in self.inner.models
-        ]
-        shown = models if shortlist is None else [unnormalised(models[0])]
+        models = self._views()
         own = [layer.self_attn.slim for model in models for layer in layers_of(model.decoder)]
         self._own_caches = tuple(map(identity_of, own))  # a recording fits only if these are equal
-        # Without modules: what is kept with a recording must not keep the model alive.
-        self._over_the_tree = replaced(self.inner, models=shown, single_model=shown[0], _modules={})
+        self._over_the_tree = self._shown(models)
+        # If code between the steps may put in other modules: those that the views are of.
+        self._viewed = _modules_of(self.inner) if calls_back(request) else None
         self._replayed = ReplayedSteps(self._over_the_tree, self.replayer) if self.replayer else None
         self._recorded: RecordedCall | None = None  # if it may share captured steps with other calls
         self._search: tuple[Hashable, FairseqBeamSearch] | None = None
         self._width: int | None = None  # positions of the source
+        self.encoded: Any = None  # encoder output that our loop leaves to the host's
         self._prompt: Prompt | None = None
         self._arena = arena.of(self.inner.models[0])
         if not self.inner.has_encoder() and request.generator.lm_model is None:
@@ -105,6 +103,35 @@ class TreeEnsemble(StandIn):
         self.session.begin_decoding()
         if self._replayed is not None and not self.inner.has_encoder():
             self._take_up([])
+
+    def _views(self) -> list[Any]:
+        """Views of the models, whose decoders run over the tree."""
+        return [
+            standing_in(model, decoder=over_the_tree(model.decoder, self.session, self.choice, self._products))
+            for model in self.inner.models
+        ]
+
+    def _shown(self, models: list[Any]) -> Any:
+        """A view of the ensemble with these views in it, which return what the shortlist takes, if there is one."""
+        shown = models if self.shortlist is None else [unnormalised(models[0])]
+        # Without modules: what is kept with a recording must not keep the model alive.
+        return replaced(self.inner, models=shown, single_model=shown[0], _modules={})
+
+    def _follow(self) -> None:
+        """View the models anew if code between the steps has put other modules into them; keys and values stay."""
+        modules = _modules_of(self.inner)
+        if self._viewed is None or [*map(id, modules)] == [*map(id, self._viewed)]:
+            return
+        self._viewed = modules
+        before = self._over_the_tree if self._replayed is None else self._replayed.ensemble
+        self._over_the_tree = self._shown(self._views())
+        for new, old in zip(self._over_the_tree.models, before.models, strict=True):
+            for mine, its in zip(layers_of(new.decoder), layers_of(old.decoder), strict=False):
+                mine.self_attn.layer = its.self_attn.layer
+                if mine.encoder_attn is not None and its.encoder_attn is not None:
+                    mine.encoder_attn.source = its.encoder_attn.source
+        if self._replayed is not None and self.replayer is not None:
+            self._replayed = ReplayedSteps(self._over_the_tree, self.replayer)
 
     @staticmethod
     @phases.marked(phases.PREFILL)
@@ -119,6 +146,9 @@ class TreeEnsemble(StandIn):
 
     @phases.marked(phases.ENCODER)
     def forward_encoder(self, net_input: dict[str, Any]) -> Any:
+        if self.encoded is not None:
+            outputs, self.encoded = self.encoded, None
+            return outputs
         outputs = super().forward_encoder(net_input)
         if self._replayed is not None and self.inner.has_encoder() and not self.reason:
             self._take_up(outputs)
@@ -219,6 +249,8 @@ class TreeEnsemble(StandIn):
                 scores = self._prompt.log_probs(position, temperature)  # [B, V]
                 return scores.repeat_interleave(self.session.tree.beams, dim=0), None
             self._prompt = None
+        if self._viewed is not None:
+            self._follow()
         self.session.advance(tokens[:, -1])
         with self._arena:
             if self._replayed is None:
@@ -260,6 +292,7 @@ class Prompt:
         vocabulary = max(len(model.decoder.dictionary) for model in models)
         self._positions = max(1, _PROMPT_LOGITS // (tokens.shape[0] * vocabulary))
         self._first, self._chunk = 0, tokens.new_empty(0, 0, 0)  # log-probabilities [B, positions, V] from `first` on
+        self._temperature = 1.0  # that they are made with
 
     def select(self, sentences: Tensor) -> None:
         """Drop all sentences but these, int64 `[B']`."""
@@ -269,19 +302,23 @@ class Prompt:
     @phases.marked(phases.PREFILL)
     def log_probs(self, position: int, temperature: float) -> Tensor:
         """Log-probabilities of the token after `position`, averaged over the models as the host does, `[B, V]`."""
-        if position >= self._first + self._chunk.shape[1]:
-            self._first = position
+        if position >= self._first + self._chunk.shape[1] or temperature != self._temperature:
+            self._first, self._temperature = position, temperature
             self._chunk = self._compute(slice(position, position + self._positions), temperature)
         return self._chunk[:, position - self._first]
 
     def _compute(self, positions: slice, temperature: float) -> Tensor:
         each = []
         for model, features in zip(self._models, self._features, strict=True):
-            logits = model.decoder.output_layer(features[:, positions]).div_(temperature)
+            logits = model.decoder.output_layer(features[:, positions]) / temperature
             each.append(model.get_normalized_probs((logits, None), log_probs=True, sample=None))
         if len(each) == 1:
             return each[0]
         return torch.logsumexp(torch.stack(each), dim=0) - math.log(len(each))
+
+
+def _modules_of(ensemble: Any) -> list[torch.nn.Module]:
+    return [module for model in ensemble.models for module in model.decoder.modules()]
 
 
 def products_for(request: Request) -> LinearDispatcher:

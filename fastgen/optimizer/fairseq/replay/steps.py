@@ -69,7 +69,7 @@ class ReplayedSteps:
             standing_in(model, decoder=self._of_tensors(model.decoder, number))
             for number, model in enumerate(ensemble.models)
         ]
-        self._ensemble = replaced(ensemble, models=models, single_model=models[0])
+        self.ensemble = replaced(ensemble, models=models, single_model=models[0])
 
     def __call__(
         self, tokens: Tensor, encoder_outs: Any, incremental_states: Any, temperature: float, epoch: Hashable
@@ -77,15 +77,16 @@ class ReplayedSteps:
         """Do what the ensemble's `forward_decoder` does for `tokens`, int64 `[B*M, length]`."""
 
         def step(inputs: Any) -> Any:
-            last, self._positions = inputs
-            return self._ensemble.forward_decoder(last, encoder_outs, incremental_states, temperature)
+            last, self._positions, divisor = inputs
+            return self.ensemble.forward_decoder(last, encoder_outs, incremental_states, divisor)
 
-        # The number of earlier tokens is a Python number in the host, and would be baked in.
+        # The number of earlier tokens is a Python number in the host, and would be baked in. The temperature, which
+        # code of the user's may change between two steps, is: a replay needs an equal one.
         positions = [
             None if embed is None else embed(tokens, incremental_state=state)
             for embed, state in zip(self._embed, incremental_states, strict=True)
         ]
-        result: tuple[Tensor, Tensor | None] = self.replayer(step, [tokens[:, -1:], positions], epoch)
+        result: tuple[Tensor, Tensor | None] = self.replayer(step, [tokens[:, -1:], positions, temperature], epoch)
         return result
 
     def see(self, encoder_outs: Any, multiple: int | None = None) -> None:
@@ -93,7 +94,7 @@ class ReplayedSteps:
 
         `multiple`: pad it to a multiple of so many positions and always mask it, so that later calls fit.
         """
-        for model, outputs in zip(self._ensemble.models, encoder_outs, strict=False):
+        for model, outputs in zip(self.ensemble.models, encoder_outs, strict=False):
             source, padding = source_of(outputs)
             if source is not None and multiple is not None:
                 if padding is None:
