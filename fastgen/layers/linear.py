@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import config
-from fastgen.layers import packed_weights, precision, quantized
+from fastgen.layers import checked_products, packed_weights, precision, quantized
 from fastgen.layers.input_fusion import FusionGroup, unfusable
 from fastgen.layers.product_plan import ProductPlan, bias_of
 from fastgen.layers.quantized import Way
@@ -110,8 +110,8 @@ class LinearDispatcher:
     def expect_edits(self) -> None:
         """From now on weights may be edited, or be others, whenever somebody else's code runs: between two steps, say.
 
-        So each product reads its weight then and there, by our own operator for few rows or by stock's. To look for
-        edits at each step would cost as much as reading all weights once more: more than packed copies save.
+        So each product reads its weight then and there: by our own operator for few rows, by stock's, or, where so many
+        rows are multiplied that packed copies save more than a reading costs, to see whether the copy is up to date.
         """
         self._keeps = False
         self.look_again()
@@ -166,12 +166,21 @@ class LinearDispatcher:
 
     def _read_anew(self, layer: nn.Module, rows: Tensor, number: int, stock: Forward, transposed: bool) -> Tensor:
         """The product with the weight as it is now, and none of a sibling's with it."""
-        skinny = None if transposed or number > _SKINNY_ROWS or not _is_plain(layer, rows) else _skinny()
-        if skinny is None or not self._pays(layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight]):
+        if transposed or not _is_plain(layer, rows):
             return stock(layer, rows)
-        self.count += 1
-        output: Tensor = skinny(rows, [layer.weight], layer.bias)
-        return output
+        skinny = None if number > _SKINNY_ROWS else _skinny()
+        if skinny is not None and self._pays(layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight]):
+            self.count += 1
+            output: Tensor = skinny(rows, [layer.weight], layer.bias)
+            return output
+        kind = checked_products.rows_of_a_kind(number)
+        ways = checked_products.multiply, checked_products.prepare
+        if packed_weights.is_native() and self._pays(layer, rows, False, kind, *ways, what="checked"):
+            self._drop_outdated(layer)
+            if (weights := checked_products.weights_of(layer)) is not None:
+                self.count += 1
+                return checked_products.multiply(rows, weights, layer.bias)
+        return stock(layer, rows)
 
     def _screens(self, layer: nn.Module) -> bool:
         return self._is_screened and layer is self._watched

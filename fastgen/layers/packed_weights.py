@@ -149,6 +149,16 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
         return packed.copy
 
 
+def copy_and_state(layer: nn.Module) -> tuple[Copy, State] | None:
+    """The layer's packed weight, for our own operator, and the state of the weight that was packed; None if memory is
+    short, or without that operator."""
+    with _lock:
+        if not is_native() or copy_of(layer, False) is None:
+            return None
+        packed = _copies[layer]
+        return packed.copy, packed.sources[0].state
+
+
 def dtype_of_halves(layer: nn.Module) -> torch.dtype | None:
     """Which 16-bit dtype holds the layer's weight exactly, float16 or bfloat16; None if neither does.
 
@@ -312,6 +322,11 @@ def drop_outdated(layer: nn.Module) -> None:
 
 
 _native = functools.partial(native_operator, "packed_linear")
+
+
+def is_native() -> bool:
+    """Whether packed weights are multiplied by our own operator."""
+    return _native() is not None
 
 
 def pack(weight: Tensor) -> Copy:

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.models.bart import modeling_bart
 
+from fastgen.layers import linear
 from fastgen.optimizer.transformers import versions
 from fastgen.replay import replayer, statistics, store
 from fastgen.replay.guarded import GuardedReplayer
@@ -225,9 +226,13 @@ CHANGES: list[Change] = [
 _UNNOTICED = [_other_storage, _other_parameter, _other_module, _buffer, _activation, _attribute, _hook, _forward]
 
 
+@pytest.mark.parametrize("rows", ["few", "many"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_change_in_the_middle(way: str, change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_in_the_middle(way: str, change: Change, rows: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are multiplied by the weights as they are, many by packed copies that are compared with the weights."""
+    if rows == "many":
+        monkeypatch.setattr(linear, "_SKINNY_ROWS", 0)
     batch = 1 if way == "streamer" else 2
     model, inputs = zoo.load("bart"), inputs_of("bart", batch=batch)
     unchanged = run_both(way, model, inputs)[0]

@@ -1,0 +1,72 @@
+"""Packed products of weights that somebody else's code may edit at any time: each looks at its weight first.
+
+Looking costs one reading of the weight, which pays where so many rows are multiplied that arithmetic takes longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastgen.layers import packed_weights
+from fastgen.layers.fingerprints import state_of
+
+_library = torch.library.Library("fastgen", "FRAGMENT")
+_library.define("checked_linear(Tensor rows, Tensor weight, Tensor packed, int fingerprint, Tensor? bias) -> Tensor")
+
+
+class Weights(NamedTuple):
+    """A weight, and a copy of what it was."""
+
+    weight: Tensor  # float32 [out, in]
+    packed: Tensor  # see `ops.pack_weight`
+    fingerprint: int  # of the weight as it was copied
+
+
+def _checked_linear(rows: Tensor, weight: Tensor, packed: Tensor, fingerprint: int, bias: Tensor | None) -> Tensor:
+    """`linear(rows, weight, bias)`, by the copy if the weight is still what was copied.
+
+    One operator, so that a captured step, which calls operators alone, looks at the weight at each replay.
+    """
+    if int(torch.ops.fastgen.fingerprint.default(weight.detach())) == fingerprint:
+        return torch.ops.fastgen.packed_linear.default(rows, packed, weight.shape[0], bias)  # type: ignore[no-any-return]
+    return F.linear(rows, weight, bias)
+
+
+_library.impl("checked_linear", _checked_linear, "CPU")
+
+
+def multiply(rows: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
+    """`linear(rows, weight, bias)`; rows float32 `[..., in]`."""
+    output: Tensor = torch.ops.fastgen.checked_linear.default(rows, *weights, bias)
+    return output
+
+
+def prepare(weight: Tensor) -> Weights:
+    """What `multiply` takes for a weight, float32 `[out, in]`."""
+    from fastgen import ops
+
+    return Weights(weight, ops.pack_weight(weight), _number(state_of(weight)))
+
+
+def weights_of(layer: Any) -> Weights | None:
+    """What `multiply` takes for a layer's weight; None if memory is short, or if there is no operator of ours."""
+    found = packed_weights.copy_and_state(layer)
+    if found is None:
+        return None
+    (packed, width), state = found
+    weight: Tensor = layer.weight
+    is_alike = state[:2] == (weight.dtype, weight.shape) and width == len(weight)
+    return Weights(weight, packed, _number(state)) if is_alike else None
+
+
+def rows_of_a_kind(number: int) -> int:
+    """Numbers of rows up to here share one timing with `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def _number(state: Any) -> int:
+    return int(state[2])
