@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.layers import packed_weights
-from fastgen.layers.fingerprints import state_of
 
 _library = torch.library.Library("fastgen", "FRAGMENT")
 _library.define("checked_linear(Tensor rows, Tensor weight, Tensor packed, int fingerprint, Tensor? bias) -> Tensor")
@@ -32,7 +31,8 @@ def _checked_linear(rows: Tensor, weight: Tensor, packed: Tensor, fingerprint: i
     One operator, so that a captured step, which calls operators alone, looks at the weight at each replay.
     """
     if int(torch.ops.fastgen.fingerprint.default(weight.detach())) == fingerprint:
-        return torch.ops.fastgen.packed_linear.default(rows, packed, weight.shape[0], bias)  # type: ignore[no-any-return]
+        output: Tensor = torch.ops.fastgen.packed_linear.default(rows, packed, weight.shape[0], bias)
+        return output
     return F.linear(rows, weight, bias)
 
 
@@ -49,7 +49,7 @@ def prepare(weight: Tensor) -> Weights:
     """What `multiply` takes for a weight, float32 `[out, in]`."""
     from fastgen import ops
 
-    return Weights(weight, ops.pack_weight(weight), _number(state_of(weight)))
+    return Weights(weight, ops.pack_weight(weight), int(ops.fingerprint(weight)))
 
 
 def weights_of(layer: Any) -> Weights | None:
@@ -57,16 +57,11 @@ def weights_of(layer: Any) -> Weights | None:
     found = packed_weights.copy_and_state(layer)
     if found is None:
         return None
-    (packed, width), state = found
+    (packed, _), (dtype, shape, number) = found
     weight: Tensor = layer.weight
-    is_alike = state[:2] == (weight.dtype, weight.shape) and width == len(weight)
-    return Weights(weight, packed, _number(state)) if is_alike else None
+    return Weights(weight, packed, number) if (dtype, shape) == (weight.dtype, weight.shape) else None
 
 
 def rows_of_a_kind(number: int) -> int:
     """Numbers of rows up to here share one timing with `number`."""
     return 1 << (number - 1).bit_length()
-
-
-def _number(state: Any) -> int:
-    return int(state[2])

@@ -164,7 +164,7 @@ class LinearDispatcher:
             self._siblings.note(layer)
         return output
 
-    def _read_anew(self, layer: nn.Module, rows: Tensor, number: int, stock: Forward, transposed: bool) -> Tensor:
+    def _read_anew(self, layer: Any, rows: Tensor, number: int, stock: Forward, transposed: bool) -> Tensor:
         """The product with the weight as it is now, and none of a sibling's with it."""
         if transposed or not _is_plain(layer, rows):
             return stock(layer, rows)

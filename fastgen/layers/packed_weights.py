@@ -149,7 +149,7 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
         return packed.copy
 
 
-def copy_and_state(layer: nn.Module) -> tuple[Copy, State] | None:
+def copy_and_state(layer: nn.Module) -> tuple[Copy, Any] | None:
     """The layer's packed weight, for our own operator, and the state of the weight that was packed; None if memory is
     short, or without that operator."""
     with _lock:
