@@ -111,7 +111,8 @@ def test_every_rule_fits_something() -> None:
     elsewhere |= {"cache/wide_tree.py", "decoding/sparse_topk.py", "decoding/trie_rows.py"}
     elsewhere |= {f"decoding/{name}_beam_search.py" for name in ("fairseq", "diverse", "static", "device")}
     elsewhere |= {f"optimizer/transformers/{name}.py" for name in ("generate/diverse_beam_search", "model/streams")}
-    elsewhere |= {"optimizer/transformers/generate/argmax_head.py", "optimizer/transformers/versions.py prefill"}
+    elsewhere |= {f"optimizer/transformers/generate/{name}.py" for name in ("argmax_head", "asked_rows")}
+    elsewhere |= {"optimizer/transformers/versions.py prefill"}
     elsewhere |= {f"optimizer/transformers/generate/speculation.py{name}" for name in ("", " run")}
     elsewhere |= {f"optimizer/transformers/model/decoder.py {name}" for name in ("select", "_widen_source")}
     elsewhere |= {f"optimizer/transformers/model/row_decoder.py {name}" for name in ("run", "reorder")}
