@@ -15,23 +15,19 @@ class Replaced:
     """Stands for one of them."""
 
     def __init__(self, original: Any) -> None:
-        self._original = original
+        self.original = original
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:  # for `isinstance`; `type` tells the difference
-        return type(self._original)
-
-    @__class__.setter
-    def __class__(self, kind: type) -> None:
-        raise TypeError("a processor keeps its class")
+        return type(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._original(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_original":  # asked for while a copy is made
+        if name.startswith("__") or name == "original":  # asked for while a copy is made
             raise AttributeError(name)
-        return getattr(self._original, name)
+        return getattr(self.original, name)
 
 
 class _Processors(LogitsProcessorList):
@@ -56,6 +52,11 @@ def marked(found: Any) -> Any:
     if is_own and not any(type(one) is Replaced for one in ones):
         return found
     return (kind if is_own else _LISTS[kind])(ones)
+
+
+def original_of(one: Any) -> Any:
+    """What one of `marked` stands for, where its class tells what it is, and its code is called in any case."""
+    return one.original if type(one) is Replaced else one
 
 
 def _is_replaced(one: Any) -> bool:

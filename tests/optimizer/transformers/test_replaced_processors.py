@@ -10,11 +10,13 @@ from typing import Any
 import harness
 import pytest
 import torch
+import transformers
 import zoo
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
 from fastgen.optimizer.transformers import replaced_processors
+from fastgen.optimizer.transformers.generate import diverse_beam_search
 
 BEAMS = dict(num_beams=3, num_return_sequences=2)
 GREEDY: dict[str, Any] = {}
@@ -103,6 +105,26 @@ def test_a_list_of_processors(name: str, search: dict[str, Any], monkeypatch: py
     calls = replace(monkeypatch, LogitsProcessorList, nudged)
     _, by_stock = both(calls, model, inputs, max_new_tokens=9, no_repeat_ngram_size=2, **search)
     assert calls == by_stock and calls
+
+
+@pytest.mark.parametrize("how", [nudged, wrapped])
+@pytest.mark.parametrize("kind", ["PrefixConstrainedLogitsProcessor", "SequenceBiasLogitsProcessor"])
+def test_beams_in_groups(kind: str, how: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the class of a processor tells how many rows it is for, and whether it comes before the penalty."""
+    allowed = dict(prefix_allowed_tokens_fn=lambda sentence, tokens: [5 + sentence, 7, 8, 9, 10, 11])
+    options = allowed if kind.startswith("Prefix") else dict(sequence_bias=[[[6], 2.0], [[7, 8], -3.0]])
+    options |= dict(num_beams=6, num_beam_groups=3, diversity_penalty=0.7, num_return_sequences=4, max_new_tokens=9)
+    options |= dict(return_dict_in_generate=False, no_repeat_ngram_size=2)
+    # Newer versions of the host have no loop for this: then stock runs ours over the host's cache.
+    has_none = not hasattr(transformers, "BeamSearchScorer")
+    loop = dict(custom_generate=diverse_beam_search.group_beam_search) if has_none else {}
+    calls = replace(monkeypatch, getattr(logits_process, kind), how)
+    model = zoo.load("bart")
+    inputs = zoo.text(model, seed=3)
+    stock, by_stock = harness.run_stock(model, inputs, **options, **loop), calls.copy()
+    calls.clear()
+    found, _ = harness.run_fastgen(model, inputs, strict=has_none, **options)
+    assert torch.equal(stock, found) and calls == by_stock and calls
 
 
 def stops_at_length(length: int, calls: list[int], original: Any, self: Any, input_ids: Any, *args: Any) -> Any:

@@ -17,6 +17,8 @@ from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, Generat
 from fastgen import phases
 from fastgen.decoding.diverse_beam_search import DiversePolicy, DiverseSearch
 from fastgen.optimizer.transformers import versions
+from fastgen.optimizer.transformers.generate import tries
+from fastgen.optimizer.transformers.replaced_processors import original_of
 
 __phase__ = phases.LOOP
 
@@ -116,7 +118,7 @@ class _Processing:
     def __init__(self, processors: Any, config: Any) -> None:
         self._penalty, self._beams = float(config.diversity_penalty), config.num_beams
         self._size = config.num_beams // config.num_beam_groups
-        processors = [_of_groups(processor, config.num_beams, self._size) for processor in processors]
+        processors = [_of_groups(original_of(one), config.num_beams, self._size) for one in processors]
         first = next((i for i, one in enumerate(processors) if type(one) is not _BEFORE), len(processors))
         self._before, self._after = LogitsProcessorList(processors[:first]), LogitsProcessorList(processors[first:])
 
@@ -135,7 +137,7 @@ class _Processing:
 
 def _of_groups(processor: Any, beams: int, size: int) -> Any:
     """The processor for `size` rows of a sentence in place of `beams`, if the processor knows how many there are."""
-    if type(processor) is logits_process.PrefixConstrainedLogitsProcessor:
+    if tries.constrains(processor):
         processor = copy.copy(processor)
         processor._num_beams = size
         return processor

@@ -13,9 +13,14 @@ from fastgen.decoding.trie import Trie
 from fastgen.decoding.trie_rows import TrieRows
 
 
+def constrains(processor: Any) -> bool:
+    """Whether it is the host's processor for `prefix_allowed_tokens_fn`, and no subclass."""
+    return type(processor) is logits_process.PrefixConstrainedLogitsProcessor
+
+
 def trie_of(processor: Any) -> Trie | None:
-    """The trie of the host's processor for `prefix_allowed_tokens_fn`; None for any other, a subclass among them."""
-    if type(processor) is not logits_process.PrefixConstrainedLogitsProcessor:
+    """The trie of the host's processor for `prefix_allowed_tokens_fn`; None for any other."""
+    if not constrains(processor):
         return None
     function = processor._prefix_allowed_tokens_fn
     return function if type(function) is Trie else None
