@@ -22,6 +22,7 @@ import torch
 from measuring import OtherProcesses, aligned, begin, environment, options, say_if_disturbed, write
 
 from fastgen import Trie
+from fastgen.bench.allowed import dictionaries
 from fastgen.decoding.trie_rows import TrieRows
 
 END, VOCABULARY, LONGEST, PREFIX = 2, 32_000, 10, 4
@@ -32,16 +33,6 @@ def drawn(count: int, seed: int = 1) -> list[list[int]]:
     lengths = generator.integers(PREFIX, LONGEST + 1, count)
     tokens = generator.zipf(1.3, (count, LONGEST)) % (VOCABULARY - 3) + 3
     return [row[:length] for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-
-
-def dictionaries(sequences: list[list[int]]) -> dict[int, Any]:
-    root: dict[int, Any] = {}
-    for sequence in sequences:
-        node = root
-        for token in sequence:
-            node = node.setdefault(token, {})
-        node[END] = {}
-    return root
 
 
 def resident() -> int:
@@ -67,7 +58,7 @@ def measure(args: Any) -> dict[str, Any]:
         loading, loaded = timed(lambda: Trie.load(path))
     assert len(loaded) == len(trie)
     before = resident()
-    of_dicts, root = timed(lambda: dictionaries(sequences))
+    of_dicts, root = timed(lambda: dictionaries(sequences, END))
     dict_bytes = resident() - before
 
     def in_dicts() -> list[list[int]]:

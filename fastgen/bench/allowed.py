@@ -23,13 +23,7 @@ def trie_for(task: dict[str, Any], model: Any) -> Trie:
 
 def function_for(task: dict[str, Any], model: Any) -> Callable[[int, Any], list[int]]:
     """The same sequences, by a function as users write it: nested dictionaries, walked from the root at each call."""
-    root: dict[int, Any] = {}
-    for sequence in _sequences(task, model):
-        node = root
-        for token in sequence:
-            node = node.setdefault(token, {})
-        node[_END] = {}
-    prompt = _prompt(task, model)
+    root, prompt = dictionaries(_sequences(task, model), _END), _prompt(task, model)
 
     def allowed(_: int, ids: Any) -> list[int]:
         node = root
@@ -38,6 +32,17 @@ def function_for(task: dict[str, Any], model: Any) -> Callable[[int, Any], list[
         return list(node) or [_END]
 
     return allowed
+
+
+def dictionaries(sequences: list[list[int]], end: int) -> dict[int, Any]:
+    """A trie of nested dictionaries: by token, what may follow."""
+    root: dict[int, Any] = {}
+    for sequence in sequences:
+        node = root
+        for token in sequence:
+            node = node.setdefault(token, {})
+        node[end] = {}
+    return root
 
 
 def _sequences(task: dict[str, Any], model: Any) -> list[list[int]]:

@@ -53,7 +53,7 @@ def prepare(weight: Tensor) -> Weights:
 
 
 def weights_of(layer: Any) -> Weights | None:
-    """What `multiply` takes for a layer's weight; None if memory is short, or if there is no operator of ours."""
+    """What `multiply` takes for a layer's weight; None if memory is short. Only where `packed_weights.is_native`."""
     found = packed_weights.copy_and_state(layer)
     if found is None:
         return None

@@ -150,10 +150,9 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
 
 
 def copy_and_state(layer: nn.Module) -> tuple[Copy, Any] | None:
-    """The layer's packed weight, for our own operator, and the state of the weight that was packed; None if memory is
-    short, or without that operator."""
+    """The layer's packed weight, and the state of the weight that was packed; None if memory is short."""
     with _lock:
-        if not is_native() or copy_of(layer, False) is None:
+        if copy_of(layer, False) is None:
             return None
         packed = _copies[layer]
         return packed.copy, packed.sources[0].state

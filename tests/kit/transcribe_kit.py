@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import whisper
+from transformers import WhisperConfig, WhisperForConditionalGeneration
 from whisper.utils import get_writer
 
 import fastgen
@@ -21,6 +22,19 @@ LAYOUT = {"highlight_words": False, "max_line_width": None, "max_line_count": No
 QUICK = (
     "--temperature_increment_on_fallback", "None", "--beam_size", "None", "-f", "txt", "--language", "en", "--quiet",
 )  # fmt: skip
+
+
+def hosts_whisper(encoder_layers: int = 1, decoder_layers: int = 1) -> Any:
+    """A small random model of transformers, with whisper's own number of tokens."""
+    torch.manual_seed(0)
+    config = WhisperConfig(
+        d_model=32, encoder_layers=encoder_layers, decoder_layers=decoder_layers, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=51865,
+        max_target_positions=64,
+    )  # fmt: skip
+    host = WhisperForConditionalGeneration(config).eval()
+    host.generation_config._from_model_config = False  # as published models have it
+    return host
 
 
 def command(checkpoint: Path, files: list[Any], out: Path, *flags: Any) -> int:

@@ -241,7 +241,7 @@ class Request:
             watchers.append(self.streamer)
         return any(
             not type(watcher).__module__.startswith(("transformers.", "fastgen.models.", "fastgen.optimizer.streams"))
-            or (type(watcher) is logits_process.PrefixConstrainedLogitsProcessor and tries.trie_of(watcher) is None)
+            or (tries.constrains(watcher) and tries.trie_of(watcher) is None)
             for watcher in watchers
         )
 

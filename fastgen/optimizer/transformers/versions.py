@@ -62,21 +62,27 @@ def takes_cache(function: Callable[..., Any]) -> Callable[..., Any]:
     return renamed
 
 
+def _code_of(method: str) -> Any:
+    """The code of a method of the host's GenerationMixin; None if there is no such method, or no code of Python's."""
+    found = getattr(GenerationMixin, method, None)
+    return None if found is None else getattr(inspect.unwrap(found), "__code__", None)
+
+
 def sorts_drawn() -> bool:
     """Whether beam sampling sorts the drawn candidates by score, as it does from 5.24 on."""
-    code = getattr(inspect.unwrap(GenerationMixin._get_top_k_continuations), "__code__", None)
+    code = _code_of("_get_top_k_continuations")
     return code is not None and "sort" in code.co_names
 
 
 def chunks_the_rest() -> bool:
     """Whether a prompt that is read in chunks begins where a cache ends, as from 5.23 on; else all of it is read."""
-    code = getattr(inspect.unwrap(GenerationMixin._prefill), "__code__", None) if PREFILLS else None
+    code = _code_of("_prefill")
     return code is not None and "prefill_ids" in code.co_varnames
 
 
 def penalty_ignores_padding() -> bool:
     """Whether the host's repetition penalty leaves out the padding of a prompt, as newer versions do."""
-    code = getattr(inspect.unwrap(GenerationMixin._get_logits_processor), "__code__", None)
+    code = _code_of("_get_logits_processor")
     return code is not None and "padding_lengths" in code.co_varnames
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import whisper
-from transcribe_kit import LAYOUT, assert_same, command, contents, expected
+from transcribe_kit import LAYOUT, assert_same, command, contents, expected, hosts_whisper
 
 import fastgen
 from fastgen.cli import transcribe
@@ -272,15 +272,7 @@ def test_bad_models_and_names(checkpoint: Path, sound: Any, tmp_path: Path, caps
 
 def test_a_model_of_transformers(tmp_path: Path) -> None:
     """The same model: its encoder and decoder compute the same, and the same heads align."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = WhisperConfig(
-        d_model=32, encoder_layers=2, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=51865, max_target_positions=64,
-    )  # fmt: skip
-    host = WhisperForConditionalGeneration(config).eval()
-    host.generation_config._from_model_config = False  # as published models have it
+    host = hosts_whisper(encoder_layers=2, decoder_layers=3)
     host.generation_config.alignment_heads = [[1, 2], [2, 0]]
     host.save_pretrained(tmp_path)
     model = load.load(str(tmp_path), "cpu")

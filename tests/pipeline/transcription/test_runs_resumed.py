@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transcribe_kit import QUICK, command, contents
+from transcribe_kit import QUICK, command, contents, hosts_whisper
 
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.journal import NAME
@@ -25,16 +24,7 @@ pytestmark = pytest.mark.usefixtures("own_threads")
 @pytest.fixture
 def host_folder(tmp_path: Path) -> Path:
     """A model as transformers saves it."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    torch.manual_seed(0)
-    config = WhisperConfig(
-        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=51865, max_target_positions=64,
-    )  # fmt: skip
-    host = WhisperForConditionalGeneration(config).eval()
-    host.generation_config._from_model_config = False  # as published models have it
-    host.save_pretrained(tmp_path / "model")
+    hosts_whisper().save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 

@@ -45,7 +45,7 @@ class AllowedTokens:
         processors = request.logits_processor
         if not request.is_beam_search or type(processors) is not LogitsProcessorList:
             return None
-        found = [one for one in processors if _constrains(one)]
+        found = [one for one in processors if tries.constrains(one)]
         if len(found) != 1 or found[0]._num_beams != request.beams:
             return None
         trie = tries.trie_of(found[0])
@@ -126,7 +126,7 @@ def _parts(processors: Any, length: int) -> tuple[LogitsProcessorList, LogitsPro
     the last does anything else."""
     before, bans, rest = (LogitsProcessorList() for _ in range(3))
     for one in processors:
-        if rest or _constrains(one):
+        if rest or tries.constrains(one):
             rest.append(one)
             if bans_everywhere(one):  # before or after the choice of allowed tokens is the same
                 bans.append(one)
@@ -135,11 +135,6 @@ def _parts(processors: Any, length: int) -> tuple[LogitsProcessorList, LogitsPro
         else:
             before.append(one)
     return before, bans, rest
-
-
-def _constrains(processor: Any) -> bool:
-    """Whether it is the host's for `prefix_allowed_tokens_fn`, and no subclass."""
-    return type(processor) is logits_process.PrefixConstrainedLogitsProcessor
 
 
 def _is_idle(processor: Any, length: int) -> bool:

@@ -85,9 +85,8 @@ class Loop:
         self._rows = {**started, versions.CACHE: decoder.cache}
         logits = _last(outputs, request.input_ids.device).repeat_interleave(request.beams, dim=0)  # [B*M, V]
         self._allowed = AllowedTokens.of(request, logits.shape[1])
-        if self._allowed is not None:
-            rows = self._allowed.rows
-            self._process.constraint = tries.Constraint(rows if isinstance(rows, TrieRows) else None)
+        if self._allowed is not None and isinstance(self._allowed.rows, TrieRows):
+            self._process.constraint = tries.Constraint(self._allowed.rows)
         return self._choose(outputs, logits)
 
     def proceed(self, outputs: Any) -> dict[str, Any] | None:
