@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
-from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.logits_process import LogitsProcessor
 
 from fastgen import config
 from fastgen.memory import limits
-from fastgen.optimizer.transformers import expansion, versions
+from fastgen.optimizer.transformers import expansion, replaced_processors, versions
 from fastgen.optimizer.transformers.generate import beam_search
 from fastgen.optimizer.transformers.model.base import Decoder, selected, selected_inputs
 from fastgen.optimizer.transformers.model.decoder import TreeDecoder
@@ -68,7 +67,7 @@ def failed_equivalence(
         with torch.random.fork_rng(devices):  # some models draw numbers in each forward pass
             before = _random_states(request)
             try:
-                expected = _on_a_copy(sample_of(request, LogitsProcessorList())).run(stock)
+                expected = _on_a_copy(sample_of(request)).run(stock)
             except Exception as error:  # most likely the request is at fault, not the model
                 return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
             after = _random_states(request)
@@ -106,7 +105,7 @@ def _try(
     is_replayed: bool,
     by_rows: bool,
 ) -> str | None:
-    ours = _on_a_copy(sample_of(request, LogitsProcessorList([_Recorded(expected.scores)])))
+    ours = _on_a_copy(sample_of(request, [_Recorded(expected.scores)]))
     replayer = Replayer(request.input_ids.device) if is_replayed else None
     try:
         made: Decoder = RowDecoder(ours) if by_rows else TreeDecoder(ours, replayer=replayer)
@@ -181,8 +180,9 @@ class _Recorded(LogitsProcessor):
         return next(self._scores, scores).clone()
 
 
-def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _STEPS) -> Request:
-    """A request for a few sentences, beams and `steps` of this one, with plain search; the two share no state."""
+def sample_of(request: Request, processors: Sequence[LogitsProcessor] = (), steps: int = _STEPS) -> Request:
+    """A request for a few sentences, beams and `steps` of this one, with plain search and these processors alone; the
+    two share no state."""
     beams, sentences = min(request.beams, _BEAMS), min(request.batch, _SENTENCES)
     if request.multimodal:  # which of them belong to a sentence, only the model knows
         beams, sentences = request.beams, request.batch
@@ -203,12 +203,10 @@ def sample_of(request: Request, processors: LogitsProcessorList, steps: int = _S
         kwargs[name] = expansion.copied(kwargs[name])
     # The cache is still empty: only the classes of the layers are copied.
     kwargs[CACHE] = copy.deepcopy(request.model_kwargs[CACHE])
-    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=config.max_length)])
     return Request(
         request.model,
         selected(request.input_ids, index, rows),
-        processors,
-        criteria,
+        *replaced_processors.for_a_trial(processors, config.max_length),
         config,
         False,
         kwargs,

@@ -15,7 +15,7 @@ import zoo
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process, stopping_criteria
 
-from fastgen.optimizer.transformers import replaced_processors
+from fastgen.optimizer.transformers import replaced_processors, versions
 from fastgen.optimizer.transformers.generate import diverse_beam_search
 
 BEAMS = dict(num_beams=3, num_return_sequences=2)
@@ -127,6 +127,11 @@ def test_beams_in_groups(kind: str, how: Callable[..., Any], monkeypatch: pytest
     assert torch.equal(stock, found) and calls == by_stock and calls
 
 
+def wrapped_criterion(calls: list[int], original: Any, self: Any, input_ids: Any, *args: Any) -> Any:
+    calls.append(input_ids.shape[1])
+    return original(self, input_ids, *args)
+
+
 def stops_at_length(length: int, calls: list[int], original: Any, self: Any, input_ids: Any, *args: Any) -> Any:
     calls.append(input_ids.shape[1])
     stops = input_ids.shape[1] >= length
@@ -146,6 +151,32 @@ def test_criteria(name: str, search: dict[str, Any], kind: str, monkeypatch: pyt
     is_left = kind == "MaxLengthCriteria" and search is not BEAMS
     tokens, _ = both(calls, model, inputs, is_left, max_new_tokens=9, **search)
     assert tokens.shape[1] == prompt + 4 and calls
+
+
+LISTS: dict[str, type] = {
+    "processors": LogitsProcessorList,
+    "criteria": StoppingCriteriaList,
+    "length": stopping_criteria.MaxLengthCriteria,
+}
+
+
+@pytest.mark.parametrize("search", [BEAMS, GREEDY, SAMPLES])
+@pytest.mark.parametrize("replaced", LISTS)
+@pytest.mark.parametrize("family", zoo.BY_ROWS)
+def test_a_trial_does_not_call_them(
+    family: str, replaced: str, search: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first call such a model is tried, and that search is not the user's."""
+    model = zoo.fresh(family)
+    inputs = zoo.inputs_for(family)
+    calls = replace(monkeypatch, LISTS[replaced], nudged if replaced == "processors" else wrapped_criterion)
+    is_left = not versions.PREFILLS or (replaced == "length" and search is not BEAMS)  # see `test_criteria`
+    options = dict(min_new_tokens=9, max_new_tokens=9, no_repeat_ngram_size=2) | search
+    _, by_stock = both(calls, model, inputs, is_left, **options)
+    first = calls.copy()
+    calls.clear()
+    harness.run_fastgen(model, inputs, strict=not is_left, **options)
+    assert first == calls and set(first) <= set(by_stock) and first
 
 
 def test_what_is_the_hosts_own_stays_as_it_is() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.logits_process import LogitsProcessorList
 
 from fastgen.cache.slim.accuracy import Sample, Verdict, judge
 from fastgen.cache.slim.latent import Projections
@@ -55,10 +54,10 @@ def inspect_request(
     """
     kinds = list(kinds)
     steps = _FEW_STEPS if kinds == ["x"] else _STEPS
-    ours = sample_of(request, LogitsProcessorList(), steps)
+    ours = sample_of(request, steps=steps)
     with contextlib.closing(TreeDecoder(ours)) as decoder:
         run = beam_search.fast(ours, decoder) if ours.is_beam_search else beam_search.compat(ours, decoder, stock)
-    ours = sample_of(request, LogitsProcessorList(), steps)  # again, as a run may change the request
+    ours = sample_of(request, steps=steps)  # again, as a run may change the request
     inputs: dict[str, Any] = {"use_cache": False}
     tokens, kwargs = run.sequences if ours.is_beam_search else run.sequences[:: ours.beams], ours.model_kwargs
     if ours.model.config.is_encoder_decoder:
