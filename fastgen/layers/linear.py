@@ -166,18 +166,18 @@ class LinearDispatcher:
 
     def _read_anew(self, layer: Any, rows: Tensor, number: int, stock: Forward, transposed: bool) -> Tensor:
         """The product with the weight as it is now, and none of a sibling's with it."""
-        if transposed or not _is_plain(layer, rows):
+        if not _is_plain(layer, rows):
             return stock(layer, rows)
-        skinny = None if number > _SKINNY_ROWS else _skinny()
+        skinny = None if transposed or number > _SKINNY_ROWS else _skinny()
         if skinny is not None and self._pays(layer, rows, False, _SKINNY_ROWS, skinny, lambda weight: [weight]):
             self.count += 1
             output: Tensor = skinny(rows, [layer.weight], layer.bias)
             return output
         kind = checked_products.rows_of_a_kind(number)
-        ways = checked_products.multiply, checked_products.prepare
-        if packed_weights.is_native() and self._pays(layer, rows, False, kind, *ways, what="checked"):
+        way = checked_products.multiply, functools.partial(checked_products.prepare, transposed=transposed)
+        if packed_weights.is_native() and self._pays(layer, rows, transposed, kind, *way, what="checked"):
             self._drop_outdated(layer)
-            if (weights := checked_products.weights_of(layer)) is not None:
+            if (weights := checked_products.weights_of(layer, transposed)) is not None:
                 self.count += 1
                 return checked_products.multiply(rows, weights, layer.bias)
         return stock(layer, rows)

@@ -149,10 +149,10 @@ def copy_of(layer: nn.Module, transposed: bool) -> Copy | None:
         return packed.copy
 
 
-def copy_and_state(layer: nn.Module) -> tuple[Copy, Any] | None:
+def copy_and_state(layer: nn.Module, transposed: bool) -> tuple[Copy, Any] | None:
     """The layer's packed weight, and the state of the weight that was packed; None if memory is short."""
     with _lock:
-        if copy_of(layer, False) is None:
+        if copy_of(layer, transposed) is None:
             return None
         packed = _copies[layer]
         return packed.copy, packed.sources[0].state

@@ -1,4 +1,4 @@
-"""Ways in which the weight of a linear layer, `[64, 48]`, becomes another."""
+"""Ways in which the weight of a linear layer of 48 inputs and 64 outputs becomes another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def load(layer: Any) -> None:
 
 
 def data(layer: Any) -> None:
-    layer.weight.data += 1e-3 * torch.randn(64, 1) @ torch.randn(1, 48)  # as adapters merge themselves
+    first, second = layer.weight.shape
+    layer.weight.data += 1e-3 * torch.randn(first, 1) @ torch.randn(1, second)  # as adapters merge themselves
 
 
 def one_element(layer: Any) -> None:
@@ -36,11 +37,11 @@ def in_place(layer: Any) -> None:
 
 
 def replace(layer: Any) -> None:
-    layer.weight = torch.nn.Parameter(torch.randn(64, 48))
+    layer.weight = torch.nn.Parameter(torch.randn(layer.weight.shape))
 
 
 def swap_data(layer: Any) -> None:
-    layer.weight.data = torch.randn(64, 48)
+    layer.weight.data = torch.randn(layer.weight.shape)
 
 
 def double_and_back(layer: Any) -> None:

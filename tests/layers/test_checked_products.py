@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 from weight_edits import EDITS
 
 from fastgen.layers import checked_products, linear, packed_weights
@@ -31,7 +32,7 @@ def _empty() -> Iterator[None]:
 
 
 def stock(layer: Any, rows: Tensor) -> Tensor:
-    return torch.nn.functional.linear(rows, layer.weight, layer.bias)
+    return layer(rows)
 
 
 def dispatcher(mode: str = "always") -> LinearDispatcher:
@@ -40,57 +41,65 @@ def dispatcher(mode: str = "always") -> LinearDispatcher:
     return found
 
 
-def made(bias: bool = True, size: int = 48, width: int = 64) -> Any:
+def made(bias: bool = True, size: int = 48, width: int = 64, transposed: bool = False) -> Any:
     torch.manual_seed(0)
-    return torch.nn.Linear(size, width, bias=bias)
+    return Conv1D(width, size) if transposed else torch.nn.Linear(size, width, bias=bias)
 
 
-@pytest.mark.parametrize("bias", [True, False])
+transposes = pytest.mark.parametrize("transposed", [False, True], ids=["Linear", "Conv1D"])
+
+
+@pytest.mark.parametrize(("bias", "transposed"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize("width", [48, 64, 100])
 @pytest.mark.parametrize("shape", [(ROWS,), (3, ROWS), (1, 40, 2)])
 @torch.no_grad()
-def test_product(shape: tuple[int, ...], bias: bool) -> None:
-    layer, products = made(bias), dispatcher()
+def test_product(shape: tuple[int, ...], width: int, bias: bool, transposed: bool) -> None:
+    layer, products = made(bias, width=width, transposed=transposed), dispatcher()
     rows = torch.randn(*shape, 48)
-    output = products(layer, rows, stock)
-    assert torch.allclose(output, stock(layer, rows), atol=1e-5) and output.shape == (*shape, 64)
+    output = products(layer, rows, stock, transposed)
+    assert torch.allclose(output, stock(layer, rows), atol=1e-5) and output.shape == (*shape, width)
     assert products.count == 1 and packed_weights.count() == 1
 
 
+@transposes
 @pytest.mark.parametrize("change", EDITS)
 @torch.no_grad()
-def test_an_edit_between_two_products(change: Any) -> None:
+def test_an_edit_between_two_products(change: Any, transposed: bool) -> None:
     """By whatever means: the next product is that of the weight as it is, in this call and in the next one."""
-    layer, products = made(), dispatcher()
+    layer, products = made(transposed=transposed), dispatcher()
     rows = torch.randn(ROWS, 48)
-    before = products(layer, rows, stock)
+    before = products(layer, rows, stock, transposed)
     change(layer)
-    for found in (products(layer, rows, stock), products(layer, rows, stock), dispatcher()(layer, rows, stock)):
+    for each in (products, products, dispatcher()):
+        found = each(layer, rows, stock, transposed)
         assert torch.allclose(found, stock(layer, rows), atol=1e-5)
         assert not torch.allclose(found, before, atol=1e-3)
 
 
+@transposes
 @pytest.mark.parametrize("change", EDITS)
 @torch.no_grad()
-def test_an_edit_that_is_undone(change: Any) -> None:
+def test_an_edit_that_is_undone(change: Any, transposed: bool) -> None:
     """The copy is one again."""
-    layer, products = made(), dispatcher()
+    layer, products = made(transposed=transposed), dispatcher()
     rows = torch.randn(ROWS, 48)
     kept = copy.deepcopy(layer.state_dict())
-    before = products(layer, rows, stock)
+    before = products(layer, rows, stock, transposed)
     change(layer)
-    products(layer, rows, stock)
+    products(layer, rows, stock, transposed)
     layer.load_state_dict(kept)
-    assert torch.equal(products(layer, rows, stock), before)
+    assert torch.equal(products(layer, rows, stock, transposed), before)
 
 
+@transposes
 @torch.no_grad()
-def test_a_captured_product_looks_at_the_weight() -> None:
+def test_a_captured_product_looks_at_the_weight(transposed: bool) -> None:
     """A replay calls operators alone."""
-    layer, products = made(), dispatcher()
+    layer, products = made(transposed=transposed), dispatcher()
     rows = torch.randn(ROWS, 48)
-    products(layer, rows, stock)
+    products(layer, rows, stock, transposed)
     tape = Tape()
-    captured = tape.capture(lambda: products(layer, rows, stock), torch.device("cpu"))
+    captured = tape.capture(lambda: products(layer, rows, stock, transposed), torch.device("cpu"))
     assert torch.equal(tape.replay(), captured)
     layer.weight.data.numpy()[:] *= -1
     assert torch.allclose(tape.replay(), stock(layer, rows), atol=1e-5)
@@ -127,6 +136,9 @@ def test_the_clock_decides_for_each_number_of_rows(monkeypatch: pytest.MonkeyPat
         products(layer, torch.randn(number, 512), stock)
         assert products.count - before == is_ours
     assert tried == [20, 100]
+    layer = made(size=512, width=256, transposed=True)
+    products(layer, torch.randn(200, 512), stock, True)
+    assert tried == [20, 100, 200]
 
 
 @torch.no_grad()
@@ -141,7 +153,6 @@ def test_left_to_stock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     products(layer.double(), rows.double(), noted)
     layer.float()
-    products(layer, rows, noted, transposed=True)  # which the function, not the layer, is to know
     monkeypatch.setattr(limits, "may_keep", lambda size, taken: False)
     products(layer, rows, noted)
-    assert len(called) == 3 and products.count == 0
+    assert len(called) == 2 and products.count == 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import fairseq_models as models
@@ -20,6 +22,13 @@ from fastgen.optimizer.fairseq.generate import shortlist
 from fastgen.optimizer.fairseq.generate.shortlist import Shortlist
 
 pytestmark = pytest.mark.skipif(not ops.is_native(torch.device("cpu")), reason="needs the native operators")
+
+
+@pytest.fixture(autouse=True)
+def _hosts_loop() -> Iterator[None]:
+    """Ours finds the best tokens in another way."""
+    with judge.configured(tier="compat"):
+        yield
 
 
 @pytest.fixture
@@ -89,6 +98,43 @@ def test_a_prefix_may_be_any_tokens(shortened: list[bool]) -> None:
     prefix = torch.tensor([[5, 6], [33, 1], [40, 39], [7, 1]])
     judge.compare(lambda: models.generate("bart", models.batch(), prefix=prefix))
     assert any(shortened)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beams", [1, 4, 16])
+def test_a_prompt_has_one_token_a_step(beams: int, dtype: torch.dtype, shortened: list[bool]) -> None:
+    model = copy.deepcopy(models.load("lm")).to(dtype)
+    run = functools.partial(models.prompted, model, models.prompts((9, 9, 9)), beam_size=beams, max_len_b=20)
+    if dtype == torch.float32:
+        judge.compare(run)
+    else:  # rounding makes other texts than stock's
+        judge.assert_same(_unshortened(run), judge.ours(run)[0], exactly=True)
+    assert all(shortened[:9]) and not shortened[9]  # there any token may come
+
+
+@pytest.mark.parametrize(
+    ("lengths", "forced"),
+    [((9, 4, 7), 4), ((30, 30), 14), ((5,), 5)],
+    ids=["ragged", "longer than the output", "one sentence"],
+)
+def test_as_far_as_all_prompts_go(lengths: tuple[int, ...], forced: int, shortened: list[bool]) -> None:
+    judge.compare(lambda: models.prompted("lm", models.prompts(lengths)))
+    assert all(shortened[:forced]) and not any(shortened[forced : max(forced + 1, *lengths)])
+
+
+def test_prompts_that_need_the_scores_of_all(shortened: list[bool]) -> None:
+    """An unknown word, whose score the loop changes, and bans of n-grams, which may hit a token of the prompt."""
+    sample = models.prompts()
+    tokens = sample["net_input"]["src_tokens"]
+    tokens[1, 2] = 3
+    judge.compare(lambda: models.prompted("lm", sample, unk_penalty=2.5))
+    assert shortened[:6] == [True, True, False, True, True, True]
+    tokens[0, 3:5] = tokens[0, :2]
+    shortened.clear()
+    run = functools.partial(models.prompted, "lm", sample, no_repeat_ngram_size=2)
+    expected = _unshortened(run)
+    judge.assert_same(expected, judge.ours(run)[0])
+    assert not any(shortened[:6])
 
 
 def test_equal_scores_are_the_hosts_to_order(shortened: list[bool]) -> None:

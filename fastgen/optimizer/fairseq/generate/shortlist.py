@@ -68,13 +68,17 @@ class Shortlist:
         self.inner, self.steps = request.generator.search, 0  # steps: number of shortened ones
         self._ops, self._model, self._blocker = ops, request.generator.model.single_model, view.repeat_ngram_blocker
         self._view = weakref.ref(view)  # weakly, as it refers to us: a call's memory is to be freed with the view
-        self._vocabulary, self._wanted = view.vocab_size, 2 * request.beams + 1  # one more, to see a tie at the end
+        self._vocabulary, self._beams = view.vocab_size, request.beams
+        self._wanted = 2 * request.beams + 1  # one more, to see a tie at the end
         device = next(self._model.parameters()).device
         self._special = torch.arange(max(view.pad, view.eos, view.unk) + 1, device=device)
-        self._forced_steps = 0 if request.prefix_tokens is None else request.prefix_tokens.shape[1]
+        self._prefix = request.prefix_tokens
+        self._forced_steps = 0 if self._prefix is None else self._prefix.shape[1]
+        self._is_forced = False  # whether every row of this step has one token that it may choose
+        self._force = type(request.generator)._prefix_tokens
         self._tokens: Tensor | None = None  # int64 [B*M, W], the columns' tokens; None for all tokens
         self._all: Callable[[], Tensor] | None = None  # the scores of all tokens, float32 [B*M, V]
-        view.__dict__["search"] = self
+        view.__dict__.update(search=self, _prefix_tokens=self.force)
         if self._blocker is not None:
             view.__dict__["repeat_ngram_blocker"] = self.block
 
@@ -109,8 +113,34 @@ class Shortlist:
         self._take(torch.cat([self._special.expand(len(best), -1), best], dim=1))
         return torch.cat([special, log_probs], dim=1)
 
-    def _take(self, columns: Tensor | None) -> None:
-        self._tokens = columns
+    def of_prompt(self, step: int, log_probs: Tensor, is_forced: bool) -> Tensor:
+        """The log-probabilities `[B*M, W]` where each sentence's next token is forced, else all, `[B*M, V]`.
+
+        `log_probs`: `[B, V]`, of a prompt that all beams share. While it is forced, a sentence has one possible
+        candidate, of the first beam: the others wait for the end of the prefix, with a score of minus infinity.
+        """
+        self._take(None)
+        is_whole = log_probs.shape[1] == self._vocabulary
+        if is_forced and is_whole and self._prefix is not None and self._blocker is None:
+            forced = self._prefix[:, step, None]
+            scores = log_probs.gather(1, forced)
+            # What becomes of a special token's score is the loop's to say.
+            if bool(((forced >= len(self._special)) & scores.isfinite()).all()):
+                width = len(self._special) + self._wanted
+                shortened = log_probs.new_full((len(log_probs), self._beams, width), -torch.inf)
+                shortened[:, :, -1] = scores
+                self._take(forced.repeat_interleave(self._beams, dim=0).expand(-1, width), is_forced=True)
+                return shortened.flatten(0, 1)
+        return log_probs.repeat_interleave(self._beams, dim=0)
+
+    def force(self, step: int, lprobs: Tensor, scores: Tensor, tokens: Tensor, *args: Any) -> Any:
+        """Replaces the host's `_prefix_tokens`; `of_prompt` may have forced the token already."""
+        if self._is_forced:
+            return lprobs, tokens, scores
+        return self._force(self._view(), step, lprobs, scores, tokens, *args)
+
+    def _take(self, columns: Tensor | None, is_forced: bool = False) -> None:
+        self._tokens, self._is_forced = columns, is_forced
         view = self._view()
         assert view is not None
         view.__dict__["vocab_size"] = self._vocabulary if columns is None else columns.shape[1]
@@ -134,8 +164,8 @@ class Shortlist:
         batch, beams, width = lprobs.shape
         totals = lprobs[:, :1] if step == 0 else lprobs + scores[:, :, step - 1, None]  # at first all beams are equal
         best, place = totals.flatten(1).topk(self._wanted)
-        # The host's own search decides which of equal scores come first.
-        if not bool((best[:, :-1] > best[:, 1:]).all()):
+        # The host's own search decides which of equal scores come first. Those of beams that wait are all equal.
+        if not self._is_forced and not bool((best[:, :-1] > best[:, 1:]).all()):
             return self.inner.step(step, self._with_all(lprobs), scores, *args, **kwargs)
         self.steps += 1
         parents = place[:, :-1] // width

@@ -247,6 +247,8 @@ class TreeEnsemble(StandIn):
         if self._prompt is not None:
             if position < self._prompt.length:
                 scores = self._prompt.log_probs(position, temperature)  # [B, V]
+                if self.shortlist is not None:
+                    return self.shortlist.of_prompt(position, scores, position < self._prompt.length - 1), None
                 return scores.repeat_interleave(self.session.tree.beams, dim=0), None
             self._prompt = None
         if self._viewed is not None:
