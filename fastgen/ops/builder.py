@@ -80,7 +80,9 @@ def source_folder() -> Path:
 
 def _sources(library: str) -> list[Path]:
     folder = source_folder()
-    return sorted([*folder.glob(f"{library}/*"), *folder.glob("*.h")])
+    found = [*folder.glob(f"{library}/*"), *folder.glob("*.h")]
+    # Not what an editor or a file browser leaves beside them.
+    return sorted(path for path in found if path.suffix in (".h", ".cpp", ".cu") and not path.name.startswith("."))
 
 
 def is_stable(library: str) -> bool:
