@@ -277,6 +277,50 @@ def test_the_cache_needs_no_compiler(copy: Path, tmp_path: Path) -> None:
     assert run.stderr == ""
 
 
+@pytest.mark.parametrize("variable, text", [("CXXFLAGS", "-O2 -march=native"), ("CXX", "g++ -mcpu=native")])
+def test_code_for_one_processor_alone(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with other processors may share the folder, as in a home on a cluster."""
+    for name in ("CXX", "CXXFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, text.replace("native", "x86-64-v3"))
+    any_of_them = library_cache.cached_name("cpu")
+    monkeypatch.setattr(library_cache, "_processor", lambda: "another")
+    assert library_cache.cached_name("cpu") == any_of_them
+    monkeypatch.setenv(variable, text)
+    other = library_cache.cached_name("cpu")
+    monkeypatch.undo()
+    monkeypatch.setenv(variable, text)
+    assert library_cache.cached_name("cpu") != other and library_cache._processor() == library_cache._processor()
+
+
+def test_what_others_leave_among_the_sources(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "source_folder", lambda: copy / "csrc")
+    before = builder.source_key("cpu")
+    (copy / "csrc/cpu/.topk.cpp.swp").write_text("")
+    (copy / "csrc/cpu/._topk.cpp").write_text("")  # as from an archive made on macOS
+    (copy / "csrc/cpu/topk.cpp~").write_text("")
+    (copy / "csrc/cpu/.ipynb_checkpoints").mkdir()
+    assert builder.source_key("cpu") == before
+    (copy / "csrc/cpu/more.h").write_text("")
+    assert builder.source_key("cpu") != before
+
+
+def test_a_library_built_ahead_of_time_that_does_not_load(copy: Path, tmp_path: Path) -> None:
+    """As where it was built on a newer system: the next best is taken, and where there is none, that is said."""
+    if not ops.is_native(torch.device("cpu")):
+        pytest.skip("no native operators")
+    ready = copy / f"fastgen/_native/cpu-{builder.source_key('cpu')}.so"
+    ready.parent.mkdir()
+    ready.write_text("for another system\n")
+    run = use(tmp_path, copy, PATH=str(tmp_path), CXX="")
+    assert f"plain torch, which is slower: there is no C++ compiler, and {ready} can't be loaded (" in run.stderr
+    for found in (library._find("cpu", ""), library._find("runtime", "")):
+        for suffix in (".so", ".sha256"):
+            shutil.copyfile(found.with_suffix(suffix), (tmp_path / found.name).with_suffix(suffix))
+    run = use(tmp_path, copy, PATH=str(tmp_path), CXX="", FASTGEN_NATIVE="required")
+    assert run.stdout.count("native (cpu)") == len(OPERATORS) and run.stderr == "", run.stderr
+
+
 def test_a_library_built_ahead_of_time_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
     ready = tmp_path / f"cpu-{builder.source_key('cpu')}{builder.SUFFIX}"
