@@ -247,7 +247,7 @@ def _has_passing_cause(code: int, text: str) -> bool:
 
 
 def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
-    """Run commands side by side, as many as there are processors; returns exit code and output of each.
+    """Run commands side by side, as many as `_jobs` says; returns exit code and output of each.
 
     An exception in this thread ends the commands first: they would go on for minutes, in a folder that is removed. Each
     has a session of its own, as it starts other processes. Temporary files are in `folder`, too.
@@ -276,7 +276,7 @@ def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
             running.discard(process)
         return process.returncode, f"$ {shlex.join(command)}\n{output}"
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(_jobs()) as pool:
         try:
             return list(pool.map(run, commands))
         except BaseException:
@@ -289,6 +289,13 @@ def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
                         else:
                             os.killpg(process.pid, signal.SIGKILL)
             raise
+
+
+def _jobs() -> int:
+    """How many compilers run side by side: MAX_JOBS, as in torch's own builds, or this process's processors."""
+    if (asked := os.environ.get("MAX_JOBS", "")).isdecimal() and int(asked):
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # Looks for compilers and toolkits.

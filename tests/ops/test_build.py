@@ -321,6 +321,24 @@ def test_a_library_built_ahead_of_time_that_does_not_load(copy: Path, tmp_path: 
     assert run.stdout.count("native (cpu)") == len(OPERATORS) and run.stderr == "", run.stderr
 
 
+def test_how_many_compilers_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than the processors of this process, which may be one of many: each takes memory as well."""
+    seen: list[int] = []
+
+    class Pool(builder.ThreadPoolExecutor):
+        def __init__(self, count: int) -> None:
+            seen.append(count)
+            super().__init__(count)
+
+    monkeypatch.setattr(builder, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(builder.os, "sched_getaffinity", lambda process: {5}, raising=False)
+    monkeypatch.setattr(builder.os, "cpu_count", lambda: 64)
+    for asked in ("", "3", "0", "many"):
+        monkeypatch.setenv("MAX_JOBS", asked)
+        assert builder._run_all([["true"]], tmp_path) == [(0, "$ true\n")]
+    assert seen == [1, 3, 1, 1]
+
+
 def test_a_library_built_ahead_of_time_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "AHEAD_OF_TIME", tmp_path)
     ready = tmp_path / f"cpu-{builder.source_key('cpu')}{builder.SUFFIX}"
