@@ -134,6 +134,7 @@ def recipe(library: str) -> Recipe:
     check_system(library)
     is_windows = platform.system() == "Windows"
     cxx = _find_compiler()
+    versions = _version(cxx)
     user = _words("CXXFLAGS")
     # On Windows all code can be moved. There torch catches exceptions of libraries that share its C and C++ runtime:
     # objects name the shared one, and -nostartfiles keeps Clang from naming the static one, too.
@@ -148,10 +149,12 @@ def recipe(library: str) -> Recipe:
     if platform.system() == "Darwin":
         tail += ["-undefined", "dynamic_lookup"]
     elif not is_stable(library):
-        cpp.append("-fopenmp")  # at::parallel_for is a header
-        tail += list(map(str, _own_openmp())) or ["-fopenmp"]
+        own = list(map(str, _own_openmp()))
+        # at::parallel_for is a header. Clang's code would need another OpenMP than torch's; without any it has one thread.
+        if not (library == "runtime" and own and "clang" in versions):
+            cpp.append("-fopenmp")
+        tail += own or ["-fopenmp"]
     commands = {".cpp": cpp}
-    versions = _version(cxx)
     if library == "cuda":
         home = _cuda_home()
         commands[".cu"] = cuda_command(home, cxx, cuda_architectures())

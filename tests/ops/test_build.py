@@ -321,6 +321,29 @@ def test_a_library_built_ahead_of_time_that_does_not_load(copy: Path, tmp_path: 
     assert run.stdout.count("native (cpu)") == len(OPERATORS) and run.stderr == "", run.stderr
 
 
+def test_clang_brings_no_openmp_beside_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code would call functions that GNU's OpenMP, which torch's wheels have, does not have: nothing would load."""
+    script = Path(compiler(tmp_path, TOUCH))
+    monkeypatch.setenv("CXX", str(script))
+
+    def openmp() -> tuple[bool, bool]:
+        how = builder.recipe("runtime")
+        compiles = {"-fopenmp" in command for _, command in how.compile}
+        assert len(compiles) == 1
+        return compiles.pop(), "-fopenmp" in how.tail
+
+    monkeypatch.setattr(builder.platform, "system", lambda: "Linux")
+    for version, own, expected in (
+        ("g++ (Debian 12.2.0-14) 12.2.0", [tmp_path / "libgomp.so.1"], (True, False)),
+        ("g++ (Debian 12.2.0-14) 12.2.0", [], (True, True)),
+        ("Debian clang version 14.0.6", [tmp_path / "libgomp.so.1"], (False, False)),
+        ("Debian clang version 14.0.6", [], (True, True)),  # torch's may be Clang's
+    ):
+        monkeypatch.setattr(builder, "_version", lambda command, version=version: version)
+        monkeypatch.setattr(builder, "_own_openmp", lambda own=own: own)
+        assert openmp() == expected
+
+
 def test_how_many_compilers_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more than the processors of this process, which may be one of many: each takes memory as well."""
     seen: list[int] = []
