@@ -150,7 +150,7 @@ def recipe(library: str) -> Recipe:
         tail += ["-undefined", "dynamic_lookup"]
     elif not is_stable(library):
         own = list(map(str, _own_openmp()))
-        # at::parallel_for is a header. Clang's code would need another OpenMP than torch's; without any it has one thread.
+        # at::parallel_for is a header. Clang's code wants another OpenMP than torch's; without any it has one thread.
         if not (library == "runtime" and own and "clang" in versions):
             cpp.append("-fopenmp")
         tail += own or ["-fopenmp"]
