@@ -75,9 +75,7 @@ def state_of(seam: Seam) -> str:
 
 
 @pytest.mark.parametrize("make, name", SEAMS)
-def test_the_switch_goes_beneath(
-    make: Callable[[str], Seam], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_switch_goes_beneath(make: Callable[[str], Seam], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off means off beneath a wrapper, on means on again, and only the first time somebody is told of the wrapper."""
     seam = make(name)
     with fastgen.disabled():
@@ -92,9 +90,9 @@ def test_the_switch_goes_beneath(
     with monkeypatch.context() as others:
         others.setattr(seam.owner, name, theirs)
         assert hosts_called(seam) == [seam.host] and wrapped
-        with pytest.warns(RuntimeWarning, match=f"{name} as it is: something else has replaced it since"):
-            with fastgen.disabled():
-                assert hosts_called(seam) == []
+        told = f"{name} as it is: something else has replaced it since"
+        with pytest.warns(RuntimeWarning, match=told), fastgen.disabled():
+            assert hosts_called(seam) == []
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             for _ in range(2):
