@@ -197,6 +197,8 @@ def test_settings_that_an_open_block_rules_out() -> None:
             pytest.fail("entered")
         assert fastgen.configure(history=5).history == 5 and config.current().weights == "int8"
     assert fastgen.configure(packing="off").packing == "off"
+    with fastgen.configured(packing="auto"), fastgen.configured(weights="int8") as settings:  # by the block around it
+        assert (settings.packing, settings.weights) == ("auto", "int8")
     assert config.everywhere("weights") == ["float32"]
 
 
