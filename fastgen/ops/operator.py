@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,6 @@ import torch
 
 from fastgen.ops import library
 
-_torch_library = torch.library.Library("fastgen", "DEF")
-
 
 @dataclass(frozen=True)
 class Operator:
@@ -19,6 +18,7 @@ class Operator:
 
     schema: str
     reference: Callable[..., Any]
+    library: Any  # torch's, in which it is registered for as long as that lives
 
 
 OPERATORS: dict[str, Operator] = {}
@@ -39,11 +39,17 @@ def define(
 
     Returns: a function that calls the operator, and loads the native libraries before the first call of any operator.
     """
-    tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if is_seeded else ()))
-    _torch_library.define(name + schema, tags=tags)
-    _torch_library.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fastgen::{name}", fake, lib=_torch_library)
-    OPERATORS[name] = Operator(schema, reference)
+    # An import that is interrupted, as by the first call in a notebook, is done anew: torch takes a name once.
+    if name not in OPERATORS:
+        with contextlib.ExitStack() as undone:
+            made = torch.library.Library("fastgen", "FRAGMENT")
+            undone.callback(made._destroy)
+            tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if is_seeded else ()))
+            made.define(name + schema, tags=tags)
+            made.impl(name, reference, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"fastgen::{name}", fake, lib=made)
+            OPERATORS[name] = Operator(schema, reference, made)
+            undone.pop_all()
     operator = getattr(torch.ops.fastgen, name)
 
     def call(*args: Any) -> Any:

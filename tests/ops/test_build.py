@@ -126,6 +126,34 @@ def test_the_reference_tells_autograd(tmp_path: Path) -> None:
     assert run.stderr.splitlines()[-1].startswith("RuntimeError: scores that require a gradient")
 
 
+INTERRUPTED = """
+import contextlib, sys
+import torch
+
+real = torch.library.register_fake
+
+def register_fake(name, *arguments, **options):
+    if name == "fastgen::quantized_linear":  # the third operator of its module
+        torch.library.register_fake = real
+        raise KeyboardInterrupt
+    return real(name, *arguments, **options)
+
+torch.library.register_fake = register_fake
+try:
+    import fastgen.ops
+except KeyboardInterrupt as error:
+    kept = error  # as a notebook keeps the last one, with all that its frames hold
+from fastgen import ops
+codes, scales = ops.quantize_weight(torch.eye(3))
+print(ops.quantized_linear(torch.eye(3), [codes], [scales]).tolist() == torch.eye(3).tolist(), type(kept).__name__)
+"""
+
+
+def test_an_import_that_was_interrupted_can_be_done_anew(tmp_path: Path) -> None:
+    run = use(tmp_path, code=INTERRUPTED, FASTGEN_NATIVE="0")
+    assert run.stdout == "True KeyboardInterrupt\n", run.stderr
+
+
 def test_a_wrong_setting(tmp_path: Path) -> None:
     run = use(tmp_path, code="import fastgen", FASTGEN_NATIVE="yes")
     message = "ValueError: FASTGEN_NATIVE must be 0, build or required, or not be set, not 'yes'."
