@@ -127,7 +127,6 @@ def test_the_reference_tells_autograd(tmp_path: Path) -> None:
 
 
 INTERRUPTED = """
-import contextlib, sys
 import torch
 
 real = torch.library.register_fake
