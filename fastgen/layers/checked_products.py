@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.layers import packed_weights
-
-_library = torch.library.Library("fastgen", "FRAGMENT")
-_library.define("checked_linear(Tensor rows, Tensor weight, Tensor packed, int fingerprint, Tensor? bias) -> Tensor")
+from fastgen.ops import operator
 
 
 class Weights(NamedTuple):
@@ -36,7 +34,12 @@ def _checked_linear(rows: Tensor, weight: Tensor, packed: Tensor, fingerprint: i
     return F.linear(rows, weight, bias)
 
 
-_library.impl("checked_linear", _checked_linear, "CPU")
+operator.register(
+    "checked_linear",
+    "(Tensor rows, Tensor weight, Tensor packed, int fingerprint, Tensor? bias) -> Tensor",
+    _checked_linear,
+    "CPU",
+)
 
 
 def multiply(rows: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
