@@ -140,7 +140,7 @@ _current = from_environment()
 
 # What `configured` blocks of this thread, or task, say beside it.
 _own: contextvars.ContextVar[tuple[dict[str, Any], ...]] = contextvars.ContextVar("fastgen_options", default=())
-_blocks: list[dict[str, Any]] = []  # those that are open now, of all threads
+_blocks: list[dict[str, Any]] = []  # what those say that are open now, of all threads, with the blocks around them
 
 
 def current() -> Config:
@@ -155,7 +155,13 @@ def configure(**options: Any) -> Config:
     global _current
     _check_names(options)
     with _lock:
-        _current = replace(_current, **options)
+        changed = replace(_current, **options)
+        for block in _blocks:
+            try:
+                replace(changed, **block)
+            except ValueError as error:  # else each call in that block would raise it
+                raise ValueError(f"{error} A block of fastgen.configured that is open says so.") from None
+        _current = changed
         return _current
 
 
@@ -163,15 +169,16 @@ def configure(**options: Any) -> Config:
 def configured(**options: Any) -> Iterator[Config]:
     """Inside the block the named settings are others for this thread, or asyncio task, alone; blocks nest."""
     _check_names(options)
-    replace(_current, **options)  # raises what is wrong with their values
-    token = _own.set((*_own.get(), options))
+    block = {name: value for each in (*_own.get(), options) for name, value in each.items()}
     with _lock:
-        _blocks.append(options)
+        replace(_current, **block)  # raises what is wrong with their values
+        _blocks.append(block)
+    token = _own.set((*_own.get(), options))
     try:
         yield current()
     finally:
         with _lock:
-            _blocks.remove(options)
+            _blocks.remove(block)
         _own.reset(token)
 
 

@@ -29,6 +29,8 @@ def another(path: Iterable[str] | None = None) -> str | None:
     By the names in the folders of `sys.path`: importlib.metadata would take longer than all else of `import fastgen`.
     """
     for folder in sys.path if path is None else path:
+        if not isinstance(folder, str):  # Python passes it over, too
+            continue
         try:
             names = os.listdir(folder or ".")
         except OSError:  # a zip file, or nothing

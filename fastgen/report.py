@@ -208,14 +208,16 @@ def record(call: Call) -> None:
     if _is_silent.get():
         return
     settings = config.current()
-    history, is_stock = settings.history, call.tier == "stock"
+    is_stock = call.tier == "stock"
+    history = max(config.everywhere("history"))  # what a block says of its own calls is no reason to forget others
     with _lock:
         _counters[call.tier] += 1
         if settings.tier != "stock":  # else the user's wish
             _outcomes[call.host, not is_stock] += 1
             if is_stock and call.reason:
                 _last_reasons[call.host] = call.reason
-        _calls.append(call)
+        if settings.history:
+            _calls.append(call)
         while len(_calls) > history:
             _calls.popleft()
     if is_stock and call.reason:

@@ -185,6 +185,23 @@ def test_settings_of_a_block() -> None:
     assert config.current() == dataclasses.replace(before, history=7)
 
 
+def test_settings_that_an_open_block_rules_out() -> None:
+    """An error where they are made, and not at each call in the block, which may be another thread's."""
+    with fastgen.configured(tier="compat"), fastgen.configured(weights="int8"):
+        before = config.current()
+        for options in (dict(packing="off"), dict(verify=3)):
+            with pytest.raises(ValueError, match=r"with weights='int8'.* A block of fastgen\.configured"):
+                fastgen.configure(**options)
+            assert config.current() == before
+        with pytest.raises(ValueError, match="verify must be 0"), fastgen.configured(verify=3):
+            pytest.fail("entered")
+        assert fastgen.configure(history=5).history == 5 and config.current().weights == "int8"
+    assert fastgen.configure(packing="off").packing == "off"
+    with fastgen.configured(packing="auto"), fastgen.configured(weights="int8") as settings:  # by the block around it
+        assert (settings.packing, settings.weights) == ("auto", "int8")
+    assert config.everywhere("weights") == ["float32"]
+
+
 @pytest.mark.parametrize("options", [dict(beams=4), dict(tier="faster"), dict(strict="yes")])
 def test_mistakes_in_a_block(options: dict[str, object]) -> None:
     before = config.current()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import re
 import shutil
@@ -104,7 +105,17 @@ def test_the_source_distribution_has_what_its_tests_read(tmp_path: Path) -> None
         names = {name.partition("/")[2] for name in archive.getnames()}
     wanted = {"CHANGELOG.md", "CITATION.cff", "SECURITY.md", "constraints.txt"}
     wanted |= {path.relative_to(ROOT).as_posix() for path in (*WORKFLOWS, *TEMPLATES)}
-    assert wanted <= names
+    for folder in (".ci", "csrc", "docs", "examples"):  # files that other kinds of tests and CI read
+        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        wanted |= {path.relative_to(ROOT).as_posix() for path in files}
+    assert wanted <= names, sorted(wanted - names)
     if shutil.which("twine"):
         checked = subprocess.run(["twine", "check", "--strict", str(file)], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_ci_leaves_out_each_setting_of_the_users() -> None:
+    settings = (ROOT / ".ci/settings.sh").read_text("utf-8")
+    unset = {name for line in re.findall(r"^unset (.*)$", settings, re.M) for name in line.split()}
+    known = {f"FASTGEN_{field.name.upper()}" for field in dataclasses.fields(fastgen.Config)}
+    assert known | {"FASTGEN_DISABLE", "FASTGEN_NATIVE", "FASTGEN_CACHE_DIR"} <= unset

@@ -35,6 +35,25 @@ def test_the_ring_forgets_and_the_counters_do_not() -> None:
     assert report.counters() == {"fast": 0, "compat": 0, "stock": 0}
 
 
+def test_a_block_forgets_its_own_calls_alone() -> None:
+    fastgen.configure(history=3)
+    made = [call(steps=step) for step in range(3)]
+    for one in made:
+        report.record(one)
+    with fastgen.configured(history=0):
+        report.record(call())
+        assert report.calls() == tuple(made)
+    with fastgen.configured(history=1):
+        report.record(call("compat"))
+    assert report.calls() == (*made[1:], call("compat"))
+    with fastgen.configured(history=5):
+        for one in made:
+            report.record(one)
+        assert len(report.calls()) == 5
+    report.record(call("stock"))
+    assert report.calls() == (*made[1:], call("stock"))
+
+
 def test_an_unknown_tier_is_refused() -> None:
     with pytest.raises(ValueError, match="tier must be one of fast, compat, stock, not 'auto'"):
         report.record(call("auto"))

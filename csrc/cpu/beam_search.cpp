@@ -16,6 +16,7 @@ constexpr int64_t kCandidatesPerTask = 1 << 10; // below that another thread cos
 constexpr int64_t kTokensPerTask = 1 << 13;
 constexpr float kDead = -1.0e9f; // the host's mark of a beam that must not be chosen
 constexpr float kReal = 0.1f * kDead; // what is worth less was marked
+constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // --- beam_candidates ---
 
@@ -34,7 +35,9 @@ RowsBest best_of_rows(const Tensor& logits, int64_t width, const std::optional<T
     const float* const given = data_of<float>(logits);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t i = row * width; i < (row + 1) * width; ++i) {
-        best.log_probs[i] = given[row * stride + best.tokens[i] * step];
+        if (best.log_probs[i] != kNone) { // that of what is banned, whatever its own is
+          best.log_probs[i] = given[row * stride + best.tokens[i] * step];
+        }
       }
     }
   }

@@ -113,7 +113,7 @@ class DiverseSearch:
             its = slice(number * self.size, (number + 1) * self.size)
             mine = rows[:, its].flatten()
             scores = process(number, self._tokens[mine], log_probs[mine], chosen.flatten())
-            log_probs[mine] = scores
+            log_probs[mine] = scores.to(log_probs.dtype)  # a processor of the user's may change it
             totals = (scores + self._scores[:, its].reshape(-1, 1)).view(self._batch, -1)
             candidates = max(2, 1 + len(self.policy.ends)) * self.size  # so many that S go on even if the others end
             best, place = torch.topk(totals, k=candidates)  # [B, K]

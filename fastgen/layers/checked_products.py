@@ -12,11 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastgen.layers import packed_weights
-
-_library = torch.library.Library("fastgen", "FRAGMENT")
-_library.define(
-    "checked_linear(Tensor rows, Tensor weight, Tensor packed, int fingerprint, Tensor? bias, bool transposed) -> Tensor"
-)
+from fastgen.ops import operator
 
 
 class Weights(NamedTuple):
@@ -42,7 +38,12 @@ def _checked_linear(
     return F.linear(rows, weight.t() if transposed else weight, bias)
 
 
-_library.impl("checked_linear", _checked_linear, "CPU")
+operator.register(
+    "checked_linear",
+    "(Tensor rows, Tensor weight, Tensor packed, int fingerprint, Tensor? bias, bool transposed) -> Tensor",
+    _checked_linear,
+    "CPU",
+)
 
 
 def multiply(rows: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:

@@ -64,7 +64,7 @@ def reference_beam_candidates(
     check_candidates(logits, scores, k, banned)
     log_probs, tokens, log_sum_exp = reference_topk_log_softmax(logits, k + 1, banned)
     if are_log_probs:
-        log_probs = logits.gather(1, tokens)
+        log_probs = torch.where(log_probs.isneginf(), log_probs, logits.gather(1, tokens))  # -inf of what is banned
     best, tokens, parents, is_clear = merged_candidates(log_probs, tokens, log_sum_exp, scores)
     return best.contiguous(), tokens, parents, is_clear.long()[None]
 

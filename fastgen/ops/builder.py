@@ -80,7 +80,9 @@ def source_folder() -> Path:
 
 def _sources(library: str) -> list[Path]:
     folder = source_folder()
-    return sorted([*folder.glob(f"{library}/*"), *folder.glob("*.h")])
+    found = [*folder.glob(f"{library}/*"), *folder.glob("*.h")]
+    # Not what an editor or a file browser leaves beside them.
+    return sorted(path for path in found if path.suffix in (".h", ".cpp", ".cu") and not path.name.startswith("."))
 
 
 def is_stable(library: str) -> bool:
@@ -132,6 +134,7 @@ def recipe(library: str) -> Recipe:
     check_system(library)
     is_windows = platform.system() == "Windows"
     cxx = _find_compiler()
+    versions = _version(cxx)
     user = _words("CXXFLAGS")
     # On Windows all code can be moved. There torch catches exceptions of libraries that share its C and C++ runtime:
     # objects name the shared one, and -nostartfiles keeps Clang from naming the static one, too.
@@ -146,10 +149,12 @@ def recipe(library: str) -> Recipe:
     if platform.system() == "Darwin":
         tail += ["-undefined", "dynamic_lookup"]
     elif not is_stable(library):
-        cpp.append("-fopenmp")  # at::parallel_for is a header
-        tail += list(map(str, _own_openmp())) or ["-fopenmp"]
+        own = list(map(str, _own_openmp()))
+        # at::parallel_for is a header. Clang's code wants another OpenMP than torch's; without any it has one thread.
+        if not (library == "runtime" and own and "clang" in versions):
+            cpp.append("-fopenmp")
+        tail += own or ["-fopenmp"]
     commands = {".cpp": cpp}
-    versions = _version(cxx)
     if library == "cuda":
         home = _cuda_home()
         commands[".cu"] = cuda_command(home, cxx, cuda_architectures())
@@ -245,7 +250,7 @@ def _has_passing_cause(code: int, text: str) -> bool:
 
 
 def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
-    """Run commands side by side, as many as there are processors; returns exit code and output of each.
+    """Run commands side by side, as many as `_jobs` says; returns exit code and output of each.
 
     An exception in this thread ends the commands first: they would go on for minutes, in a folder that is removed. Each
     has a session of its own, as it starts other processes. Temporary files are in `folder`, too.
@@ -274,7 +279,7 @@ def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
             running.discard(process)
         return process.returncode, f"$ {shlex.join(command)}\n{output}"
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(_jobs()) as pool:
         try:
             return list(pool.map(run, commands))
         except BaseException:
@@ -287,6 +292,13 @@ def _run_all(commands: list[list[str]], folder: Path) -> list[tuple[int, str]]:
                         else:
                             os.killpg(process.pid, signal.SIGKILL)
             raise
+
+
+def _jobs() -> int:
+    """How many compilers run side by side: MAX_JOBS, as in torch's own builds, or this process's processors."""
+    if (asked := os.environ.get("MAX_JOBS", "")).isdecimal() and int(asked):
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # Looks for compilers and toolkits.

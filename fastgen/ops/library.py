@@ -44,6 +44,16 @@ _lock = threading.Lock()
 _loaded: dict[str, str] | None = None  # library -> "" if it is loaded, else why not
 
 
+def _begin_anew() -> None:
+    """In a forked process there is no thread that would release the lock: another may have been compiling."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_begin_anew)
+
+
 class _Incomplete(Exception):
     """A library was loaded and registers too little."""
 
@@ -135,8 +145,7 @@ def _load(library: str, mode: str, operators: tuple[str, ...]) -> str:
         RuntimeError: under FASTGEN_NATIVE=required, if it can't be had for another reason.
     """
     try:
-        path = _find(library, mode)
-        torch.ops.load_library(str(path))
+        path = _find_and_load(library, mode)
         device = "cpu" if library == "runtime" else library
         written = [one for one in operators if _library_of(one, device) == library and (one, device) not in _UNWRITTEN]
         if missing := [operator for operator in written if not _is_registered(operator, device)]:
@@ -154,8 +163,28 @@ def _load(library: str, mode: str, operators: tuple[str, ...]) -> str:
         return str(error).partition(" (log:")[0]
 
 
-def _find(library: str, mode: str) -> Path:
-    """Find the library built ahead of time or in the cache; if there is neither, compile it.
+def _find_and_load(library: str, mode: str) -> Path:
+    """Have torch load what `_find` finds; returns where it is, and raises what that raises.
+
+    A library that was built ahead of time may need a newer system than this one, where machines share an environment:
+    then the next best is found, or compiled.
+    """
+    path = _find(library, mode)
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        if path.parent != builder.AHEAD_OF_TIME or platform.system() == "Windows":
+            raise
+        try:
+            path = _find(library, mode, may_be_ready=False)
+        except builder.Unavailable as reason:
+            raise builder.Unavailable(f"{reason}, and {path} can't be loaded ({error})", reason.remedy) from error
+        torch.ops.load_library(str(path))
+    return path
+
+
+def _find(library: str, mode: str, may_be_ready: bool = True) -> Path:
+    """Find the library in the cache or, if it `may_be_ready`, before that one built ahead of time; else compile it.
 
     Raises:
         builder.Unavailable: it can't be compiled here.
@@ -164,7 +193,7 @@ def _find(library: str, mode: str) -> Path:
         OSError: there is no place to write to.
     """
     is_windows = platform.system() == "Windows"
-    if mode != "build" or is_windows:
+    if (mode != "build" and may_be_ready) or is_windows:
         ready = builder.AHEAD_OF_TIME / f"{library}-{builder.source_key(library)}{builder.SUFFIX}"
         # It lies among the package's own code: whoever could replace it could replace this file, too.
         if ready.is_file() and (library != "cuda" or _fits_devices(ready)):
@@ -182,14 +211,14 @@ def _find(library: str, mode: str) -> Path:
         if why_not and os.path.lexists(target):
             raise builder.Unavailable(f"{error}, and {why_not}", error.remedy) from error
         raise
-    with library_cache.locked(target):
+    with library_cache.locked(target) as is_alone:
         if mode != "build":
             if not library_cache.why_not_loadable(target):  # another process has built it meanwhile
                 return target
             if (failed := how.log(target)).is_file():
                 raise builder.BuildFailed("an earlier build failed", failed)
         _say(f"fastgen: compiling its {library} operators with {how.compiler}, once, into {target.parent}")
-        library_cache.build(how, target)
+        library_cache.build(how, target, is_alone)
     return target
 
 

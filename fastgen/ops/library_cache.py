@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import platform
+import re
 import shutil
 import signal
 import stat
@@ -22,6 +24,9 @@ from fastgen import files
 from fastgen.ops import builder
 
 _OWN = "set FASTGEN_CACHE_DIR to a folder of your own"
+_OF_THIS_PROCESSOR = re.compile(r"-m(?:arch|cpu)=native")
+# Of /proc/cpuinfo: on x86, on Arm, on others.
+_FIELDS = {"vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features", "cpu", "isa"}
 
 
 class Untrusted(Exception):
@@ -61,11 +66,23 @@ def cached_name(library: str) -> str:
         builder.Unavailable: if the CUDA devices can't be asked what they are.
     """
     asked = [os.environ.get("CXXFLAGS", "")]
+    if _OF_THIS_PROCESSOR.search(f"{asked[0]} {os.environ.get('CXX', '')}"):  # others may share the folder
+        asked.append(_processor())
     if library == "cuda":  # nvcc reads these variables by itself
         asked += [os.environ.get(f"NVCC_{which}_FLAGS", "") for which in ("PREPEND", "APPEND")]
         asked += builder.cuda_architectures()
     fits = builder.source_key(library)
     return f"{library}-{hashlib.sha256(repr((fits, asked)).encode()).hexdigest()[:16]}.so"
+
+
+def _processor() -> str:
+    """What tells this processor from others of its architecture."""
+    with contextlib.suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text("utf-8", "replace").partition("\n\n")[0]
+        pairs = ([part.strip() for part in line.split(":", 1)] for line in first.splitlines())
+        if known := sorted(pair for pair in pairs if pair[0] in _FIELDS):
+            return repr(known)
+    return platform.node()  # one library for each machine
 
 
 # ---------------------------------------------------------------------------------------------- whom it belongs to
@@ -153,8 +170,10 @@ def _read(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def locked(target: Path) -> Iterator[None]:
+def locked(target: Path) -> Iterator[bool]:
     """Let only one thread of one process at a time work on `target`; the folder is made if it does not exist.
+
+    Yields whether that is so: some network file systems have no locks, and there several may build at once.
 
     Raises:
         Untrusted: the folder is not the user's alone.
@@ -170,28 +189,37 @@ def locked(target: Path) -> Iterator[None]:
     files.private_folder(target.parent)
     trusted(target.parent)  # others may have been there first
     descriptor = files.open_own(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+    is_alone = True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released when the file is closed, however the process ends
-        yield
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # released when the file is closed, however the process ends
+        except OSError:
+            is_alone = False
+        yield is_alone
     finally:
+        if is_alone:  # children that were forked meanwhile, as a data loader's, have the file open as long as they live
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
-def build(how: builder.Recipe, target: Path) -> None:
-    """Compile into `target`, a file for the user alone, which the caller has locked.
+def build(how: builder.Recipe, target: Path, is_alone: bool = True) -> None:
+    """Compile into `target`, a file for the user alone; `is_alone`: the caller has locked it, and no other builds it.
 
     Raises:
         builder.BuildFailed: as `builder.build` does.
         OSError: there is no place to write to.
     """
-    for left in target.parent.glob(f"{builder.scratch_prefix(target)}*"):  # by builds that were killed
-        shutil.rmtree(left, ignore_errors=True)
+    if is_alone:
+        for left in target.parent.glob(f"{builder.scratch_prefix(target)}*"):  # by builds that were killed
+            shutil.rmtree(left, ignore_errors=True)
     with _unwound_by_sigterm():
         builder.build(how, target, mode=0o600)
     digest = _digest_of(target)
-    digest.unlink(missing_ok=True)
-    with open(files.open_own(digest, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+    written = digest.with_name(f"{digest.name}.{os.getpid()}")
+    written.unlink(missing_ok=True)
+    with open(files.open_own(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(_digest(target))
+    os.replace(written, digest)
 
 
 class _Terminated(BaseException):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,6 @@ from typing import Any
 import torch
 
 from fastgen.ops import library
-
-_torch_library = torch.library.Library("fastgen", "DEF")
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,7 @@ class Operator:
 
 
 OPERATORS: dict[str, Operator] = {}
+_libraries: dict[str, Any] = {}  # torch's, by operator, which is registered for as long as its library lives
 
 
 def define(
@@ -40,9 +40,7 @@ def define(
     Returns: a function that calls the operator, and loads the native libraries before the first call of any operator.
     """
     tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if is_seeded else ()))
-    _torch_library.define(name + schema, tags=tags)
-    _torch_library.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fastgen::{name}", fake, lib=_torch_library)
+    register(name, schema, reference, "CompositeExplicitAutograd", fake, tags)
     OPERATORS[name] = Operator(schema, reference)
     operator = getattr(torch.ops.fastgen, name)
 
@@ -54,6 +52,31 @@ def define(
             raise _named(error) from None
 
     return call
+
+
+def register(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    key: str,
+    fake: Callable[..., Any] | None = None,
+    tags: tuple[torch.Tag, ...] = (),
+) -> None:
+    """Register an operator and its kernel under a dispatch key, wholly or not at all, once in a process.
+
+    An import that is interrupted, as by the first call in a notebook, is done anew, and torch takes a name only once.
+    """
+    if name in _libraries:
+        return
+    with contextlib.ExitStack() as undone:
+        made = torch.library.Library("fastgen", "FRAGMENT")
+        undone.callback(made._destroy)
+        made.define(name + schema, tags=tags)
+        made.impl(name, kernel, key)
+        if fake is not None:
+            torch.library.register_fake(f"fastgen::{name}", fake, lib=made)
+        _libraries[name] = made
+        undone.pop_all()
 
 
 def _named(error: RuntimeError) -> Exception:

@@ -206,8 +206,9 @@ def _launched(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, sc
     output = torch.empty(rows, 1, heads, value_size, dtype=query.dtype, device=query.device)
     maxima, sums, into = output, output, output
     if splits > 1:
-        maxima, sums = torch.empty(2, batch * key_heads, splits, tile, device=query.device)
-        into = torch.empty(batch * key_heads, splits, tile, value_size, device=query.device)
+        like: Any = dict(dtype=torch.float32, device=query.device)
+        maxima, sums = torch.empty(2, batch * key_heads, splits, tile, **like)
+        into = torch.empty(batch * key_heads, splits, tile, value_size, **like)
     strides: Any = (0, 0, 0, 0)
     if bias is not None:
         strides = bias.expand(batch, heads, beams, keys).stride()

@@ -219,11 +219,12 @@ def _launched(
     tiles = triton.cdiv(beams * heads, tile.rows)
     per_split = triton.cdiv(triton.cdiv(keys, splits), tile.keys) * tile.keys
     splits = triton.cdiv(keys, per_split)
-    output = torch.empty(rows, 1, heads, size, device=query.device)
+    like: Any = dict(dtype=torch.float32, device=query.device)
+    output = torch.empty(rows, 1, heads, size, **like)
     maxima, sums, into = output, output, output
     if splits > 1:
-        maxima, sums = torch.empty(2, batch, splits, tiles * tile.rows, device=query.device)
-        into = torch.empty(batch, splits, tiles * tile.rows, size, device=query.device)
+        maxima, sums = torch.empty(2, batch, splits, tiles * tile.rows, **like)
+        into = torch.empty(batch, splits, tiles * tile.rows, size, **like)
     strides: Any = (0, 0, 0, 0)
     if bias is not None:
         strides = bias.expand(batch, heads, beams, keys).stride()

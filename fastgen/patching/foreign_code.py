@@ -7,6 +7,7 @@ compared with what the host has shipped; differences are named, with the module'
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -287,9 +288,14 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
 
 @functools.cache
 def _shipped_names(module: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The functions and classes that a module's source defines, and the packages that it names."""
+    """The functions and classes that a module's source defines, and the packages that it names.
+
+    None of either where there is no source: the host may have been updated or removed since it was imported.
+    """
     loader: Any = getattr(sys.modules[module], "__loader__", None)
-    code = loader.get_code(module) if hasattr(loader, "get_code") else None
+    code = None
+    with contextlib.suppress(ImportError, OSError, SyntaxError):
+        code = loader.get_code(module) if hasattr(loader, "get_code") else None
     if code is None:
         return frozenset(), frozenset()
     defined = {constant.co_name for constant in code.co_consts if isinstance(constant, types.CodeType)}

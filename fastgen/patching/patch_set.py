@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 
 class _Missing:
@@ -31,6 +31,16 @@ class ForeignSeam(SeamMismatch):
     """Somebody has replaced what the adapter would stand for, and fastgen would never call it."""
 
 
+class _Covered(NamedTuple):
+    """A replacement of ours that others had put theirs over when it was to be undone; theirs may call it."""
+
+    owner: Any
+    name: str
+    original: Any  # raw, from before ours
+    ours: Any
+    theirs: Any
+
+
 class PatchSet:
     """Replaced attributes, with the originals to put back.
 
@@ -40,6 +50,7 @@ class PatchSet:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, raw original, ours
+        self._covered: list[_Covered] = []  # undone but for what others have put over it
         self.fault = ""  # why the replacements were undone, if `give_up` was called
         with _lock:
             _all.add(self)
@@ -48,11 +59,44 @@ class PatchSet:
         return len(self._saved)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name` to `value`, remembering the raw attribute of `owner` itself."""
+        """Set `owner.name` to `value`, remembering the raw attribute of `owner` itself.
+
+        Where `revert` has left what others put over our replacement, and it is still there, all stays as it is: theirs
+        calls ours, or does not, as before.
+        """
         with self._lock, _lock:
+            if self._cover_of(owner, name) is not None:
+                return
             original = vars(owner).get(name, MISSING)
             setattr(owner, name, value)
             self._saved.append((owner, name, original, value))
+
+    def stock(self, owner: Any, name: str) -> Any:
+        """`owner.name` as it would be without our replacement, and without what others have put over that."""
+        with self._lock, _lock:
+            covered = self._cover_of(owner, name)
+            if covered is None:
+                return getattr(owner, name)
+            if covered.original is MISSING:
+                return getattr(super(owner, owner), name)
+            bind = getattr(type(covered.original), "__get__", None)
+            return bind(covered.original, None, owner) if bind and isinstance(owner, type) else covered.original
+
+    def _cover_of(self, owner: Any, name: str) -> _Covered | None:
+        """Our replacement of this attribute that others have covered, if theirs is still there.
+
+        Where they have taken theirs away, and so brought ours back, ours goes, too.
+        """
+        found = None
+        for each in [each for each in self._covered if each.owner is owner and each.name == name]:
+            now = vars(owner).get(name, MISSING)
+            if now is each.theirs:
+                found = each  # the last one is the deepest
+                continue
+            self._covered = [other for other in self._covered if other is not each]
+            if now is each.ours:
+                _put_back(owner, name, each.original)
+        return found
 
     def revert(self) -> tuple[str, ...]:
         """Undo every replacement, the latest first; return the names that other code has set since, which stay.
@@ -65,12 +109,14 @@ class PatchSet:
             self.fault = ""
             while self._saved:
                 owner, name, original, ours = self._saved.pop()
-                if vars(owner).get(name, MISSING) is not ours:
+                found = vars(owner).get(name, MISSING)
+                if found is not ours:
+                    self._covered.append(_Covered(owner, name, original, ours, found))
                     foreign.append(f"{getattr(owner, '__name__', owner)}.{name}")
-                elif original is MISSING:
-                    delattr(owner, name)
                 else:
-                    setattr(owner, name, original)
+                    _put_back(owner, name, original)
+            for each in self._covered:
+                self._cover_of(each.owner, each.name)
         return tuple(foreign)
 
     def give_up(self, fault: str) -> None:
@@ -94,6 +140,13 @@ class PatchSet:
                 self.revert()
         finally:
             self._lock.release()
+
+
+def _put_back(owner: Any, name: str, original: Any) -> None:
+    if original is MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)
 
 
 def unpatched(owner: type) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,8 @@ def test_the_other_project_is_noticed(tmp_path: Path) -> None:
     _distribution(tmp_path / "ours", "fastgen", "0.1.0", "fastgen-check = fastgen.cli.check:main")
     _distribution(tmp_path / "new", "fastgen_torch", "0.1.0", "fastgen-check = fastgen.cli.check:main")
     assert installing.another([str(tmp_path / "ours"), str(tmp_path / "new"), "/nowhere", ""]) is None
+    ignored: list[Any] = [tmp_path / "both", os.fsencode(tmp_path / "both"), None, 3]  # by Python
+    assert installing.another(ignored) is None
     said = installing.another([str(tmp_path / "ours"), str(tmp_path / "both")])
     assert (
         said is not None and "(version 0.3.5)" in said and "pip uninstall fastgen, then install fastgen-torch" in said

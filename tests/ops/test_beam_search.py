@@ -47,6 +47,14 @@ def test_candidates(
         assert found[1].equal(expected_tokens) and found[2].equal(parents)
 
 
+def test_log_probabilities_of_banned_tokens_count_for_nothing(operators: Any) -> None:
+    """Where fewer than k tokens are left, what fills up is -inf, and not as likely as the token was."""
+    log_probs, scores = torch.tensor([[-1.0, -2.0, -3.0, -4.0, -5.0]]), torch.zeros(1, 1)
+    best, tokens, _, is_clear = operators.beam_candidates(log_probs, scores, 3, torch.tensor([2, 3, 4]), True)
+    assert best.tolist() == [[-1.0, -2.0, -math.inf]] and tokens[0, :2].tolist() == [0, 1]
+    assert is_clear.tolist() == [0]
+
+
 def test_what_leaves_the_order_to_torch(operators: Any) -> None:
     """Equal sums among the candidates or just behind them, and what is not finite, in one sentence of many."""
     logits, scores = torch.randn(12, 40), torch.zeros(4, 3)

@@ -126,6 +126,33 @@ def test_the_reference_tells_autograd(tmp_path: Path) -> None:
     assert run.stderr.splitlines()[-1].startswith("RuntimeError: scores that require a gradient")
 
 
+INTERRUPTED = """
+import torch
+
+real = torch.library.register_fake
+
+def register_fake(name, *arguments, **options):
+    if name == "fastgen::quantized_linear":  # the third operator of its module
+        torch.library.register_fake = real
+        raise KeyboardInterrupt
+    return real(name, *arguments, **options)
+
+torch.library.register_fake = register_fake
+try:
+    import fastgen.ops
+except KeyboardInterrupt as error:
+    kept = error  # as a notebook keeps the last one, with all that its frames hold
+from fastgen import ops
+codes, scales = ops.quantize_weight(torch.eye(3))
+print(ops.quantized_linear(torch.eye(3), [codes], [scales]).tolist() == torch.eye(3).tolist(), type(kept).__name__)
+"""
+
+
+def test_an_import_that_was_interrupted_can_be_done_anew(tmp_path: Path) -> None:
+    run = use(tmp_path, code=INTERRUPTED, FASTGEN_NATIVE="0")
+    assert run.stdout == "True KeyboardInterrupt\n", run.stderr
+
+
 def test_a_wrong_setting(tmp_path: Path) -> None:
     run = use(tmp_path, code="import fastgen", FASTGEN_NATIVE="yes")
     message = "ValueError: FASTGEN_NATIVE must be 0, build or required, or not be set, not 'yes'."
@@ -275,6 +302,91 @@ def test_the_cache_needs_no_compiler(copy: Path, tmp_path: Path) -> None:
     run = use(tmp_path, copy, PATH=str(tmp_path), CXX="", FASTGEN_NATIVE="required")
     assert run.stdout.count("native (cpu)") == len(OPERATORS), run.stderr
     assert run.stderr == ""
+
+
+@pytest.mark.parametrize("variable, text", [("CXXFLAGS", "-O2 -march=native"), ("CXX", "g++ -mcpu=native")])
+def test_code_for_one_processor_alone(variable: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with other processors may share the folder, as in a home on a cluster."""
+    for name in ("CXX", "CXXFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, text.replace("native", "x86-64-v3"))
+    any_of_them = library_cache.cached_name("cpu")
+    monkeypatch.setattr(library_cache, "_processor", lambda: "another")
+    assert library_cache.cached_name("cpu") == any_of_them
+    monkeypatch.setenv(variable, text)
+    other = library_cache.cached_name("cpu")
+    monkeypatch.undo()
+    monkeypatch.setenv(variable, text)
+    assert library_cache.cached_name("cpu") != other and library_cache._processor() == library_cache._processor()
+
+
+def test_what_others_leave_among_the_sources(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "source_folder", lambda: copy / "csrc")
+    before = builder.source_key("cpu")
+    (copy / "csrc/cpu/.topk.cpp.swp").write_text("")
+    (copy / "csrc/cpu/._topk.cpp").write_text("")  # as from an archive made on macOS
+    (copy / "csrc/cpu/topk.cpp~").write_text("")
+    (copy / "csrc/cpu/.ipynb_checkpoints").mkdir()
+    assert builder.source_key("cpu") == before
+    (copy / "csrc/cpu/more.h").write_text("")
+    assert builder.source_key("cpu") != before
+
+
+def test_a_library_built_ahead_of_time_that_does_not_load(copy: Path, tmp_path: Path) -> None:
+    """As where it was built on a newer system: the next best is taken, and where there is none, that is said."""
+    if not ops.is_native(torch.device("cpu")):
+        pytest.skip("no native operators")
+    ready = copy / f"fastgen/_native/cpu-{builder.source_key('cpu')}.so"
+    ready.parent.mkdir()
+    ready.write_text("for another system\n")
+    run = use(tmp_path, copy, PATH=str(tmp_path), CXX="")
+    assert f"plain torch, which is slower: there is no C++ compiler, and {ready} can't be loaded (" in run.stderr
+    for found in (library._find("cpu", ""), library._find("runtime", "")):
+        for suffix in (".so", ".sha256"):
+            shutil.copyfile(found.with_suffix(suffix), (tmp_path / found.name).with_suffix(suffix))
+    run = use(tmp_path, copy, PATH=str(tmp_path), CXX="", FASTGEN_NATIVE="required")
+    assert run.stdout.count("native (cpu)") == len(OPERATORS) and run.stderr == "", run.stderr
+
+
+def test_clang_brings_no_openmp_beside_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code would call functions that GNU's OpenMP, which torch's wheels have, does not have: nothing would load."""
+    script = Path(compiler(tmp_path, TOUCH))
+    monkeypatch.setenv("CXX", str(script))
+
+    def openmp() -> tuple[bool, bool]:
+        how = builder.recipe("runtime")
+        compiles = {"-fopenmp" in command for _, command in how.compile}
+        assert len(compiles) == 1
+        return compiles.pop(), "-fopenmp" in how.tail
+
+    monkeypatch.setattr(builder.platform, "system", lambda: "Linux")
+    for version, own, expected in (
+        ("g++ (Debian 12.2.0-14) 12.2.0", [tmp_path / "libgomp.so.1"], (True, False)),
+        ("g++ (Debian 12.2.0-14) 12.2.0", [], (True, True)),
+        ("Debian clang version 14.0.6", [tmp_path / "libgomp.so.1"], (False, False)),
+        ("Debian clang version 14.0.6", [], (True, True)),  # torch's may be Clang's
+    ):
+        monkeypatch.setattr(builder, "_version", lambda command, version=version: version)
+        monkeypatch.setattr(builder, "_own_openmp", lambda own=own: own)
+        assert openmp() == expected
+
+
+def test_how_many_compilers_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than the processors of this process, which may be one of many: each takes memory as well."""
+    seen: list[int] = []
+
+    class Pool(builder.ThreadPoolExecutor):
+        def __init__(self, count: int) -> None:
+            seen.append(count)
+            super().__init__(count)
+
+    monkeypatch.setattr(builder, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(builder.os, "sched_getaffinity", lambda process: {5}, raising=False)
+    monkeypatch.setattr(builder.os, "cpu_count", lambda: 64)
+    for asked in ("", "3", "0", "many"):
+        monkeypatch.setenv("MAX_JOBS", asked)
+        assert builder._run_all([["true"]], tmp_path) == [(0, "$ true\n")]
+    assert seen == [1, 3, 1, 1]
 
 
 def test_a_library_built_ahead_of_time_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import multiprocessing
 import os
 import re
 import signal
@@ -311,6 +313,51 @@ def test_a_lock_is_not_emptied(cache: Path) -> None:
     lock.write_text("noted")
     assert library._find("cpu", "").is_file()
     assert lock.read_text() == "noted"
+
+
+def test_a_child_that_was_forked_meanwhile_does_not_keep_the_lock(cache: Path) -> None:
+    """As a worker of a data loader: others would wait for as long as it lives."""
+    import fcntl
+
+    with library_cache.locked(target(cache)) as is_alone:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        child.start()
+    try:
+        assert is_alone and child.is_alive()
+        with open(target(cache).with_suffix(".lock"), "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_a_child_that_is_forked_while_another_thread_builds() -> None:
+    """It has a copy of the lock, and no thread that would release it."""
+    with library._lock:
+        child = multiprocessing.get_context("fork").Process(target=library.load, args=(("topk_log_softmax",),))
+        child.start()
+        child.join(20)
+    try:
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_a_file_system_without_locks(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some network file systems are: builds go on, and leave those of other processes alone."""
+    import fcntl
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    others = cache / f"{builder.scratch_prefix(target(cache))}another"
+    others.mkdir()
+    found = library._find("cpu", "required")
+    assert found == target(cache) and found.read_text() == "built\n" and not library_cache.why_not_loadable(found)
+    assert others.is_dir()
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock", ".sha256", ".so"]
 
 
 # ---------------------------------------------------------------------------------------------- builds that are killed

@@ -169,6 +169,20 @@ def test_every_line_runs(interpreted: Any) -> None:
     )
 
 
+def test_sums_are_float32_whatever_the_default_dtype(interpreted: Any) -> None:
+    """Of parts of the keys, too: bfloat16 would round maxima and sums before they are joined."""
+
+    def attend(*arguments: Any, **options: Any) -> Tensor:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return interpreted.beam_attention(*arguments, **options)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    case = dict(seed=4, batch=2, beams=3, key_heads=2, group=1, keys=300, size=16, value_size=16, bias="BHMK")
+    check(attend, inputs(case | dict(hidden=0.0, layout="dense", dtype=torch.float32)), 3)
+
+
 @pytest.mark.gpu
 @settings(max_examples=200)
 @given(case=cases, dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), is_automatic=st.booleans())

@@ -150,6 +150,19 @@ def test_attention(interpreted: Any, case: dict[str, Any]) -> None:
     check(interpreted.latent_attention, inputs(case), case["terms"], splits=case["splits"])
 
 
+def test_the_output_is_float32_whatever_the_default_dtype(interpreted: Any) -> None:
+    def attend(*arguments: Any, **options: Any) -> Tensor:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return interpreted.latent_attention(*arguments, **options)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    case = dict(seed=4, batch=2, beams=3, heads=2, keys=300, size=40, bias="BHMK", hidden=0.0, layout="dense")
+    for splits in (1, 3):
+        check(attend, inputs(case | dict(magnitude=1.0)), 2, splits=splits)
+
+
 def test_every_line_runs(interpreted: Any) -> None:
     """And every branch: with a bias and without, one part and several, one term and two, whole chunks and not."""
     cases = [

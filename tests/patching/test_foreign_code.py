@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastgen.patching.replaced_code import are_interrupted, are_of, is_watched  # noqa: E402, needs torch
+from fastgen.patching import foreign_code  # noqa: E402, needs torch
+from fastgen.patching.foreign_code import HostCode  # noqa: E402
+from fastgen.patching.replaced_code import are_interrupted, are_of, is_watched  # noqa: E402
 
 
 class _Function:
@@ -59,3 +64,25 @@ def test_a_forward_that_is_the_modules_own() -> None:
     for forward in (other.forward, lambda x: x):
         model[0].forward = forward
         assert are_interrupted(model.modules())
+
+
+@pytest.mark.parametrize("left", ["nothing", "another version"])
+def test_a_host_that_was_updated_since_it_was_imported(
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its models run as before: its files are no reason for an error."""
+    source = tmp_path / "updated_host.py"
+    source.write_text("from torch import nn\ndef helper(x): return x\nclass Layer(nn.Module): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    host = importlib.import_module("updated_host")
+    try:
+        source.unlink() if left == "nothing" else source.write_text("not (yet) written")
+        code = HostCode(packages=("updated_host",))
+        assert list(code.find([("", host.Layer())])) == []
+        host.helper = lambda x: x + 1
+        (found,) = code.find([("", host.Layer())])
+        assert found.what == "calls updated_host.helper, which is not the host's own"
+    finally:
+        del sys.modules["updated_host"]
+        foreign_code._shipped_names.cache_clear()

@@ -32,7 +32,7 @@ def install(patches: PatchSet, module: ModuleType) -> None:
 
 def _sequence_generator(patches: PatchSet, module: ModuleType) -> None:
     generator, ensemble = module.SequenceGenerator, module.EnsembleModel
-    stock = generator._generate
+    stock = patches.stock(generator, "_generate")
     require_signature(stock, _GENERATE)
     require_own(stock, "fairseq")
     for name in _ENSEMBLE:
@@ -45,7 +45,7 @@ def _sequence_generator(patches: PatchSet, module: ModuleType) -> None:
 
 
 def _checkpoint_utils(patches: PatchSet, module: ModuleType) -> None:
-    stock = module.load_checkpoint_to_cpu
+    stock = patches.stock(module, "load_checkpoint_to_cpu")
     require_signature(stock, ("path", "arg_overrides", "load_on_all_ranks"))
     patches.replace(module, "load_checkpoint_to_cpu", checkpoints.loading(stock))
 

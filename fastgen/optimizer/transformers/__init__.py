@@ -10,6 +10,7 @@ from typing import Any
 
 from fastgen import config, report
 from fastgen.optimizer.transformers import expansion, streaming, word_times
+from fastgen.patching import hosts
 from fastgen.patching.patch_set import PatchSet, SeamMismatch, require_own, require_signature
 
 TESTED = "5.24.0"  # the newest version of the host
@@ -56,14 +57,15 @@ def _install(patches: PatchSet, module: ModuleType) -> None:
     """Replace `_beam_search`, `_sample` and the method that calls the encoder in `module`'s GenerationMixin."""
     mixin = module.GenerationMixin
     for name, parameters in _SEAMS.items():
-        require_signature(getattr(mixin, name), parameters)
-        require_own(getattr(mixin, name), "transformers")
+        stock = patches.stock(mixin, name)
+        require_signature(stock, parameters)
+        require_own(stock, "transformers")
     for name in _NEEDED:
         if not hasattr(mixin, name):
             raise SeamMismatch(f"GenerationMixin has no {name}")
     for name in _ENCODES:
         with contextlib.suppress(AttributeError, SeamMismatch):  # an encoder that reads padding only costs time
-            prepare = getattr(mixin, name)
+            prepare = patches.stock(mixin, name)
             require_signature(prepare, _ENCODER)
             patches.replace(mixin, name, _without_padding(prepare))
     # Without it, or in 4.57, models that are given images are left to the host.
@@ -71,14 +73,15 @@ def _install(patches: PatchSet, module: ModuleType) -> None:
         patches.replace(mixin, _EXPANDS, expansion.noted(expands))
     _provide_diverse(patches, module)
     for name in _SEAMS:
-        patches.replace(mixin, name, _accelerated(getattr(mixin, name), patches))
+        patches.replace(mixin, name, _accelerated(patches.stock(mixin, name), patches))
     with contextlib.suppress(AttributeError, SeamMismatch):  # without it streamers are refused with beams, as in stock
-        validate = mixin._validate_generation_mode
+        validate = patches.stock(mixin, "_validate_generation_mode")
         require_signature(validate, streaming.VALIDATES)
         patches.replace(mixin, "_validate_generation_mode", streaming.holding(validate, mixin))
-    patches.replace(mixin, "generate", _verified(mixin.generate))
+    patches.replace(mixin, "generate", _verified(patches.stock(mixin, "generate")))
     if not hasattr(mixin, "_prefill"):  # 4.57
-        patches.replace(mixin, "_prepare_cache_for_generation", _marking(mixin._prepare_cache_for_generation))
+        prepare = patches.stock(mixin, "_prepare_cache_for_generation")
+        patches.replace(mixin, "_prepare_cache_for_generation", _marking(prepare))
 
 
 def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +94,8 @@ def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hosts.is_on():  # called by a function that others have put over this one, which stays
+            return stock(self, *args, **kwargs)
         verification: Any = None
         try:
             from fastgen.optimizer.transformers.model.facts import one_call
@@ -114,7 +119,8 @@ def _provide_diverse(patches: PatchSet, module: ModuleType) -> None:
     mode = next((mode for mode, name in methods.items() if name.endswith("/group-beam-search")), None)
     if mode is not None:
         # In this order, as another thread may look in between; they are reverted in the reverse order.
-        patches.replace(module.GenerationMixin, "_group_beam_search", _diverse(module.GenerationMixin._beam_search))
+        stock = patches.stock(module.GenerationMixin, "_beam_search")
+        patches.replace(module.GenerationMixin, "_group_beam_search", _diverse(stock))
         patches.replace(module, "GENERATION_MODES_MAPPING", {**methods, mode: "_group_beam_search"})
 
 
@@ -130,6 +136,8 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
         **model_kwargs: Any,
     ) -> Any:
         args = (self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
+        if not hosts.is_on() and not isinstance(model_kwargs.get("streamer"), streaming.HeldStreamer):
+            return stock(*args, **model_kwargs)  # see `_verified`; what has begun with a HeldStreamer ends with it
         # The host is still being imported when this module is: these are imported at the first call.
         try:
             from fastgen.optimizer.transformers import dispatch
@@ -185,6 +193,8 @@ def _without_padding(prepare: Callable[..., Any]) -> Callable[..., Any]:
     def prepared(
         self: Any, inputs_tensor: Any, model_kwargs: dict[str, Any], model_input_name: Any, generation_config: Any
     ) -> Any:
+        if not hosts.is_on():
+            return prepare(self, inputs_tensor, model_kwargs, model_input_name, generation_config)
         try:
             from fastgen.optimizer import together
             from fastgen.optimizer.transformers.model.encoder import encode

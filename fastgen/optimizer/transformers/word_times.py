@@ -33,7 +33,7 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     Raises SeamMismatch if this version's functions differ from those that this was written for.
     """
     mixin = module.WhisperGenerationMixin
-    asks, extract = mixin._set_return_outputs, mixin._extract_token_timestamps
+    asks, extract = (patches.stock(mixin, name) for name in ("_set_return_outputs", "_extract_token_timestamps"))
     options = ("return_dict_in_generate", "return_token_timestamps", "logprob_threshold", "generation_config")
     require_signature(asks, options)
     names = ("self", "generate_outputs", "alignment_heads", "time_precision", "num_frames", "num_input_ids")

@@ -12,6 +12,7 @@ from typing import Any
 
 from fastgen import config
 from fastgen.optimizer import together
+from fastgen.patching import hosts
 from fastgen.patching.patch_set import PatchSet, require_own, require_signature
 
 TESTED = "20250625"  # the newest version of the host
@@ -33,25 +34,27 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     Raises SeamMismatch if this version's inference differs from the one that ours was written for.
     """
     inference = module.PyTorchInference
-    require_signature(inference.__init__, ("self", "model", "initial_token_length"))
+    begin = patches.stock(inference, "__init__")
+    require_signature(begin, ("self", "model", "initial_token_length"))
     for name, parameters in _METHODS.items():
         require_signature(getattr(inference, name), parameters)
         require_own(getattr(inference, name), "whisper")
     methods = {name: getattr(inference, name) for name in _METHODS}
-    patches.replace(inference, "__init__", _wrapped(inference, inference.__init__, methods))
-    require_signature(module.DecodingTask.run, ("self", "mel"))
+    patches.replace(inference, "__init__", _wrapped(inference, begin, methods))
+    run, encode = (patches.stock(module.DecodingTask, name) for name in ("run", "_get_audio_features"))
+    require_signature(run, ("self", "mel"))
     is_tested = importlib.import_module("whisper.version").__version__ == TESTED
-    patches.replace(module.DecodingTask, "run", _prepared(module.DecodingTask, is_tested))
-    require_signature(module.DecodingTask._get_audio_features, ("self", "mel"))
-    patches.replace(module.DecodingTask, "_get_audio_features", _encoding(module.DecodingTask))
+    patches.replace(module.DecodingTask, "run", _prepared(module.DecodingTask, run, is_tested))
+    require_signature(encode, ("self", "mel"))
+    patches.replace(module.DecodingTask, "_get_audio_features", _encoding(module.DecodingTask, encode))
     if is_tested:  # other versions may have other rules
         for kind, name in _RULES:
             patches.replace(getattr(module, kind), name, _on_tree(getattr(module, kind), name))
 
 
-def _prepared(kind: type[Any], is_tested: bool) -> Callable[[Any, Any], Any]:
+def _prepared(kind: type[Any], stock: Callable[..., Any], is_tested: bool) -> Callable[[Any, Any], Any]:
     """Wrap the host's `run`: it is compared with fastgen's where the user asks for that."""
-    stock, loop = kind.run, kind._main_loop
+    loop = kind._main_loop
 
     @functools.wraps(stock)
     def run(self: Any, mel: Any) -> Any:
@@ -59,6 +62,8 @@ def _prepared(kind: type[Any], is_tested: bool) -> Callable[[Any, Any], Any]:
 
         found = getattr(self.inference.logits, "__self__", None)
         ours = found if isinstance(found, TreeInference) and type(self) is kind else None
+        if ours is None and not hosts.is_on():  # called by a function that others have put over this one, which stays
+            return stock(self, mel)
         if ours is not None and is_tested and _is_hosts(self, loop):
             ours.wanted = self.sot_index, len(self.initial_tokens) - 1  # all that the host's loop looks at
         if ours is not None and together.is_inside():
@@ -84,13 +89,13 @@ def _is_hosts(task: Any, loop: Callable[..., Any]) -> bool:
     return is_own and type(task)._main_loop is loop and "_main_loop" not in vars(task)
 
 
-def _encoding(kind: type[Any]) -> Callable[[Any, Any], Any]:
+def _encoding(kind: type[Any], stock: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     """Wrap the host's `_get_audio_features`: fastgen encodes, where the user has chosen weights in fewer bits."""
-    stock = kind._get_audio_features
 
     @functools.wraps(stock)
     def _get_audio_features(self: Any, mel: Any) -> Any:
-        if config.current().weights != "float32" and type(self) is kind and not self.options.fp16:
+        is_ours = type(self) is kind and not self.options.fp16 and hosts.is_on()
+        if is_ours and config.current().weights != "float32":
             from fastgen.optimizer.whisper.inference import encoded
 
             mel = encoded(self.model, mel)  # the host leaves what is encoded alone
@@ -121,7 +126,7 @@ def _wrapped(
     @functools.wraps(stock)
     def __init__(self: Any, model: Any, initial_token_length: int) -> None:
         stock(self, model, initial_token_length)
-        if type(self) is not kind:  # a subclass of the user's may do anything
+        if type(self) is not kind or not hosts.is_on():  # a subclass of the user's may do anything
             return
         # The host is still being imported when this module is: these are imported at the first call.
         from fastgen.optimizer.whisper.inference import TreeInference

@@ -144,7 +144,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Zeros in float32; on the CPU they take no memory, and no time, where nobody writes."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(shape, np.float32))  # torch would write them
-    return torch.zeros(shape, device=device)
+    return torch.zeros(shape, dtype=torch.float32, device=device)
 
 
 def _head_of(embedding: nn.Embedding) -> nn.Linear:

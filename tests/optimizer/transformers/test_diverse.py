@@ -196,6 +196,18 @@ def test_shapes() -> None:
         _check(model, inputs, _run(model, inputs))
 
 
+def test_whatever_the_default_dtype() -> None:
+    model, inputs = zoo.load("bart"), _inputs("bart")
+    expected, before = _run(model, inputs), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = _run(model, inputs)
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert {each.dtype for each in found.scores} == {torch.float32}
+
+
 def test_what_never_ends() -> None:
     options = dict(eos_token_id=None, num_return_sequences=6)
     output = _run(zoo.load("gpt2"), _inputs("gpt2"), **options)

@@ -129,7 +129,8 @@ class _Processing:
         if group:
             counts = torch.zeros(len(others), scores.shape[1], device=scores.device)
             counts.scatter_add_(1, others, torch.ones_like(others, dtype=counts.dtype))
-            scores = scores - (self._penalty * counts).repeat_interleave(self._size, dim=0)
+            penalty = (self._penalty * counts).repeat_interleave(self._size, dim=0)
+            scores = (scores - penalty).to(scores.dtype)  # counts have the default dtype, as in the host
         # A processor of the user's may look at what other groups have chosen, too.
         processed: Tensor = self._after(tokens, scores, current_tokens=chosen, beam_group_idx=group)
         return processed
