@@ -33,6 +33,8 @@ def configuration(request: Request) -> Any:
     family = FAMILIES.get(request.model.config.model_type)
     if family is None or not family.chunks_prompts or not (request.facts.is_hosts_own and request.facts.is_causal):
         return config
+    if request.rotates_by_length:
+        return config  # a chunk is shorter than the prompt
     if torch.are_deterministic_algorithms_enabled():
         return config  # sums in another order, as the memory of the moment would have it
     free = _free_memory(request.input_ids.device)

@@ -42,6 +42,7 @@ class ModelFacts:
     is_encoder_watched: bool
     sees_prompt_padding: bool  # generated tokens attend to padding of the prompt
     takes_plain_mask: bool  # the model's code needs a source mask in two dimensions
+    rotates_from: float  # the length from which on rotations may depend on the longest row
     paddings: frozenset[int]  # tokens that modules of a step were made to take for padding
     folding: dict[tuple[type, str], Wrapper]  # wrappers of classes that compute attention themselves
     replayable: dict[tuple[type, str], Wrapper]  # wrappers of classes that would wait for a device
@@ -129,6 +130,7 @@ def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
         is_encoder_watched=replaced_code.is_watched(module for _, module in in_encoder),
         sees_prompt_padding=streams.sees_padding(model),
         takes_plain_mask=modules.takes_plain_mask(kinds),
+        rotates_from=modules.rotates_by_length_from(steps),
         paddings=frozenset(found for step in steps if isinstance(found := getattr(step, "padding_idx", None), int)),
         folding=modules.hand_written_attention(kinds),
         replayable=modules.replayable_inputs(kinds),
@@ -158,6 +160,8 @@ def _off_tree(model: Any, everything: list[nn.Module], parts: dict[str, nn.Modul
         return reason
     if name := modules.unfoldable_attention({type(module) for module in everything}):
         return f"{name} computes attention itself instead of calling an attention function"
+    if name := modules.past_the_function(parts.values()):
+        return f"{name} computes attention itself, as its configuration says, past the function that it looks up"
     for module in everything:
         config = getattr(module, "config", None)
         types = getattr(config, "layer_types", None) or ()
