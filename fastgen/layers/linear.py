@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen import config
 from fastgen.layers import checked_products, packed_weights, precision, quantized
@@ -342,7 +343,7 @@ class LinearDispatcher:
             if (available := limits.free()) is not None and 4 * weight.nbytes > available:
                 return False  # for now: a trial takes two copies
             try:
-                with arena.outside():
+                with arena.outside(), _disable_current_modes():  # a mode that records a step is not to see the trial
                     pays = is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias, over)
             except (RuntimeError, MemoryError):  # no memory for the trial
                 pays = False
