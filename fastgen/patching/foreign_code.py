@@ -11,7 +11,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -66,10 +66,10 @@ class HostCode:
     def find(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Finding]:
         """The foreign code in these modules, given with their paths in the model."""
         if nn.modules.module._has_any_global_hook():
-            hooks = (*_GLOBAL._global_forward_pre_hooks.values(), *_GLOBAL._global_forward_hooks.values())
-            yield Finding("", "is called with hooks of yours on all modules", code=_identities(*hooks))
-        if (replaced := replaced_code.replaced_function()) is not None:
-            yield Finding("", f"calls {replaced}, which is not torch's own")
+            yield Finding("", "is called with hooks of yours on all modules", code=identities(*_global_hooks()))
+        if replaced := replaced_code.replaced_functions():
+            what = f"calls {next(iter(replaced))}, which is not torch's own"
+            yield Finding("", what, code=identities(*replaced.values()))
         kinds: dict[type, tuple[str, ...] | None] = {}
         for path, module in modules:
             kind = type(module)
@@ -80,7 +80,7 @@ class HostCode:
                 kinds[kind] = self._of_class(kind)
             if (found := kinds[kind]) is not None:
                 what, name = (*found, "")[:2]
-                yield Finding(path, what, name, _identities(getattr(kind, name, None) if name else kind))
+                yield Finding(path, what, name, identities(getattr(kind, name, None) if name else kind))
             else:
                 yield from self._of_instance(path, module)
         for name in {base.__module__ for kind in kinds for base in kind.__mro__ if self._owns(base)}:
@@ -158,7 +158,7 @@ class HostCode:
         own, kind = vars(module), cast(Any, type(module))
         for hook in (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()):
             if not all(map(self._is_host_code, _functions(hook))):
-                yield Finding(path, "has hooks of yours", code=_identities(hook))
+                yield Finding(path, "has hooks of yours", code=identities(hook))
         if own.get("_compiled_call_impl") is not None:
             yield Finding(path, "is compiled")
         for name, value in (*own["_parameters"].items(), *own["_buffers"].items()):
@@ -169,7 +169,7 @@ class HostCode:
             if not callable(value) or isinstance(value, type) or name not in _names_in_code(kind) - _PRINTS:
                 continue
             if not all(self._is_host_code(function, *packages) for function in _functions(value)):
-                yield Finding(path, f"has a {name} of its own", name, _identities(value))
+                yield Finding(path, f"has a {name} of its own", name, identities(value))
 
     def _of_namespace(self, name: str) -> Iterator[Finding]:
         """Find functions in one of the host's modules that somebody has put in place of the host's."""
@@ -183,7 +183,18 @@ class HostCode:
             is_import = attribute not in defined and _root(home_of(value)) in imported
             if not is_import and not all(map(self._is_host_code, _functions(value))):
                 what = f"calls {name}.{attribute}, which is not the host's own"
-                yield Finding("", what, attribute, _identities(value))
+                yield Finding("", what, attribute, identities(value))
+
+
+def _global_hooks() -> list[Any]:
+    return [*_GLOBAL._global_forward_pre_hooks.values(), *_GLOBAL._global_forward_hooks.values()]
+
+
+def around_all_models() -> Hashable:
+    """What tells the code that runs with any model: hooks on every module, and functions in place of torch's."""
+    replaced = replaced_code.replaced_functions()
+    names = nn.modules.module._has_any_global_hook(), *replaced
+    return names, identities(*_global_hooks(), *replaced.values())
 
 
 # The mode of `with torch.device(...)` says where tensors are made, and our own modes count.
@@ -232,7 +243,7 @@ class _Identity:
         return self._id
 
 
-def _identities(*functions: Any) -> tuple[_Identity, ...]:
+def identities(*functions: Any) -> tuple[_Identity, ...]:
     """What tells these functions, and the objects that they are bound to, from any others."""
     parts = (part for each in functions for part in (getattr(each, "__func__", each), getattr(each, "__self__", None)))
     return tuple(_Identity(part) for part in parts if part is not None)

@@ -52,15 +52,20 @@ def replaced_function() -> str | None:
 
     Such functions hand themselves, by name, to an active mode: a replacement that calls the original is called twice.
     """
-    if _WAS_PATCHED is not None:
-        return _WAS_PATCHED
+    return next(iter(replaced_functions()), None)
+
+
+def replaced_functions() -> dict[str, Any]:
+    """What stands in place of functions of torch that somebody has replaced, by their names."""
+    found = {} if _WAS_PATCHED is None else {_WAS_PATCHED: _CALLED[1][_WAS_PATCHED.removeprefix(_PREFIXES[1])]}
     for prefix, space, called in zip(_PREFIXES, _NAMESPACES, _CALLED, strict=True):
         if all(map(operator.is_, map(space.get, called), called.values())):
             continue
         for name, value in called.items():
-            if space.get(name) is not value and not _is_torchs(space.get(name)):  # torch's compiler replaces some
-                return prefix + name
-    return None
+            now = space.get(name)
+            if now is not value and not _is_torchs(now):  # torch's compiler replaces some
+                found[prefix + name] = now
+    return found
 
 
 def _is_torchs(value: Any) -> bool:

@@ -18,7 +18,7 @@ from fastgen.optimizer.transformers.model import modules, streams
 from fastgen.optimizer.transformers.replay.guards import guards_of
 from fastgen.optimizer.transformers.versions import FINDS_EAGER
 from fastgen.patching import replaced_code
-from fastgen.patching.foreign_code import Finding
+from fastgen.patching.foreign_code import Finding, around_all_models
 from fastgen.replay.guards import ModelGuards
 
 _ATTENTION = (None, "eager", "sdpa") if FINDS_EAGER else (None, "sdpa")
@@ -83,9 +83,9 @@ def one_call() -> Iterator[None]:
 def _looked_up(model: Any) -> tuple[ModelFacts, bool]:
     """The facts, and whether guards would see any change of the model."""
     kept = _kept.get(model)
-    if kept is None or kept[1] != _surroundings() or not kept[0].is_same_code():
+    if kept is None or kept[1] != around_all_models() or not kept[0].is_same_code():
         everything = list(model.modules())
-        surroundings, guards = _surroundings(), guards_of(everything)
+        surroundings, guards = around_all_models(), guards_of(everything)
         kept = guards, surroundings, _facts(model, everything)
         if guards.is_complete:
             _kept[model] = kept
@@ -102,11 +102,6 @@ _kept: weakref.WeakKeyDictionary[Any, tuple[ModelGuards, Any, ModelFacts]] = wea
 def release() -> None:
     """Forget all facts, which are found again when needed."""
     _kept.clear()
-
-
-def _surroundings() -> tuple[bool, str | None]:
-    """What affects all models: hooks on every module, and functions of torch that somebody has replaced."""
-    return nn.modules.module._has_any_global_hook(), replaced_code.replaced_function()
 
 
 def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
