@@ -369,14 +369,14 @@ def _is_plain(layer: nn.Module, rows: Tensor) -> bool:
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     return (
         type(weight) is nn.Parameter  # quantised and distributed weights are subclasses
-        and weight.dtype == rows.dtype == torch.float32
+        and (weight.dtype, weight.layout) == (rows.dtype, rows.layout) == (torch.float32, torch.strided)
         and weight.device.type == rows.device.type == "cpu"
         and weight.is_contiguous()
         and not weight.is_inference()  # whoever works so has left torch's own signs of an edit behind
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not precision.may_be_bfloat16_on_cpu()
+        and not precision.may_be_rounded_on_cpu()
     )
 
 
