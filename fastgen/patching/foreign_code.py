@@ -119,7 +119,7 @@ class HostCode:
 
     def _overrides(self, attributes: Mapping[str, Any], owner: type, name: str) -> bool:
         """Whether a class that is neither the host's nor torch's overrides code of the host's or torch's."""
-        is_code = any(map(_is_code, (attributes[name], vars(owner)[name])))
+        is_code = any(map(_is_code, (attributes[name], vars(owner).get(name))))
         return is_code and self._matters(owner, name)
 
     def _matters(self, owner: type, name: str) -> bool:
@@ -274,19 +274,26 @@ def _functions(value: Any) -> list[Any]:
     return [*found, *(function for function in inner if isinstance(function, types.FunctionType))]
 
 
-@functools.cache
+# By class, which may hold what its methods do.
+_names: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
 def _names_in_code(kind: Any) -> frozenset[str]:
     """The names that the methods of a class and of all bases but `nn.Module` use."""
+    if (known := _names.get(kind)) is not None:
+        return known
     names = {"forward"}
     for base in kind.__mro__:
         if base in (nn.Module, object):
             continue
-        for value in vars(base).values():
+        attributes = dict(vars(base))  # a copy: another thread may put something there for a while
+        for value in attributes.values():
             for function in _functions(value) if _is_code(value) else ():
                 if isinstance(function, types.FunctionType):
                     names |= set(_names_of(function.__code__))
-        names |= {name for name, value in vars(base).items() if _is_code(value)}
-    return frozenset(names)
+        names |= {name for name, value in attributes.items() if _is_code(value)}
+    _names[kind] = frozenset(names)
+    return _names[kind]
 
 
 def _names_of(code: types.CodeType) -> Iterator[str]:

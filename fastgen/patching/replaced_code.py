@@ -15,6 +15,7 @@ _LEFT_BEHIND = "transformers.utils.output_capturing"  # hooks that stay once hid
 _PREFIXES = ("torch.", "torch.nn.functional.", "torch.Tensor.")
 _NAMESPACES = [vars(torch), vars(nn.functional), vars(Tensor)]
 _CALLED = [{name: value for name, value in space.items() if callable(value)} for space in _NAMESPACES]
+_MISSING = object()
 
 
 def is_watched(modules: Iterable[nn.Module]) -> bool:
@@ -85,8 +86,11 @@ def is_replaced(kind: type, name: str) -> bool:
 
     The module of the code decides: a wrapper may bear the wrapped function's name. Wrappers of torch and ours are fine.
     """
-    owner = next(base for base in kind.__mro__ if name in vars(base))
-    return not is_of(vars(owner)[name], owner.__module__.partition(".")[0], "torch", "fastgen")
+    for owner in kind.__mro__:
+        function = vars(owner).get(name, _MISSING)  # at once: another thread may put back what was there
+        if function is not _MISSING:
+            return not is_of(function, owner.__module__.partition(".")[0], "torch", "fastgen")
+    return False
 
 
 def is_of(function: Any, *packages: str) -> bool:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -45,11 +46,14 @@ _MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder 
 _PAST_THE_FUNCTION = "reorder_and_upcast_attn"
 
 
-@functools.cache
 def _computes_attention_itself(forward: Any) -> bool:
     code = getattr(inspect.unwrap(forward), "__code__", None)
-    if code is None:
-        return False
+    return code is not None and _attends(code)
+
+
+@functools.cache
+def _attends(code: types.CodeType) -> bool:
+    """Whether code computes attention itself. Not asked of the function: one of the user's may hold the model."""
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     caches = any(name in parameters for name in CACHE_PARAMETERS) and "update" in code.co_names
     return caches and "ALL_ATTENTION_FUNCTIONS" not in code.co_names
