@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
+import threading
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from fastgen.patching import foreign_code, replaced_code  # noqa: E402, needs torch
 from fastgen.patching.replaced_code import are_interrupted, are_of, is_watched  # noqa: E402, needs torch
 
 
@@ -59,3 +62,44 @@ def test_a_forward_that_is_the_modules_own() -> None:
     for forward in (other.forward, lambda x: x):
         model[0].forward = forward
         assert are_interrupted(model.modules())
+
+
+def test_a_class_that_another_thread_changes_meanwhile() -> None:
+    """While a thread decodes, a model's class may have a method that is put back at any time."""
+
+    class Model(torch.nn.Module):
+        pass
+
+    is_over, interval = threading.Event(), sys.getswitchinterval()
+
+    def change() -> None:
+        while not is_over.is_set():
+            Model.__call__ = torch.nn.Module.__call__
+            del Model.__call__
+
+    thread = threading.Thread(target=change)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(20000):
+            assert not replaced_code.is_replaced(Model, "__call__")
+            foreign_code._names.pop(Model, None)
+            assert "forward" in foreign_code._names_in_code(Model)
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+
+
+def test_all_functions_that_were_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told apart by what stands in their place, not by their names."""
+    before = foreign_code.around_all_models()
+    monkeypatch.setattr(torch, "relu", lambda rows: rows)
+    first = foreign_code.around_all_models()
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda rows: rows)
+    both = foreign_code.around_all_models()
+    assert list(replaced_code.replaced_functions()) == ["torch.relu", "torch.nn.functional.gelu"]
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda rows: 2 * rows)
+    assert len({before, first, both, foreign_code.around_all_models()}) == 4
+    monkeypatch.undo()
+    assert foreign_code.around_all_models() == before

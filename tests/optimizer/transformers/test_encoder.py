@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,6 +140,48 @@ def test_what_the_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = fastgen.status().encoders
     assert counted == dict(batches=1, read=2 * 17 + 2 * 9 + 3 * 3, positions=7 * 17)
     assert f"1 batches grouped by length, {1 - 61 / 119:.0%} shorter" in str(fastgen.status())
+
+
+def test_other_threads_draw_what_they_draw_in_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random stream is everybody's: put back, it would give another thread the same numbers again."""
+    drawn: list[float] = []
+    norm = torch.nn.LayerNorm.forward
+
+    def forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: drawn.append(float(torch.rand(()))))
+        thread.start()
+        thread.join()
+        return norm(self, rows)
+
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", disguised(forward, torch.nn.LayerNorm))
+    model, inputs = copy.deepcopy(zoo.load("bart")), mixed("bart")
+    for _ in range(2):
+        report.reset()
+        drawn.clear()
+        torch.manual_seed(0)
+        encoder_states(model, inputs)
+        torch.manual_seed(0)
+        assert drawn == [float(torch.rand(())) for _ in drawn] and len(drawn) > 9 and grouped() == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_encoders_that_draw_numbers(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of some versions do, one for each layer: afterwards the stream is where it is in stock."""
+    norm = torch.nn.LayerNorm.forward
+
+    def forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        torch.rand([])
+        return norm(self, rows)
+
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", disguised(forward, torch.nn.LayerNorm))
+    model, inputs, states = copy.deepcopy(zoo.load("bart")), mixed("bart"), []
+    for run in range(3):
+        report.reset()
+        torch.manual_seed(0)
+        with fastgen.disabled() if not run else contextlib.nullcontext(), mode():
+            encoder_states(model, inputs)
+        states.append(torch.get_rng_state())
+        assert torch.equal(states[0], states[-1]) and grouped() == (1 if run else 0)
 
 
 def test_padding_of_all_rows_is_cut_off() -> None:
