@@ -72,7 +72,7 @@ _CONTAINER = _control_groups()
 
 
 def _given_back(group: Path) -> int:
-    """Bytes that a control group gives back when memory runs short: pages of files that were read, a model's among them."""
+    """Bytes that a control group gives back when memory runs short: pages of files that were read, as a model is."""
     with contextlib.suppress(OSError, ValueError):
         counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))

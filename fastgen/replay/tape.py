@@ -77,7 +77,7 @@ class Tape(DecomposingMode):
             with _Refusing(), self:
                 result = function()
         except BaseException:
-            if self.draws:  # the step will run again, and draw the same numbers; other threads draw from the same stream
+            if self.draws:  # the step will run again, and draw the same numbers
                 torch.set_rng_state(random)
             raise
         leaves, self._spec = pytree.tree_flatten(result)
