@@ -258,6 +258,15 @@ def test_no_mask_but_padding() -> None:
     assert_left_alone(zoo.load("bart"), {"input_ids": mixed("bart")["input_ids"]})
 
 
+def test_a_length_that_the_host_divides() -> None:
+    """The feed-forward part reads so many positions at a time, and raises an error for other lengths."""
+    chunked = zoo._model("BertModel", "BertConfig", zoo.CAUSAL, chunk_size_feed_forward=17)
+    decoder = zoo._model("BertLMHeadModel", "BertConfig", zoo.CAUSAL, **zoo.AS_DECODER)
+    model = zoo._pair("EncoderDecoderModel", chunked, decoder)().eval()
+    harness.compare(model, mixed("bert2bert"), **SEARCH)
+    assert not grouped()
+
+
 def test_embeddings() -> None:
     model, inputs = zoo.load("bart"), mixed("bart")
     embeddings = model.get_encoder().get_input_embeddings()(inputs["input_ids"])

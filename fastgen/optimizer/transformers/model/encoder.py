@@ -196,6 +196,8 @@ def _reads_rows_apart(model: Any, inputs: Tensor, kwargs: dict[str, Any], input_
     encoder = model.get_encoder()
     if type(encoder).__name__ not in ENCODERS or not type(encoder).__module__.startswith("transformers.models."):
         return False
+    if getattr(encoder.config, "chunk_size_feed_forward", 0):
+        return False  # by which the host divides the length of the batch, and must be able to
     return _is_padded_right(mask) and not facts_of(model).is_encoder_watched
 
 
