@@ -79,7 +79,7 @@ ENDS = list(range(zoo.FIRST_WORD, zoo.VOCAB, 6))  # so many that sentences end e
 @pytest.mark.parametrize("kind", KINDS)
 def test_sentences_stay(kind: str, left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind, monkeypatch)
-    options = dict(num_beams=3, max_new_tokens=20, eos_token_id=ENDS)
+    options = dict(num_beams=3, max_new_tokens=20, eos_token_id=ENDS, early_stopping=True)
     assert all(_same(model, prompts(seed), **options) for seed in range(8)) and not left
 
 
@@ -88,14 +88,14 @@ def test_it_matters(kind: str, left: list[int], monkeypatch: pytest.MonkeyPatch)
     """If they left, the others would be rotated otherwise."""
     model = model_of(kind, monkeypatch)
     monkeypatch.setattr(modules, "rotates_by_length_from", lambda modules: float("inf"))
-    options = dict(num_beams=3, max_new_tokens=20, eos_token_id=ENDS)
+    options = dict(num_beams=3, max_new_tokens=20, eos_token_id=ENDS, early_stopping=True)
     assert not all(_same(model, prompts(seed), **options) for seed in range(8)) and left
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_texts_leave(kind: str, left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind, monkeypatch)
-    options = dict(num_beams=3, max_new_tokens=TRAINED - 6, eos_token_id=ENDS)
+    options = dict(num_beams=3, max_new_tokens=TRAINED - 6, eos_token_id=ENDS, early_stopping=True)
     assert all(_same(model, prompts(seed, (5, 4, 3, 2)), **options) for seed in range(4)) and left
 
 
