@@ -193,7 +193,7 @@ def _global_hooks() -> list[Any]:
 def around_all_models() -> Hashable:
     """What tells the code that runs with any model: hooks on every module, and functions in place of torch's."""
     replaced = replaced_code.replaced_functions()
-    names = nn.modules.module._has_any_global_hook(), *replaced
+    names = bool(nn.modules.module._has_any_global_hook()), *replaced
     return names, identities(*_global_hooks(), *replaced.values())
 
 

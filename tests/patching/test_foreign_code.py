@@ -103,3 +103,11 @@ def test_all_functions_that_were_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     assert len({before, first, both, foreign_code.around_all_models()}) == 4
     monkeypatch.undo()
     assert foreign_code.around_all_models() == before
+
+
+def test_hooks_on_all_modules_come_and_go() -> None:
+    before = foreign_code.around_all_models()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *arguments: None)
+    during = foreign_code.around_all_models()
+    handle.remove()
+    assert before == foreign_code.around_all_models() != during

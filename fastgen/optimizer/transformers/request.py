@@ -168,16 +168,9 @@ class Request:
             and all(self._has_all_sentences(processor) for processor in self.logits_processor)
             and self.stops_by_last_token
             and self.users_cache is None  # which gets all rows in the end
-            and not self.rotates_by_length
+            and not rotates_by_length(self)
             and not self._may_divide_by_nothing
         )
-
-    @property
-    def rotates_by_length(self) -> bool:
-        """Whether positions may be rotated as the longest row of the batch says, which may leave it."""
-        embeds = self.model_kwargs.get("inputs_embeds")  # which the largest length does not count
-        longest = self.generation_config.max_length + (embeds.shape[1] if isinstance(embeds, Tensor) else 0)
-        return bool(longest >= self.facts.rotates_from)
 
     def _has_all_sentences(self, processor: Any) -> bool:
         """Whether a trie has sequences for each sentence of the batch; else the host raises an error."""
@@ -291,6 +284,13 @@ class Request:
             return stopped.view(tokens.shape)
 
         return by_last_token if self.stops_by_last_token else by_hypothesis
+
+
+def rotates_by_length(request: Request) -> bool:
+    """Whether positions may be rotated as the longest row of the batch says, which may leave it."""
+    embeds = request.model_kwargs.get("inputs_embeds")  # which the largest length does not count
+    longest = request.generation_config.max_length + (embeds.shape[1] if isinstance(embeds, Tensor) else 0)
+    return bool(longest >= request.facts.rotates_from)
 
 
 def _is_absent(value: Any) -> bool:

@@ -407,6 +407,17 @@ def test_a_verdict_is_of_the_code_around_the_model(place: Any, monkeypatch: pyte
     assert expected == [True, False, True]
 
 
+def test_a_hook_on_all_modules_that_is_removed() -> None:
+    """Its model is accelerated again."""
+    model, inputs, options = copy.deepcopy(zoo.load("llama")), zoo.inputs_for("llama"), options_of("beams")
+    for _ in range(2):
+        harness.compare(model, inputs, **options)
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *arguments: None)
+        harness.compare(model, inputs, expected="fallback", **options)
+        handle.remove()
+        harness.compare(model, inputs, **options)
+
+
 def test_a_search_replaced_before_fastgen_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs: the host is left alone, and the status says why."""
     calls, model = [], zoo.load("llama")
