@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-import threading
 from typing import Any
 
 import pytest
@@ -64,31 +62,20 @@ def test_a_forward_that_is_the_modules_own() -> None:
         assert are_interrupted(model.modules())
 
 
-def test_a_class_that_another_thread_changes_meanwhile() -> None:
+def test_a_class_that_another_thread_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a thread decodes, a model's class may have a method that is put back at any time."""
 
     class Model(torch.nn.Module):
         pass
 
-    is_over, interval = threading.Event(), sys.getswitchinterval()
+    looks = iter([{"__call__": torch.nn.Module.__call__}])  # what is there at the first look, and at no other
 
-    def change() -> None:
-        while not is_over.is_set():
-            Model.__call__ = torch.nn.Module.__call__
-            del Model.__call__
+    def seen(owner: type) -> Any:
+        return next(looks, {}) if owner is Model else vars(owner)
 
-    thread = threading.Thread(target=change)
-    sys.setswitchinterval(1e-6)
-    try:
-        thread.start()
-        for _ in range(20000):
-            assert not replaced_code.is_replaced(Model, "__call__")
-            foreign_code._names.pop(Model, None)
-            assert "forward" in foreign_code._names_in_code(Model)
-    finally:
-        is_over.set()
-        thread.join()
-        sys.setswitchinterval(interval)
+    monkeypatch.setattr(replaced_code, "vars", seen, raising=False)
+    assert not replaced_code.is_replaced(Model, "__call__")
+    assert not replaced_code.is_replaced(Model, "__call__")
 
 
 def test_all_functions_that_were_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
