@@ -22,10 +22,16 @@ __phase__ = phases.CACHE
 
 WIDE_FROM = 32  # beams: benchmarks/bench_wide.py measures from how many on paths win
 FIRST_STEPS = 16  # steps allocated at first: of many beams few ancestors stay, so pruning soon frees most slots
+_FIRST_ROOM = 256  # steps on a path for which there is room at first
+MOST_STATIC_STEPS = 1024  # a static tree has room for all steps, and each step reads all of it
 
 
 class WideTree(BeamTree):
-    """A beam tree whose `_ancestry` is a table of slots, int32 `[B, M, max_steps]`, -1 where there is no step yet."""
+    """A beam tree whose `_ancestry` is a table of slots, int32 `[B, M, room]`, -1 where there is no step yet.
+
+    There is room for all steps in a static tree, else for so many that the table has to grow now and then: the longest
+    that is allowed may be any number.
+    """
 
     def __init__(
         self, batch: int, beams: int, max_steps: int, buffers: Buffers | None = None, is_static: bool = False
@@ -39,10 +45,10 @@ class WideTree(BeamTree):
     def begin_decoding(self, prompt_mask: Tensor | None = None, device: torch.device | None = None) -> None:
         prompt = self.prompt_length
         device = device or next(tensor.device for layer in self.layers for tensor in layer.stored())
-        steps = self.batch, self.beams, self.max_steps
-        self._ancestry = torch.full(steps, -1, dtype=torch.int32, device=device)
+        room = self.max_steps if self.is_static else min(self.max_steps, _FIRST_ROOM)
+        self._ancestry = torch.full((self.batch, self.beams, room), -1, dtype=torch.int32, device=device)
         # Which tokens of a path count, by their position: padding of the prompt does not.
-        self._is_token = torch.ones(self.batch, prompt + self.max_steps, dtype=torch.bool, device=device)
+        self._is_token = torch.ones(self.batch, prompt + room, dtype=torch.bool, device=device)
         if prompt_mask is not None:
             self._is_token[:, :prompt] = prompt_mask.bool()
         self._everything = torch.ones(1, dtype=torch.bool, device=device)
@@ -69,6 +75,8 @@ class WideTree(BeamTree):
     def advance(self) -> None:
         if self._is_full():
             self._make_room()
+        if self.steps == self._ancestry.shape[2]:
+            self._lengthen()
         start = self.used
         self._ancestry[:, :, self.steps] = self._places + start
         self.steps += 1
@@ -79,8 +87,14 @@ class WideTree(BeamTree):
             self._clock.fill_(self.length)
         self._of_step.clear()
 
+    def _lengthen(self) -> None:
+        """Make room for twice as many steps on each path."""
+        rows, token = self._ancestry, self._is_token
+        self._ancestry = torch.cat([rows, torch.full_like(rows, -1)], dim=2)
+        self._is_token = torch.cat([token, token.new_ones(len(token), rows.shape[2])], dim=1)
+
     def _padded(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor if name == "ancestry" else super()._padded(name, tensor)  # it has room for all steps
+        return tensor if name == "ancestry" else super()._padded(name, tensor)  # it is a table of steps
 
     def _ancestors(self) -> Tensor:
         is_ancestor = self._seen(self._ancestry[:, :, : self.steps].flatten(1))[:, self.prompt_length : self.used]

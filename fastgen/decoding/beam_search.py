@@ -107,6 +107,7 @@ class BeamSearch:
 
     ranks = True
     counts_late = False
+    shows_rows = False  # `running` goes to code of the user's, which may keep it, or change a row as in the host
 
     def __init__(
         self,
@@ -233,7 +234,10 @@ class BeamSearch:
             so_far = self.running().index_select(0, (parents + self._first_row).flatten())
             return torch.cat([so_far, tokens.flatten()[:, None]], dim=1)
 
-        return self._advance(scores, tokens, parents, is_stopped(tokens, hypotheses))
+        stopped = is_stopped(tokens, hypotheses)
+        if self.shows_rows:
+            self.live.tokens = self.live.tokens.clone()  # the old ones are no longer written to
+        return self._advance(scores, tokens, parents, stopped)
 
     def _advance(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor) -> Tensor:
         """Do what `_take` does once it is known which of the candidates stop here, bool `[B, K]`."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen import config
 from fastgen.layers import checked_products, packed_weights, precision, quantized
@@ -342,7 +343,7 @@ class LinearDispatcher:
             if (available := limits.free()) is not None and 4 * weight.nbytes > available:
                 return False  # for now: a trial takes two copies
             try:
-                with arena.outside():
+                with arena.outside(), _disable_current_modes():  # a mode that records a step is not to see the trial
                     pays = is_faster(product, prepare, weight, rows.flatten(0, -2)[:_TRIAL_ROWS], layer.bias, over)
             except (RuntimeError, MemoryError):  # no memory for the trial
                 pays = False
@@ -368,14 +369,14 @@ def _is_plain(layer: nn.Module, rows: Tensor) -> bool:
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     return (
         type(weight) is nn.Parameter  # quantised and distributed weights are subclasses
-        and weight.dtype == rows.dtype == torch.float32
+        and (weight.dtype, weight.layout) == (rows.dtype, rows.layout) == (torch.float32, torch.strided)
         and weight.device.type == rows.device.type == "cpu"
         and weight.is_contiguous()
         and not weight.is_inference()  # whoever works so has left torch's own signs of an edit behind
         and (bias is None or (type(bias) is nn.Parameter and bias.dtype == torch.float32))
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not precision.may_be_bfloat16_on_cpu()
+        and not precision.may_be_rounded_on_cpu()
     )
 
 

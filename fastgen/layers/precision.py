@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 
 import torch
@@ -23,7 +24,17 @@ def of_products() -> Hashable:
     )
 
 
-def may_be_bfloat16_on_cpu() -> bool:
-    """Whether the user lets torch compute float32 products on a CPU in bfloat16, which some processors do."""
+def may_be_rounded_on_cpu() -> bool:
+    """Whether the user lets torch round the factors of float32 products on a CPU: to bfloat16, or where this processor
+    can to TF32."""
     found = _by_library()
-    return found["mkldnn"] == "bf16" if found else torch.get_float32_matmul_precision() == "medium"
+    if not found:
+        return torch.get_float32_matmul_precision() == "medium"
+    return found["mkldnn"] == "bf16" or (found["mkldnn"] == "tf32" and _is_tf32_possible())
+
+
+@functools.cache
+def _is_tf32_possible() -> bool:
+    """Whether oneDNN multiplies in TF32 on this processor, which torch asks before it lets it."""
+    is_supported = getattr(torch.cpu, "_is_amx_fp16_supported", None)
+    return is_supported is not None and bool(is_supported())

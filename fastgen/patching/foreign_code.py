@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -67,10 +67,10 @@ class HostCode:
     def find(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Finding]:
         """The foreign code in these modules, given with their paths in the model."""
         if nn.modules.module._has_any_global_hook():
-            hooks = (*_GLOBAL._global_forward_pre_hooks.values(), *_GLOBAL._global_forward_hooks.values())
-            yield Finding("", "is called with hooks of yours on all modules", code=_identities(*hooks))
-        if (replaced := replaced_code.replaced_function()) is not None:
-            yield Finding("", f"calls {replaced}, which is not torch's own")
+            yield Finding("", "is called with hooks of yours on all modules", code=identities(*_global_hooks()))
+        if replaced := replaced_code.replaced_functions():
+            what = f"calls {next(iter(replaced))}, which is not torch's own"
+            yield Finding("", what, code=identities(*replaced.values()))
         kinds: dict[type, tuple[str, ...] | None] = {}
         for path, module in modules:
             kind = type(module)
@@ -81,7 +81,7 @@ class HostCode:
                 kinds[kind] = self._of_class(kind)
             if (found := kinds[kind]) is not None:
                 what, name = (*found, "")[:2]
-                yield Finding(path, what, name, _identities(getattr(kind, name, None) if name else kind))
+                yield Finding(path, what, name, identities(getattr(kind, name, None) if name else kind))
             else:
                 yield from self._of_instance(path, module)
         for name in {base.__module__ for kind in kinds for base in kind.__mro__ if self._owns(base)}:
@@ -120,7 +120,7 @@ class HostCode:
 
     def _overrides(self, attributes: Mapping[str, Any], owner: type, name: str) -> bool:
         """Whether a class that is neither the host's nor torch's overrides code of the host's or torch's."""
-        is_code = any(map(_is_code, (attributes[name], vars(owner)[name])))
+        is_code = any(map(_is_code, (attributes[name], vars(owner).get(name))))
         return is_code and self._matters(owner, name)
 
     def _matters(self, owner: type, name: str) -> bool:
@@ -159,7 +159,7 @@ class HostCode:
         own, kind = vars(module), cast(Any, type(module))
         for hook in (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()):
             if not all(map(self._is_host_code, _functions(hook))):
-                yield Finding(path, "has hooks of yours", code=_identities(hook))
+                yield Finding(path, "has hooks of yours", code=identities(hook))
         if own.get("_compiled_call_impl") is not None:
             yield Finding(path, "is compiled")
         for name, value in (*own["_parameters"].items(), *own["_buffers"].items()):
@@ -170,7 +170,7 @@ class HostCode:
             if not callable(value) or isinstance(value, type) or name not in _names_in_code(kind) - _PRINTS:
                 continue
             if not all(self._is_host_code(function, *packages) for function in _functions(value)):
-                yield Finding(path, f"has a {name} of its own", name, _identities(value))
+                yield Finding(path, f"has a {name} of its own", name, identities(value))
 
     def _of_namespace(self, name: str) -> Iterator[Finding]:
         """Find functions in one of the host's modules that somebody has put in place of the host's."""
@@ -184,7 +184,18 @@ class HostCode:
             is_import = attribute not in defined and _root(home_of(value)) in imported
             if not is_import and not all(map(self._is_host_code, _functions(value))):
                 what = f"calls {name}.{attribute}, which is not the host's own"
-                yield Finding("", what, attribute, _identities(value))
+                yield Finding("", what, attribute, identities(value))
+
+
+def _global_hooks() -> list[Any]:
+    return [*_GLOBAL._global_forward_pre_hooks.values(), *_GLOBAL._global_forward_hooks.values()]
+
+
+def around_all_models() -> Hashable:
+    """What tells the code that runs with any model: hooks on every module, and functions in place of torch's."""
+    replaced = replaced_code.replaced_functions()
+    names = bool(nn.modules.module._has_any_global_hook()), *replaced
+    return names, identities(*_global_hooks(), *replaced.values())
 
 
 # The mode of `with torch.device(...)` says where tensors are made, and our own modes count.
@@ -233,7 +244,7 @@ class _Identity:
         return self._id
 
 
-def _identities(*functions: Any) -> tuple[_Identity, ...]:
+def identities(*functions: Any) -> tuple[_Identity, ...]:
     """What tells these functions, and the objects that they are bound to, from any others."""
     parts = (part for each in functions for part in (getattr(each, "__func__", each), getattr(each, "__self__", None)))
     return tuple(_Identity(part) for part in parts if part is not None)
@@ -264,19 +275,26 @@ def _functions(value: Any) -> list[Any]:
     return [*found, *(function for function in inner if isinstance(function, types.FunctionType))]
 
 
-@functools.cache
+# By class, which may hold what its methods do.
+_names: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
 def _names_in_code(kind: Any) -> frozenset[str]:
     """The names that the methods of a class and of all bases but `nn.Module` use."""
+    if (known := _names.get(kind)) is not None:
+        return known
     names = {"forward"}
     for base in kind.__mro__:
         if base in (nn.Module, object):
             continue
-        for value in vars(base).values():
+        attributes = dict(vars(base))  # a copy: another thread may put something there for a while
+        for value in attributes.values():
             for function in _functions(value) if _is_code(value) else ():
                 if isinstance(function, types.FunctionType):
                     names |= set(_names_of(function.__code__))
-        names |= {name for name, value in vars(base).items() if _is_code(value)}
-    return frozenset(names)
+        names |= {name for name, value in attributes.items() if _is_code(value)}
+    _names[kind] = frozenset(names)
+    return _names[kind]
 
 
 def _names_of(code: types.CodeType) -> Iterator[str]:

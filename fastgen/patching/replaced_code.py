@@ -15,6 +15,7 @@ _LEFT_BEHIND = "transformers.utils.output_capturing"  # hooks that stay once hid
 _PREFIXES = ("torch.", "torch.nn.functional.", "torch.Tensor.")
 _NAMESPACES = [vars(torch), vars(nn.functional), vars(Tensor)]
 _CALLED = [{name: value for name, value in space.items() if callable(value)} for space in _NAMESPACES]
+_MISSING = object()
 
 
 def is_watched(modules: Iterable[nn.Module]) -> bool:
@@ -52,15 +53,20 @@ def replaced_function() -> str | None:
 
     Such functions hand themselves, by name, to an active mode: a replacement that calls the original is called twice.
     """
-    if _WAS_PATCHED is not None:
-        return _WAS_PATCHED
+    return next(iter(replaced_functions()), None)
+
+
+def replaced_functions() -> dict[str, Any]:
+    """What stands in place of functions of torch that somebody has replaced, by their names."""
+    found = {} if _WAS_PATCHED is None else {_WAS_PATCHED: _CALLED[1][_WAS_PATCHED.removeprefix(_PREFIXES[1])]}
     for prefix, space, called in zip(_PREFIXES, _NAMESPACES, _CALLED, strict=True):
         if all(map(operator.is_, map(space.get, called), called.values())):
             continue
         for name, value in called.items():
-            if space.get(name) is not value and not _is_torchs(space.get(name)):  # torch's compiler replaces some
-                return prefix + name
-    return None
+            now = space.get(name)
+            if now is not value and not _is_torchs(now):  # torch's compiler replaces some
+                found[prefix + name] = now
+    return found
 
 
 def _is_torchs(value: Any) -> bool:
@@ -80,8 +86,11 @@ def is_replaced(kind: type, name: str) -> bool:
 
     The module of the code decides: a wrapper may bear the wrapped function's name. Wrappers of torch and ours are fine.
     """
-    owner = next(base for base in kind.__mro__ if name in vars(base))
-    return not is_of(vars(owner)[name], owner.__module__.partition(".")[0], "torch", "fastgen")
+    for owner in kind.__mro__:
+        function = vars(owner).get(name, _MISSING)  # at once: another thread may put back what was there
+        if function is not _MISSING:
+            return not is_of(function, owner.__module__.partition(".")[0], "torch", "fastgen")
+    return False
 
 
 def is_of(function: Any, *packages: str) -> bool:

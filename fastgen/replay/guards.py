@@ -81,16 +81,17 @@ class ModelGuards:
 
     def is_current(self) -> bool:
         """Whether all of it is the same, and no tensor has been written to; asked only of what is complete."""
-        return self.is_same_code() and all(
-            identity.is_of(tensor) for identity, tensor in zip(self._tensors, self._tensors_now(), strict=True)
-        )
+        return self.is_same_code() and self._has_tensors(_Identity.is_of)
 
     def is_same_memory(self) -> bool:
         """Whether all of it is the same but for the numbers in tensors, which may have been written to where they are;
         asked only of what is complete."""
-        return self.is_same_code() and all(
-            identity.has_memory_of(tensor) for identity, tensor in zip(self._tensors, self._tensors_now(), strict=True)
-        )
+        return self.is_same_code() and self._has_tensors(_Identity.has_memory_of)
+
+    def _has_tensors(self, is_same: Callable[[_Identity, Tensor], bool]) -> bool:
+        """Whether the tensors are what they were; another thread may have added one since the code was looked at."""
+        now = self._tensors_now()
+        return len(now) == len(self._tensors) and all(map(is_same, self._tensors, now))
 
     def is_same_code(self) -> bool:
         """Whether all of it is the same but for what is in tensors; asked only of what is complete."""
@@ -205,7 +206,8 @@ class _Attributes(NamedTuple):
 
 def _attributes(module: nn.Module) -> _Attributes:
     own = vars(module)
-    attributes = [(name, _held_value(value)) for name, value in own.items() if name not in _OF_ALL_MODULES]
+    # A copy: a model may set attributes as it runs, in another thread.
+    attributes = [(name, _held_value(value)) for name, value in dict(own).items() if name not in _OF_ALL_MODULES]
     contents = [(name, list(own[name]), _held(list(own[name].values()))) for name in _CONTENTS]
     return _Attributes(len(own), attributes, contents)
 
@@ -227,10 +229,10 @@ def _is_unchanged(module: nn.Module | None, kind: type, held: _Attributes) -> bo
 
 
 def _values(module: nn.Module) -> Iterable[Any]:
-    own = vars(module)
+    own = dict(vars(module))  # a copy, as above
     yield from (value for name, value in own.items() if name not in _OF_ALL_MODULES)
-    yield from own["_parameters"].values()
-    yield from own["_buffers"].values()
+    yield from list(own["_parameters"].values())
+    yield from list(own["_buffers"].values())
 
 
 class _Identity:

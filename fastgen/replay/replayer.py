@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from fastgen import report
 from fastgen.layers import attention_kernels
 from fastgen.memory import cuda_graph, limits
-from fastgen.replay.tape import Noting, Tape
+from fastgen.replay.tape import Drawing, Noting, Tape
 
 _capturing = threading.Lock()  # torch's dispatch modes have flags for the whole process
 NO_MEMORY = "there was no memory to capture its steps"  # which may pass
@@ -37,6 +37,7 @@ class GraphBackend(Protocol):
 
     has_run: bool  # whether capturing computes the result
     written: list[Tensor]  # tensors that the function writes to and has not made; empty if unknown
+    draws: bool  # whether the function draws random numbers, or may
 
     def capture(self, function: Callable[[], Any], device: torch.device) -> Any:
         """Record `function` and return what it returns, with no valid numbers unless it `has_run`."""
@@ -49,6 +50,7 @@ class CudaGraph:
     """A backend that records a function as a CUDA graph with a memory pool of its own."""
 
     has_run = False
+    draws = True  # as it runs: the graph itself draws none
 
     def __init__(self) -> None:
         self.written: list[Tensor] = []
@@ -247,6 +249,13 @@ class Replayer:
         self._last, self._whole, self._captured = None, None, {}
 
 
+def run_watching_draws(function: Callable[[], Any]) -> tuple[Any, bool]:
+    """What `function` returns, and whether it has drawn random numbers, in this thread."""
+    with _capturing, Drawing() as drawing:
+        result = function()
+    return result, drawing.draws
+
+
 class Captured:
     """A captured step, with copies of those inputs whose address changes from step to step."""
 
@@ -282,7 +291,8 @@ class Captured:
             if not limits.is_out_of_memory(error):
                 raise
             return step(), NO_MEMORY
-        random = _random_state(device)
+        # Not in vain: other threads draw from the same stream, and would draw the same numbers again.
+        random = _random_state(device) if self._recording.draws else None
         # The replay comes first: what a captured step stores for later ones may be there only once it was replayed.
         failure, replayed, after = None, [], []
         try:
@@ -302,7 +312,8 @@ class Captured:
             failure = NO_MEMORY if limits.is_out_of_memory(error) else f"it fails: {first}"
         for tensor, its in zip(written, before, strict=True):
             tensor.copy_(its)
-        _set_random_state(device, random)
+        if random is not None:
+            _set_random_state(device, random)
         result = step()
         if failure is not None:
             return result, failure

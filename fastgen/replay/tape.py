@@ -58,10 +58,12 @@ class Tape(DecomposingMode):
         super().__init__()
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self.written: list[Tensor] = []  # tensors that the function writes to and has not made
+        self.draws = False  # the function draws random numbers
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         if depends_on_values(function, args):
             raise RuntimeError(f"{function} waits for a value")
+        self.draws = self.draws or draws(function, args, kwargs)
         outputs = function(*args, **kwargs)
         if function is torch.ops.aten.lift_fresh.default:
             # A tensor that the step has made from a number, and may write to: a replay copies the present values.
@@ -75,7 +77,8 @@ class Tape(DecomposingMode):
             with _Refusing(), self:
                 result = function()
         except BaseException:
-            torch.set_rng_state(random)  # the step will run again, and draw the same numbers
+            if self.draws:  # the step will run again, and draw the same numbers
+                torch.set_rng_state(random)
             raise
         leaves, self._spec = pytree.tree_flatten(result)
         script = _Script(self._calls)
@@ -100,6 +103,21 @@ def depends_on_values(function: Any, args: Any) -> bool:
     )
 
 
+_DRAWS_UNLESS = {"dropout_p": 0, "train": False}  # arguments of attention and of dropout
+
+
+def draws(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this call of an operator draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.name in _DRAWS_UNLESS:
+            value = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
+            if value == _DRAWS_UNLESS[argument.name]:
+                return False
+    return True
+
+
 class _Refusing(TorchFunctionMode):
     """Raises where Python reads values without calling an operator."""
 
@@ -117,6 +135,18 @@ def _holds_tensors(args: Any) -> bool:
     """Whether there are tensors beyond the first argument, or within it if it is a list."""
     inner = args[0] if args and isinstance(args[0], (list, tuple)) else ()
     return next(_tensors([*inner, *args[1:]]), None) is not None
+
+
+class Drawing(DecomposingMode):
+    """Notes whether this thread draws random numbers; all operators run as usual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = False
+
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        self.draws = self.draws or draws(function, args, kwargs)
+        return function(*args, **kwargs)
 
 
 class Noting(DecomposingMode):

@@ -42,6 +42,7 @@ def test_random_operations(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed).choice
     monkeypatch.setattr(wide_tree, "FIRST_STEPS", draw(range(1, 10)))
+    monkeypatch.setattr(wide_tree, "_FIRST_ROOM", random.Random(seed).choice(range(1, 40)))
     prompt = Prompt(draw(range(1, 5)), draw([0, 1, 5]), draw([(None,), (1, None), (4, 7)]), draw([False, True]))
     tree = prompt.tree(draw(range(1, 5)), 30, draw([False, True]), WideTree)
     assert isinstance(tree, WideTree)

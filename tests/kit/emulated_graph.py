@@ -22,6 +22,7 @@ class Graph(tape.DecomposingMode):
     """
 
     has_run = False
+    draws = True
     made: ClassVar[list[Graph]] = []
 
     def __init__(self) -> None:

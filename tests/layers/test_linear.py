@@ -11,7 +11,7 @@ import pytest
 import torch
 from weight_edits import EDITS, IN_PLACE, in_place
 
-from fastgen.layers import linear, packed_weights, timing
+from fastgen.layers import linear, packed_weights, precision, timing
 from fastgen.layers.linear import LinearDispatcher
 from fastgen.memory import limits
 
@@ -105,7 +105,9 @@ def test_an_unchanged_weight_is_packed_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["double", "bfloat16", "grad", "subclass", "no weight", "autocast", "inference"])
+@pytest.mark.parametrize(
+    "case", ["double", "bfloat16", "grad", "subclass", "no weight", "autocast", "inference", "sparse"]
+)
 def test_left_to_stock(case: str) -> None:
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     if case in ("double", "bfloat16"):
@@ -114,6 +116,8 @@ def test_left_to_stock(case: str) -> None:
         layer.weight = type("Quantised", (torch.nn.Parameter,), {})(layer.weight.data)
     if case == "no weight":  # a parametrised weight is computed at each access
         torch.nn.utils.parametrizations.weight_norm(layer)
+    if case == "sparse":
+        layer.weight = torch.nn.Parameter(layer.weight.to_sparse_csr())
     if case == "inference":
         with torch.inference_mode():
             layer = torch.nn.Linear(48, 64)
@@ -222,13 +226,22 @@ def test_copies_go_when_the_layer_is_moved_to_another_dtype() -> None:
     assert count == 0 and packed_weights.nbytes() == 0 and output.dtype == torch.bfloat16
 
 
-def test_products_that_the_user_lets_round_are_stocks() -> None:
+@pytest.mark.parametrize(
+    "setting, has_tf32, ours", [("medium", False, 0), ("high", True, 0), ("high", False, 1), ("highest", True, 1)]
+)
+def test_products_that_the_user_lets_round_are_stocks(
+    setting: str, has_tf32: bool, ours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if setting == "high" and not precision._by_library():
+        pytest.skip("this torch has no TF32 on a CPU")
+    monkeypatch.setattr(precision, "_is_tf32_possible", lambda: has_tf32)  # as some processors say
     layer, rows = torch.nn.Linear(48, 64), torch.randn(4, 48)
     known = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
+    torch.set_float32_matmul_precision(setting)
     try:
         output, count = multiply(layer, rows)
-        assert count == 0 and torch.equal(output, stock(layer, rows))
+        assert count == ours
+        torch.testing.assert_close(output, stock(layer, rows))
     finally:
         torch.set_float32_matmul_precision(known)
     assert multiply(layer, rows)[1] == 1

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastgen.patching import foreign_code  # noqa: E402, needs torch
+from fastgen.patching import foreign_code, replaced_code  # noqa: E402, needs torch
 from fastgen.patching.foreign_code import HostCode  # noqa: E402
 from fastgen.patching.replaced_code import are_interrupted, are_of, is_watched  # noqa: E402
 
@@ -86,3 +86,41 @@ def test_a_host_that_was_updated_since_it_was_imported(
     finally:
         del sys.modules["updated_host"]
         foreign_code._shipped_names.cache_clear()
+
+
+def test_a_class_that_another_thread_changes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a thread decodes, a model's class may have a method that is put back at any time."""
+
+    class Model(torch.nn.Module):
+        pass
+
+    looks = iter([{"__call__": torch.nn.Module.__call__}])  # what is there at the first look, and at no other
+
+    def seen(owner: type) -> Any:
+        return next(looks, {}) if owner is Model else vars(owner)
+
+    monkeypatch.setattr(replaced_code, "vars", seen, raising=False)
+    assert not replaced_code.is_replaced(Model, "__call__")
+    assert not replaced_code.is_replaced(Model, "__call__")
+
+
+def test_all_functions_that_were_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told apart by what stands in their place, not by their names."""
+    before = foreign_code.around_all_models()
+    monkeypatch.setattr(torch, "relu", lambda rows: rows)
+    first = foreign_code.around_all_models()
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda rows: rows)
+    both = foreign_code.around_all_models()
+    assert list(replaced_code.replaced_functions()) == ["torch.relu", "torch.nn.functional.gelu"]
+    monkeypatch.setattr(torch.nn.functional, "gelu", lambda rows: 2 * rows)
+    assert len({before, first, both, foreign_code.around_all_models()}) == 4
+    monkeypatch.undo()
+    assert foreign_code.around_all_models() == before
+
+
+def test_hooks_on_all_modules_come_and_go() -> None:
+    before = foreign_code.around_all_models()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *arguments: None)
+    during = foreign_code.around_all_models()
+    handle.remove()
+    assert before == foreign_code.around_all_models() != during

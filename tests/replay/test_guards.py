@@ -117,7 +117,7 @@ CODE: dict[str, Change] = {
 @pytest.mark.parametrize("change", CODE.values(), ids=list(CODE))
 def test_other_code(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Decoder()
-    guards = guards_of(model)
+    guards = ModelGuards(model.modules(), HOST)
     change(model, monkeypatch)
     assert not guards.is_same_code() and not guards.is_current() and not guards.is_same_memory()
 
@@ -140,7 +140,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", VALUES.values(), ids=list(VALUES))
 def test_other_values(change: Callable[[Any], Any]) -> None:
     model = Decoder()
-    guards = guards_of(model)
+    guards = ModelGuards(model.modules(), HOST)
     change(model)
     assert guards.is_same_code() and not guards.is_current()
     is_in_place = change in (VALUES["weight"], VALUES["buffer"], VALUES["tensor in a dict"])
@@ -150,7 +150,7 @@ def test_other_values(change: Callable[[Any], Any]) -> None:
 def test_a_weight_at_the_same_address() -> None:
     """What is new may have the address of what is gone, an object's or its memory's."""
     model = nn.Sequential(nn.Linear(40, 40))
-    guards = guards_of(model)
+    guards = ModelGuards(model.modules(), HOST)
     for _ in range(20):
         model[0].weight.data = torch.empty(0)
         model[0].weight.data = torch.empty(40, 40)
@@ -178,7 +178,7 @@ SAME: dict[str, Change] = {
 @pytest.mark.parametrize("change", SAME.values(), ids=list(SAME))
 def test_what_does_not_matter(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Decoder()
-    guards = guards_of(model)
+    guards = ModelGuards(model.modules(), HOST)
     change(model, monkeypatch)
     assert guards.is_current()
 
@@ -239,9 +239,19 @@ def test_what_may_change_unseen(change: Callable[[Any], Any]) -> None:
 
 def test_the_model_is_freed() -> None:
     model = nn.TransformerDecoderLayer(8, 2, 16, activation=torch.relu)
-    guards = guards_of(model)
+    guards = ModelGuards(model.modules(), HOST)
     assert not any(map(weakref.getweakrefcount, model.parameters())), "torch refuses to swap such weights"
     held = [weakref.ref(each) for each in (*model.modules(), *model.parameters())]
     del model
     gc.collect()
     assert [each() for each in held] == [None] * len(held) and not guards.is_current()
+
+
+def test_a_tensor_that_another_thread_adds_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at the code and that at the tensors."""
+    model = Decoder()
+    guards = ModelGuards(model.modules(), HOST)
+    assert guards.is_current() and guards.is_same_memory()
+    monkeypatch.setattr(ModelGuards, "is_same_code", lambda self: True)
+    model.late = torch.rand(3)
+    assert not guards.is_current() and not guards.is_same_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fastgen.replay.tape import Noting, Tape
+from fastgen.replay.replayer import Captured
+from fastgen.replay.tape import Drawing, Noting, Tape
 
 CPU = torch.device("cpu")
 
@@ -139,3 +141,44 @@ def test_memory_goes_with_the_tape() -> None:
         assert held.expired()
     finally:
         gc.enable()
+
+
+QUERIES = torch.rand(3, 1, 2, 4, 8)
+DRAWS: dict[str, tuple[Callable[[], Any], bool]] = {
+    "rand": (lambda: torch.rand([]), True),
+    "multinomial": (lambda: torch.multinomial(torch.ones(4), 2), True),
+    "dropout": (lambda: nn.functional.dropout(torch.ones(4), 0.5, training=True), True),
+    "dropout in evaluation": (lambda: nn.functional.dropout(torch.ones(4), 0.5, training=False), False),
+    "attention": (lambda: nn.functional.scaled_dot_product_attention(*QUERIES), False),
+    "attention with dropout": (lambda: nn.functional.scaled_dot_product_attention(*QUERIES, dropout_p=0.5), True),
+    "product": (lambda: nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)), False),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_who_draws(name: str) -> None:
+    function, draws = DRAWS[name]
+    assert recorded(function).draws is draws
+    with Drawing() as drawing:
+        function()
+    assert drawing.draws is draws
+
+
+def test_the_proof_of_a_step_leaves_other_threads_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.rand(3)
+    captured = Captured((), [rows], [rows])
+    captured.capture(Tape(), lambda leaves: leaves[0] * 2, CPU)
+    replay, drawn = captured._recording.replay, []
+
+    def replayed() -> Any:
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(2)))
+        thread.start()
+        thread.join()
+        return replay()
+
+    monkeypatch.setattr(captured._recording, "replay", replayed)
+    torch.manual_seed(0)
+    assert captured.verify(lambda: rows * 2, [rows], CPU)[1] is None
+    drawn.append(torch.rand(2))
+    torch.manual_seed(0)
+    assert torch.cat(drawn).equal(torch.cat([torch.rand(2), torch.rand(2)]))

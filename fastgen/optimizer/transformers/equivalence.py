@@ -70,6 +70,8 @@ def failed_equivalence(
                 expected = _on_a_copy(sample_of(request)).run(stock)
             except Exception as error:  # most likely the request is at fault, not the model
                 return f"a trial with the host failed ({type(error).__name__}: {_first_line(error)})"
+            if not all(bool(logits.isfinite().any()) for logits in expected.logits):
+                return "a trial with the host failed (its logits are not finite: there is nothing to compare)"
             after = _random_states(request)
             _set_random_states(request, before)
             try:

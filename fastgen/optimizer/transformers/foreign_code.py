@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from fastgen import config
 from fastgen.optimizer.transformers import versions
 from fastgen.patching import foreign_code
-from fastgen.patching.foreign_code import Finding, HostCode
+from fastgen.patching.foreign_code import Finding, HostCode, identities
 from fastgen.patching.patch_set import unpatched
 from fastgen.patching.replaced_code import is_of
 
@@ -92,16 +92,19 @@ def replaced_attention(modules: Iterable[nn.Module]) -> Iterator[Finding]:
     """Attention and mask functions of these modules that are not the host's, though registered under known names."""
     seam = unpatched(AttentionInterface).get(versions.ATTENTION_SEAM)
     if seam is not None and not is_of(seam, "transformers"):
-        yield Finding("", f"looks attention up by a {versions.ATTENTION_SEAM} that is not the host's own")
+        what = f"looks attention up by a {versions.ATTENTION_SEAM} that is not the host's own"
+        yield Finding("", what, code=identities(seam))
     names = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in modules}
     for name in sorted(name for name in names if isinstance(name, str)):
         function = dict(ALL_ATTENTION_FUNCTIONS).get(name)
         is_stock = function is sdpa_attention_forward if name == "sdpa" else is_of(function, "transformers")
         if function is not None and not (is_stock and is_of(function, "transformers")):
-            yield Finding("", f"calls the attention function {name!r}, which is not the host's own")
+            what = f"calls the attention function {name!r}, which is not the host's own"
+            yield Finding("", what, code=identities(function))
         mask = dict(ALL_MASK_ATTENTION_FUNCTIONS).get(name)
         if mask is not None and not is_of(mask, "transformers"):
-            yield Finding("", f"calls the function for masks {name!r}, which is not the host's own")
+            what = f"calls the function for masks {name!r}, which is not the host's own"
+            yield Finding("", what, code=identities(mask))
 
 
 def ambient_reason() -> str | None:

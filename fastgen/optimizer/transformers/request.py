@@ -168,6 +168,7 @@ class Request:
             and all(self._has_all_sentences(processor) for processor in self.logits_processor)
             and self.stops_by_last_token
             and self.users_cache is None  # which gets all rows in the end
+            and not rotates_by_length(self)
             and not self._may_divide_by_nothing
         )
 
@@ -283,6 +284,13 @@ class Request:
             return stopped.view(tokens.shape)
 
         return by_last_token if self.stops_by_last_token else by_hypothesis
+
+
+def rotates_by_length(request: Request) -> bool:
+    """Whether positions may be rotated as the longest row of the batch says, which may leave it."""
+    embeds = request.model_kwargs.get("inputs_embeds")  # which the largest length does not count
+    longest = request.generation_config.max_length + (embeds.shape[1] if isinstance(embeds, Tensor) else 0)
+    return bool(longest >= request.facts.rotates_from)
 
 
 def _is_absent(value: Any) -> bool:

@@ -331,3 +331,39 @@ def test_a_model_that_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> No
     assert statistics.counts(model).captures == 0
     harness.compare(model, inputs_of("bart"), **{**LONG, "num_beams": 4})
     assert statistics.counts(model).captures
+
+
+class _Remembering(LogitsProcessor):
+    """Finds out by the rows of the last step which of them each row continues, and bans a token by where it began."""
+
+    def __init__(self) -> None:
+        self._rows, self._state = torch.zeros(0, 0), torch.zeros(0)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if len(self._rows) != len(input_ids):
+            self._state = torch.arange(len(input_ids))
+        else:
+            before = self._rows.tolist()
+            parents = [before.index(row) for row in input_ids[:, :-1].tolist()]
+            self._state = self._state[parents] * 3 + input_ids[:, -1]
+        self._rows = input_ids
+        banned = torch.zeros_like(scores, dtype=torch.bool)
+        banned[torch.arange(len(scores))[:, None], (self._state[:, None] + torch.arange(9)) % zoo.VOCAB] = True
+        return scores.masked_fill(banned, -5.0)
+
+
+class _Editing(LogitsProcessor):
+    """Writes to the hypotheses, which are the search's own in the host, too."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        input_ids[:, -1] += (input_ids[:, -1] % 5 == 4).long()
+        return scores
+
+
+@pytest.mark.parametrize("kind", [_Remembering, _Editing])
+@pytest.mark.parametrize("tier", harness.TIERS)
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_rows_that_a_processor_keeps_or_writes_to(family: str, tier: str, kind: Any) -> None:
+    processors = lambda: LogitsProcessorList([kind()])  # noqa: E731, built anew for each run
+    options = dict(num_beams=4, max_new_tokens=STEPS, return_dict_in_generate=False)
+    harness.compare(zoo.load(family), inputs_of(family), tier, logits_processor=processors, **options)

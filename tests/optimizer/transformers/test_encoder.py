@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +142,48 @@ def test_what_the_encoder_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"1 batches grouped by length, {1 - 61 / 119:.0%} shorter" in str(fastgen.status())
 
 
+def test_other_threads_draw_what_they_draw_in_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The random stream is everybody's: put back, it would give another thread the same numbers again."""
+    drawn: list[float] = []
+    norm = torch.nn.LayerNorm.forward
+
+    def forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=lambda: drawn.append(float(torch.rand(()))))
+        thread.start()
+        thread.join()
+        return norm(self, rows)
+
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", disguised(forward, torch.nn.LayerNorm))
+    model, inputs = copy.deepcopy(zoo.load("bart")), mixed("bart")
+    for _ in range(2):
+        report.reset()
+        drawn.clear()
+        torch.manual_seed(0)
+        encoder_states(model, inputs)
+        torch.manual_seed(0)
+        assert drawn == [float(torch.rand(())) for _ in drawn] and len(drawn) > 9 and grouped() == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_encoders_that_draw_numbers(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of some versions do, one for each layer: afterwards the stream is where it is in stock."""
+    norm = torch.nn.LayerNorm.forward
+
+    def forward(self: Any, rows: torch.Tensor) -> torch.Tensor:
+        torch.rand([])
+        return norm(self, rows)
+
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", disguised(forward, torch.nn.LayerNorm))
+    model, inputs, states = copy.deepcopy(zoo.load("bart")), mixed("bart"), []
+    for run in range(3):
+        report.reset()
+        torch.manual_seed(0)
+        with fastgen.disabled() if not run else contextlib.nullcontext(), mode():
+            encoder_states(model, inputs)
+        states.append(torch.get_rng_state())
+        assert torch.equal(states[0], states[-1]) and grouped() == (1 if run else 0)
+
+
 def test_padding_of_all_rows_is_cut_off() -> None:
     inputs = mixed("bart", (9, 9, 9), 30)
     harness.compare(zoo.load("bart"), inputs, **SEARCH)
@@ -212,6 +256,15 @@ def test_no_mask() -> None:
 @pytest.mark.skipif(zoo.MAJOR < 5, reason="4.57 makes a mask from the padding")
 def test_no_mask_but_padding() -> None:
     assert_left_alone(zoo.load("bart"), {"input_ids": mixed("bart")["input_ids"]})
+
+
+def test_a_length_that_the_host_divides() -> None:
+    """The feed-forward part reads so many positions at a time, and raises an error for other lengths."""
+    chunked = zoo._model("BertModel", "BertConfig", zoo.CAUSAL, chunk_size_feed_forward=17)
+    decoder = zoo._model("BertLMHeadModel", "BertConfig", zoo.CAUSAL, **zoo.AS_DECODER)
+    model = zoo._pair("EncoderDecoderModel", chunked, decoder)().eval()
+    harness.compare(model, mixed("bert2bert"), **SEARCH)
+    assert not grouped()
 
 
 def test_embeddings() -> None:

@@ -47,10 +47,35 @@ def _cycle(model: Any) -> None:
     model.notes = {"model": model, "weight": model.get_output_embeddings().weight}
 
 
-CHANGES = [lambda model: None, _hook, _replace_weight, _attribute, _cycle]
+def _class_of_its_own(model: Any) -> None:
+    class Head(type(model.get_output_embeddings())):  # type: ignore[misc]
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows) * (1 if self is model.get_output_embeddings() else 2)
+
+    model.get_output_embeddings().__class__ = Head
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=["as it was", "hook", "weight", "attribute", "in its own list"])
+def _class_and_code_of_its_own(model: Any) -> None:
+    class Head(type(model.get_output_embeddings())):  # type: ignore[misc]
+        def also(self) -> Any:
+            return model
+
+    head = model.get_output_embeddings()
+    head.__class__, head.counted = Head, Counter().update
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "as it was": lambda model: None,
+    "hook": _hook,
+    "weight": _replace_weight,
+    "attribute": _attribute,
+    "in its own list": _cycle,
+    "class": _class_of_its_own,
+    "class and code": _class_and_code_of_its_own,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
 @pytest.mark.parametrize("family", ["bart", "llama"])
 def test_the_model_is_freed(family: str, change: Callable[[Any], None]) -> None:
     model = zoo.fresh(family)

@@ -509,3 +509,17 @@ def test_one_sample_without_a_cache_on_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
         model, inputs = zoo.load(family), zoo.inputs_for(family)
         harness.compare(model, inputs, expected="fallback", use_cache=False, max_new_tokens=6)
         harness.compare(model, inputs, max_new_tokens=6)
+
+
+@pytest.mark.skipif(zoo.MAJOR < 5, reason="4.57 has other caches for it")
+@pytest.mark.parametrize("beams", [1, 3])
+def test_logits_that_are_no_numbers(beams: int) -> None:
+    """A trial has nothing to compare; once there are numbers the model is tried."""
+    model, inputs = copy.deepcopy(zoo.load("lfm2")), zoo.inputs_for("lfm2")
+    norm, options = model.model.embedding_norm.weight, dict(num_beams=beams, max_new_tokens=4)
+    kept = norm.detach().clone()
+    norm.fill_(torch.nan)
+    harness.compare(model, inputs, expected="fallback", return_dict_in_generate=False, **options)
+    assert "not finite" in str(fastgen.status().calls[-1].reason)
+    norm.copy_(kept)
+    harness.compare(model, inputs, **options)

@@ -23,6 +23,8 @@ import zoo
 from foreign_zoo import CASES, SEARCHES, SEED, Case, Counting, Seen, User, namespaces, observe, options_of, state_of
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastgen
 from fastgen import report
@@ -365,6 +367,55 @@ def test_a_verdict_is_of_the_code_that_was_tried() -> None:
         expected.append(calls[-1].tier != "stock")
         handle.remove()
     assert expected == [True, False, True]
+
+
+def _on_all_modules(monkeypatch: pytest.MonkeyPatch, part: Any, change: Any) -> Callable[[], None]:
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        return change(output) if type(module) is type(part) else output  # a trial runs a copy of the model
+
+    return torch.nn.modules.module.register_module_forward_hook(hook).remove
+
+
+def _in_torch(monkeypatch: pytest.MonkeyPatch, part: Any, change: Any) -> Callable[[], None]:
+    silu = torch.nn.functional.silu
+    monkeypatch.setattr(torch.nn.functional, "silu", lambda x, inplace=False: change(silu(x)))
+    return monkeypatch.undo
+
+
+def _in_attention(monkeypatch: pytest.MonkeyPatch, part: Any, change: Any) -> Callable[[], None]:
+    def attend(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, weights = sdpa_attention_forward(module, query, *args, **kwargs)
+        return change(output), weights
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", attend)
+    return monkeypatch.undo
+
+
+@pytest.mark.skipif(zoo.MAJOR < 5, reason="4.57 looks attention up in another way")
+@pytest.mark.parametrize("place", [_on_all_modules, _in_torch, _in_attention])
+def test_a_verdict_is_of_the_code_around_the_model(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, options = copy.deepcopy(zoo.load("llama")), zoo.inputs_for("llama"), options_of("beams")
+    expected = []
+    for change in (lambda x: x * 1.1, lambda x: x * (1 + 0.05 * x.shape[0]), lambda x: x * 0.9):
+        remove = place(monkeypatch, model.model.layers[0].mlp, change)
+        stock = harness.run_stock(model, inputs, **options)
+        with harness.configured(foreign_code="trial", strict=False):
+            ours, calls = harness.run_fastgen(model, inputs, strict=False, **options)
+        harness.assert_same(stock, ours)
+        expected.append(calls[-1].tier != "stock")
+        remove()
+    assert expected == [True, False, True]
+
+
+def test_a_hook_on_all_modules_that_is_removed() -> None:
+    """Its model is accelerated again."""
+    model, inputs, options = copy.deepcopy(zoo.load("llama")), zoo.inputs_for("llama"), options_of("beams")
+    for _ in range(2):
+        harness.compare(model, inputs, **options)
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *arguments: None)
+        harness.compare(model, inputs, expected="fallback", **options)
+        handle.remove()
+        harness.compare(model, inputs, **options)
 
 
 def test_a_search_replaced_before_fastgen_came(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,19 @@ def test_both_tiers_and_plain_inputs(family: str, tier: str, batch: int) -> None
     _ran_by_rows()
 
 
+@pytest.mark.parametrize("search", ["plain", "drawn", "greedy", "samples"])
+def test_eager_attention_past_the_function(search: str) -> None:
+    """GPT-2 has a switch by which eager attention is computed past the function that is looked up."""
+    model = zoo._model("GPT2LMHeadModel", "GPT2Config", zoo.GPT2, reorder_and_upcast_attn=True)().eval()
+    model.set_attn_implementation("eager")
+    inputs, options = zoo.inputs_for("gpt2", batch=4), {**SEARCHES[search], **DETAILS}
+    harness.compare(model, inputs, expected="rows", **options)
+    _ran_by_rows("as its configuration says")
+    model.set_attn_implementation("sdpa")
+    harness.compare(model, inputs, **options)
+    assert fastgen.status().calls[-1].cache != "rows"
+
+
 @pytest.mark.parametrize("family", zoo.BY_ROWS)
 def test_the_prompt_is_read_once_and_sentences_leave(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = zoo.load(family), zoo.inputs_for(family, batch=6)

@@ -233,6 +233,16 @@ def test_a_length_without_end(family: str) -> None:
     assert all(len(module.weights) < 200 for module in model.modules() if hasattr(module, "weights"))
 
 
+@pytest.mark.parametrize("samples", [32, 40])
+def test_many_samples_without_end(samples: int) -> None:
+    """With 32 rows steps are replayed, and with more they are not."""
+    inputs = {name: value[:1] for name, value in inputs_for("llama").items()}
+    longest = 40 + inputs["input_ids"].shape[1]
+    criteria = StoppingCriteriaList([MaxLengthCriteria(max_length=longest)])
+    options = dict(do_sample=True, num_return_sequences=samples, max_length=10**30, eos_token_id=zoo.VOCAB)
+    harness.compare(zoo.load("llama"), inputs, stopping_criteria=criteria, **options)
+
+
 def test_without_a_criterion_of_length_the_host_decodes() -> None:
     """As whoever calls its loop directly may do."""
 

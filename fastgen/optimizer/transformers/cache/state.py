@@ -38,8 +38,9 @@ def weights_of(part: nn.Module) -> Iterator[Tensor]:
 
 
 def are_plain(part: nn.Module) -> bool:
-    """Whether all weights are torch's own tensors, whose bits say what they are."""
-    return all(type(weight) in (Tensor, nn.Parameter) for weight in weights_of(part))
+    """Whether all weights are torch's own dense tensors, whose bits say what they are."""
+    kinds = {(type(weight) in (Tensor, nn.Parameter), weight.layout) for weight in weights_of(part)}
+    return kinds <= {(True, torch.strided)}
 
 
 def _attributes(model: nn.Module, known: facts.ModelFacts) -> Hashable:

@@ -79,6 +79,8 @@ class Loop:
         setattr(outputs, versions.CACHE, decoder.cache)
         search = _search(request, decoder, decoder.buffers) if request.is_beam_search else _token_search(request)
         self._search: Search = search
+        if isinstance(search, BeamSearch):
+            search.shows_rows = request.calls_back
         samples = request.generation_config.do_sample
         self._takes_logits = search.takes_logits and self._all_scores is None and not samples
         # From here on the host's inputs have one row per beam, as it prepares them itself.

@@ -15,7 +15,7 @@ from fastgen.config import current
 from fastgen.memory import limits
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.families import FAMILIES
-from fastgen.optimizer.transformers.request import Request
+from fastgen.optimizer.transformers.request import Request, rotates_by_length
 
 _SHORTEST = 512  # tokens: fewer rows would multiply more slowly
 _MOST, _CHUNK = 1 / 2, 1 / 4  # of the free memory: what a prompt may take at once, and a chunk if it may not
@@ -33,6 +33,8 @@ def configuration(request: Request) -> Any:
     family = FAMILIES.get(request.model.config.model_type)
     if family is None or not family.chunks_prompts or not (request.facts.is_hosts_own and request.facts.is_causal):
         return config
+    if rotates_by_length(request):
+        return config  # a chunk is shorter than the prompt
     if torch.are_deterministic_algorithms_enabled():
         return config  # sums in another order, as the memory of the moment would have it
     free = _free_memory(request.input_ids.device)

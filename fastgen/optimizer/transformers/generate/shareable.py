@@ -14,7 +14,7 @@ from fastgen import config
 from fastgen.optimizer.transformers import equivalence, interception
 from fastgen.optimizer.transformers.families import SHARE_BATCHES
 from fastgen.optimizer.transformers.model.facts import facts_of
-from fastgen.optimizer.transformers.request import Request
+from fastgen.optimizer.transformers.request import Request, rotates_by_length
 from fastgen.optimizer.transformers.support import unsupported_on_tree
 
 
@@ -60,6 +60,8 @@ def why_not_shared(request: Request, stock: Callable[..., Any], tokens: bool = F
         return "a streamer gets the tokens of one call"
     if request.diverse:
         return "beams in groups are searched by a loop of their own"
+    if rotates_by_length(request):
+        return "its position embeddings depend on the longest text of the batch"
     if not (request.may_evict if request.is_beam_search else request.has_free_rows):
         return "what is asked for needs all sentences of a batch until its end"
     return (

@@ -11,6 +11,7 @@ its own rules.
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 import weakref
@@ -47,8 +48,6 @@ __phase__ = phases.LOOP
 
 _DRAFTS = 4  # of a round, where the user has not said how many
 _MIN_STEPS = 32  # for fewer tokens a call captures steps for too little
-# Positions that depend on how long the whole sequence is, rows of one step have different ones.
-_ROPE_BY_LENGTH = {"dynamic", "longrope"}
 _KEY = "speculation"  # of recordings
 
 _lock = threading.Lock()
@@ -66,7 +65,8 @@ def policy_for(request: Request) -> SpeculationPolicy | None:
         return None
     if not request.facts.is_tested or request.facts.folding or not _is_float32(request):
         return None
-    if quantized.unavailable(quantized.multiply_rows) is not None or _rope_types(model) & _ROPE_BY_LENGTH:
+    # Where rotations depend on how long the sequence is, rows of one step have different ones.
+    if quantized.unavailable(quantized.multiply_rows) is not None or request.facts.rotates_from < math.inf:
         return None
     if speculate == "auto" and (steps < _MIN_STEPS or torch.are_deterministic_algorithms_enabled()):
         return None
@@ -87,14 +87,6 @@ def policy_for(request: Request) -> SpeculationPolicy | None:
 def _is_float32(request: Request) -> bool:
     devices = {request.model.device.type, request.input_ids.device.type}
     return request.model.dtype == torch.float32 and devices == {"cpu"}
-
-
-def _rope_types(model: Any) -> set[Any]:
-    """The kinds of the model's rotary embeddings: of all layers alike, or by type of layer."""
-    text = model.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    found = [rope, *rope.values()] if isinstance(rope, dict) else []
-    return {each.get("rope_type") or each.get("type") for each in found if isinstance(each, dict)}
 
 
 class _Limits(NamedTuple):

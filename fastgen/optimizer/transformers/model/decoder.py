@@ -14,7 +14,7 @@ from torch import Tensor
 from fastgen import phases
 from fastgen.cache.slim.latent import kind_of
 from fastgen.cache.tree import BeamTree
-from fastgen.cache.wide_tree import WideTree
+from fastgen.cache.wide_tree import MOST_STATIC_STEPS, WideTree
 from fastgen.decoding.search import Search
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
@@ -58,8 +58,10 @@ class TreeDecoder(Decoder):
         super().__init__(request, request.batch)
         max_steps = max(request.generation_config.max_length - request.input_ids.shape[1], 1)
         if tree is None:
-            kind = BeamTree if layer_caches or not wide.is_wide(request) else WideTree
-            tree = kind(request.batch, self.beams, max_steps, Buffers(self.model), is_static=replayer is not None)
+            is_static = replayer is not None
+            is_wide = not layer_caches and not (is_static and max_steps > MOST_STATIC_STEPS) and wide.is_wide(request)
+            kind = WideTree if is_wide else BeamTree
+            tree = kind(request.batch, self.beams, max_steps, Buffers(self.model), is_static)
         self.tree, self.replayer, self._device = tree, replayer, request.input_ids.device
         self.session, self._arena = Session(self.tree, request.facts, layer_caches), arena.of(self.model)
         self._calls_back = request.calls_back

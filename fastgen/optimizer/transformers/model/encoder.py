@@ -7,6 +7,8 @@ cross-attention masks them.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from fastgen.optimizer.transformers.families import BASE_ENCODERS, ENCODER_HEADS
 from fastgen.optimizer.transformers.model import session as sessions
 from fastgen.optimizer.transformers.model.facts import facts_of, unsupported_modules
 from fastgen.optimizer.transformers.support import unsupported_configuration
+from fastgen.replay.replayer import run_watching_draws
 
 __phase__ = phases.ENCODER
 
@@ -65,7 +68,7 @@ def encode(
             groups = _split_by_length(model.get_encoder(), mask)
             if groups is None:
                 return read(inputs, mask)
-            return _joined(lambda rows, length: read(inputs[rows, :length], mask[rows, :length]), groups, inputs)
+            return _joined(lambda rows, length: read(inputs[rows, :length], mask[rows, :length]), groups, inputs, model)
 
         model_kwargs["encoder_outputs"] = encoded.read(model, inputs, model_kwargs["attention_mask"], read_groups)
         return model_kwargs
@@ -88,7 +91,7 @@ def run(model: Any, inputs: Mapping[str, Any]) -> Any:
         def read(rows: Tensor, length: int) -> Any:
             return model(**{name: value[rows, :length] for name, value in inputs.items()})
 
-        return _joined(read, groups, inputs["input_ids"], draws=False)
+        return _joined(read, groups, inputs["input_ids"])
 
 
 def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
@@ -129,18 +132,16 @@ def _unsupported(model: Any, inputs: Mapping[str, Any]) -> str | None:
 
 
 def _joined(
-    read: Callable[[Tensor, int], Any], groups: list[tuple[list[int], int]], ids: Tensor, draws: bool = True
+    read: Callable[[Tensor, int], Any], groups: list[tuple[list[int], int]], ids: Tensor, drawing: Any = None
 ) -> Any:
     """Read each group by `read(rows, length)` and join the outputs, as if of one batch `ids`, `[B, N]`.
 
-    `draws`: whether the encoder may draw random numbers, though in evaluation mode.
+    `drawing`: the model whose encoder may draw random numbers, though in evaluation mode; None if it can't.
     """
     joined = None
     for rows, width in groups:
         index = torch.tensor(rows, device=ids.device)
-        # Some encoders draw a number for each layer: the random stream advances as for one call.
-        with torch.random.fork_rng(devices=[], enabled=draws and joined is not None):
-            outputs = read(index, width)
+        outputs = _drawn_once(functools.partial(read, index, width), drawing, joined is None)
         if joined is None:
             joined = type(outputs)(**{name: _room(name, value, *ids.shape) for name, value in outputs.items()})
         for name, value in outputs.items():
@@ -150,6 +151,24 @@ def _joined(
                 joined[name][index] = value
     report.note_encoder(sum(len(rows) * width for rows, width in groups), ids.numel())
     return joined
+
+
+# By model: whether its encoder draws random numbers, though in evaluation mode. In some versions each layer draws one.
+_drawing: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def _drawn_once(read: Callable[[], Any], model: Any, is_first: bool) -> Any:
+    """What `read` returns for one of several groups, with the random stream advanced as by one call for all of them.
+
+    It is not put back in vain: other threads draw from the same stream, and would draw the same numbers again.
+    """
+    if model is None:
+        return read()
+    if is_first and model not in _drawing:
+        outputs, _drawing[model] = run_watching_draws(read)
+        return outputs
+    with torch.random.fork_rng(devices=[], enabled=_drawing[model] and not is_first):
+        return read()
 
 
 def _room(name: str, value: Tensor, batch: int, length: int) -> Tensor:
@@ -177,6 +196,8 @@ def _reads_rows_apart(model: Any, inputs: Tensor, kwargs: dict[str, Any], input_
     encoder = model.get_encoder()
     if type(encoder).__name__ not in ENCODERS or not type(encoder).__module__.startswith("transformers.models."):
         return False
+    if getattr(encoder.config, "chunk_size_feed_forward", 0):
+        return False  # by which the host divides the length of the batch, and must be able to
     return _is_padded_right(mask) and not facts_of(model).is_encoder_watched
 
 

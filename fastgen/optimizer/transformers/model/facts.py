@@ -18,7 +18,7 @@ from fastgen.optimizer.transformers.model import modules, streams
 from fastgen.optimizer.transformers.replay.guards import guards_of
 from fastgen.optimizer.transformers.versions import FINDS_EAGER
 from fastgen.patching import replaced_code
-from fastgen.patching.foreign_code import Finding
+from fastgen.patching.foreign_code import Finding, around_all_models
 from fastgen.replay.guards import ModelGuards
 
 _ATTENTION = (None, "eager", "sdpa") if FINDS_EAGER else (None, "sdpa")
@@ -42,6 +42,7 @@ class ModelFacts:
     is_encoder_watched: bool
     sees_prompt_padding: bool  # generated tokens attend to padding of the prompt
     takes_plain_mask: bool  # the model's code needs a source mask in two dimensions
+    rotates_from: float  # the length from which on rotations may depend on the longest row
     paddings: frozenset[int]  # tokens that modules of a step were made to take for padding
     folding: dict[tuple[type, str], Wrapper]  # wrappers of classes that compute attention themselves
     replayable: dict[tuple[type, str], Wrapper]  # wrappers of classes that would wait for a device
@@ -82,9 +83,9 @@ def one_call() -> Iterator[None]:
 def _looked_up(model: Any) -> tuple[ModelFacts, bool]:
     """The facts, and whether guards would see any change of the model."""
     kept = _kept.get(model)
-    if kept is None or kept[1] != _surroundings() or not kept[0].is_same_code():
+    if kept is None or kept[1] != around_all_models() or not kept[0].is_same_code():
         everything = list(model.modules())
-        surroundings, guards = _surroundings(), guards_of(everything)
+        surroundings, guards = around_all_models(), guards_of(everything)
         kept = guards, surroundings, _facts(model, everything)
         if guards.is_complete:
             _kept[model] = kept
@@ -101,11 +102,6 @@ _kept: weakref.WeakKeyDictionary[Any, tuple[ModelGuards, Any, ModelFacts]] = wea
 def release() -> None:
     """Forget all facts, which are found again when needed."""
     _kept.clear()
-
-
-def _surroundings() -> tuple[bool, str | None]:
-    """What affects all models: hooks on every module, and functions of torch that somebody has replaced."""
-    return nn.modules.module._has_any_global_hook(), replaced_code.replaced_function()
 
 
 def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
@@ -129,6 +125,7 @@ def _facts(model: Any, everything: list[nn.Module]) -> ModelFacts:
         is_encoder_watched=replaced_code.is_watched(module for _, module in in_encoder),
         sees_prompt_padding=streams.sees_padding(model),
         takes_plain_mask=modules.takes_plain_mask(kinds),
+        rotates_from=modules.rotates_by_length_from(steps),
         paddings=frozenset(found for step in steps if isinstance(found := getattr(step, "padding_idx", None), int)),
         folding=modules.hand_written_attention(kinds),
         replayable=modules.replayable_inputs(kinds),
@@ -158,6 +155,8 @@ def _off_tree(model: Any, everything: list[nn.Module], parts: dict[str, nn.Modul
         return reason
     if name := modules.unfoldable_attention({type(module) for module in everything}):
         return f"{name} computes attention itself instead of calling an attention function"
+    if name := modules.past_the_function(parts.values()):
+        return f"{name} computes attention itself, as its configuration says, past the function that it looks up"
     for module in everything:
         config = getattr(module, "config", None)
         types = getattr(config, "layer_types", None) or ()

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,13 +41,19 @@ _NUMBERING_UNLESS_TOLD = {
 }
 _NUMBERING = "LEDLearnedPositionalEmbedding"  # takes no positions, but is an embedding of positions
 _MASK_OF_FEATURES = "_get_feature_vector_attention_mask"  # speech: the encoder output's mask from the input's
+# An attention module in which this is set computes eager attention in a method of its own, past the attention function
+# that it looks up.
+_PAST_THE_FUNCTION = "reorder_and_upcast_attn"
+
+
+def _computes_attention_itself(forward: Any) -> bool:
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return code is not None and _attends(code)
 
 
 @functools.cache
-def _computes_attention_itself(forward: Any) -> bool:
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    if code is None:
-        return False
+def _attends(code: types.CodeType) -> bool:
+    """Whether code computes attention itself. Not asked of the function: one of the user's may hold the model."""
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     caches = any(name in parameters for name in CACHE_PARAMETERS) and "update" in code.co_names
     return caches and "ALL_ATTENTION_FUNCTIONS" not in code.co_names
@@ -91,6 +99,15 @@ def unfoldable_attention(kinds: Iterable[Any]) -> str | None:
     return next((owner.__name__ for owner in hand_written if _folding(owner) is None), None)
 
 
+def past_the_function(modules: Iterable[torch.nn.Module]) -> str | None:
+    """The class of the first of these modules that does not call the attention function it looks up; None if none."""
+    for module in modules:
+        eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+        if eager and getattr(module, _PAST_THE_FUNCTION, False):
+            return type(module).__name__
+    return None
+
+
 def _is_fsmts(owner: Any, name: str) -> bool:
     """Whether `owner` is this class of FSMT, in a version that numbers tokens by the cache's length."""
     if owner.__name__ != name or owner.__module__ != _FSMT or not FINDS_EAGER:
@@ -132,6 +149,34 @@ def is_causal(model: Any) -> bool:
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
         return False
     return all(getattr(module, "is_causal", True) for module in decoder_modules(model))
+
+
+def rotates_by_length_from(modules: Iterable[Any]) -> float:
+    """From how many positions on the rotation of each position may depend on the longest row; inf if it never does.
+
+    The host's `dynamic_rope_update` computes the frequencies of all rows from the highest position among them.
+    """
+    found = [math.inf]
+    for module in modules:
+        kinds = getattr(module, "rope_type", None)
+        for kind in kinds.values() if isinstance(kinds, Mapping) else [kinds]:  # by type of layer, or of all alike
+            if isinstance(kind, str) and "dynamic" in kind:
+                found.append(getattr(module, "original_max_seq_len", 0))
+            elif kind == "longrope":
+                found.append(_original_length(getattr(module, "config", None)))
+    return min(found)
+
+
+def _original_length(config: Any) -> int:
+    """Up to how many positions `longrope` rotates as for short texts, by a configuration; 0 if it does not say."""
+    found: list[int] = []
+    waiting: list[Any] = [] if config is None else [vars(config)]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(length := value.get("original_max_position_embeddings"), int):
+            found.append(length)
+        waiting += [item for item in value.values() if isinstance(item, Mapping)]
+    return min(found, default=0)
 
 
 def decoder_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

@@ -64,7 +64,8 @@ def unsupported_model(model: Any, modules: Iterable[Any]) -> str | None:
 
 def _are_methods_replaced(modules: list[Any]) -> bool:
     kinds = {type(module) for module in modules if type(module).__module__ in (_PROPHETNET, _UNILM)}
-    methods = [(kind, name) for kind in kinds for name, value in vars(kind).items() if inspect.isfunction(value)]
+    attributes = [(kind, *each) for kind in kinds for each in dict(vars(kind)).items()]
+    methods = [(kind, name) for kind, name, value in attributes if inspect.isfunction(value)]
     host = sys.modules.get(_PROPHETNET)
     functions = [getattr(host, name) for name in ("softmax", "compute_relative_buckets") if host is not None]
     return any(is_replaced(*method) for method in methods) or not all(is_of(f, "transformers") for f in functions)
