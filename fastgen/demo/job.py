@@ -9,7 +9,7 @@ from typing import Any
 
 from fastgen.demo import task
 from fastgen.demo.comparison import Job
-from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.errors import InputError, tell
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
 SHIPPED_INPUTS = 320
@@ -37,7 +37,7 @@ def load(name: str, device: str) -> tuple[Any, Any]:
     from fastgen.pipeline.transformers import load, tokenizing
 
     load.check_path(name, "--model")
-    with load.asking_the_hub([name], lambda text: print(f"fastgen-demo: {text}", file=sys.stderr)):
+    with load.asking_the_hub([name], lambda text: tell(f"fastgen-demo: {text}")):
         config = load.load_config(name)
         tokenizer = tokenizing.load_tokenizer(tokenizing.TokenizerSpec(name))
     if why := tokenizing.why_unfit(tokenizer, config):

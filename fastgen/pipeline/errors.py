@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 
 from fastgen import installing
@@ -33,6 +34,13 @@ def needing(what: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise InputError(f"{what} is needed: {installing.command(extra)} ({first_line(error)}).") from error
+
+
+def tell(text: str) -> None:
+    """Write a line to standard error. A terminal that was closed, or a reader that has gone, is no reason to end a run."""
+    if sys.stderr is not None:  # None for a program without a console, and behind `2>&-`
+        with contextlib.suppress(OSError, ValueError):  # the latter if it has been closed
+            print(text, file=sys.stderr, flush=True)
 
 
 class WorkerError(RuntimeError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fastgen.optimizer.fairseq.generate.continuous_batch import why_not_refilled
-from fastgen.pipeline.errors import DONE, counted, writing
+from fastgen.pipeline.errors import DONE, counted, tell, writing
 from fastgen.pipeline.fairseq import lines
 from fastgen.pipeline.fairseq.batches import Batches
 from fastgen.pipeline.fairseq.generation import Done, Generation
@@ -201,4 +200,4 @@ class _Run:
 
 
 def _warn(text: str) -> None:
-    print(f"fastgen-generate: {text}", file=sys.stderr)
+    tell(f"fastgen-generate: {text}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import islice
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline import remote
-from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, writing
+from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, tell, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents, other_texts, precision
 from fastgen.pipeline.stages import run_stages
@@ -203,4 +202,4 @@ def summary(output: Path, form: str, total: int, failed: int, references: list[s
 
 
 def say(text: str) -> None:
-    print(f"fastgen-generate-transformers: {text}", file=sys.stderr)
+    tell(f"fastgen-generate-transformers: {text}")
