@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.growing_line import in_one_line
 
 TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
 
@@ -165,8 +166,7 @@ def _unwritable(value: Any) -> str:
 def render(record: Record, outputs: list[tuple[str, float | None]], form: str) -> str:
     """The output lines of a record, with line ends; for a failed one the error in JSONL, and `outputs` in text."""
     if form == TEXT:
-        # A line is a record: a line end inside a text would shift all following records.
-        return "".join(" ".join(text.splitlines()) + "\n" for text, _ in outputs)
+        return "".join(in_one_line(text) + "\n" for text, _ in outputs)
     fields: dict[str, Any] = (
         {"line": record.line} if record.file is None else {"file": record.file, "line": record.line}
     )
