@@ -10,6 +10,7 @@ from typing import Any
 from fastgen.demo import task
 from fastgen.demo.comparison import Job
 from fastgen.pipeline.errors import InputError, tell
+from fastgen.pipeline.transformers.records import read_lines
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
 SHIPPED_INPUTS = 320
@@ -18,13 +19,7 @@ SEED = 7  # the training script tests with another seed
 
 def read_inputs(path: Path, limit: int | None) -> list[str]:
     """The file's lines that are not blank."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"Cannot read the input file {path}: {error.strerror or error}.") from None
-    except UnicodeDecodeError:
-        raise InputError(f"The input file {path} is not UTF-8 text.") from None
-    texts = [line for line in lines if line.strip()][:limit]
+    texts = [line for line in read_lines(path) if line.strip()][:limit]
     if not texts:
         raise InputError(f"The input file {path} holds no text: write one input a line.")
     return texts

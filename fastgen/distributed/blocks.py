@@ -19,7 +19,7 @@ from pyarrow import fs
 
 from fastgen.pipeline import remote
 from fastgen.pipeline.errors import InputError, first_line
-from fastgen.pipeline.transformers.records import PARQUET, Record, fill_text, format_of, parsed
+from fastgen.pipeline.transformers.records import PARQUET, Record, check_beginning, fill_text, format_of, parsed
 
 _CHUNK = 1 << 22  # bytes read at once
 _ROWS = 4096  # of Parquet, read at once
@@ -138,15 +138,17 @@ def cut(source: Source, window: int) -> list[Cut]:
             return [Cut(row, size, size, stamp) for row, size in sizes]
         # No decompression, as offsets count bytes of the file.
         with system.open_input_stream(inside, compression=None) as stream:
-            return _cut_lines(stream, window)
+            return _cut_lines(stream, window, source.name)
     except (OSError, pyarrow.ArrowException) as error:
         raise InputError(f"Cannot read {source.name}: {first_line(error)}.") from error
 
 
-def _cut_lines(stream: Any, window: int) -> list[Cut]:
+def _cut_lines(stream: Any, window: int, name: str) -> list[Cut]:
     starts, lines, position, last = [0], 0, 0, b"\n"
     crcs = [0]  # of each block, with a line end after the file's last line
     while chunk := stream.read(_CHUNK):
+        if not position:
+            check_beginning(chunk[:16], name)
         ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
         places = (ends[-(lines + 1) % window :: window] + 1).tolist()
         for begin, end in zip([0, *places], [*places, len(chunk)], strict=True):

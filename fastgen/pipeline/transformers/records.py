@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from fastgen.pipeline.errors import InputError
 from fastgen.pipeline.growing_line import in_one_line
 
 TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
+_COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\x28\xb5\x2f\xfd|\xfd7zXZ\x00|\x04\x22\x4d\x18|PK\x03\x04")
 
 
 @dataclass
@@ -42,7 +44,8 @@ class Record:
 
     def refuse(self, why: str) -> None:
         """Mark the record as failed, with a sentence that names file and line."""
-        self.error = f"{self.path}, line {self.line}: {why}."
+        error = f"{self.path}, line {self.line}: {why}."
+        self.error = error.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may be no UTF-8
 
 
 def format_of(path: str | Path) -> str:
@@ -51,12 +54,15 @@ def format_of(path: str | Path) -> str:
 
 
 def count_lines(path: Path, name: str = "") -> int:
-    """The number of records in a file, which messages call `name` if that is given; InputError if there is none."""
+    """The number of records in a file, which messages call `name` if that is given; InputError if there is none, or if
+    it is no text in UTF-8 by its beginning."""
     name = name or str(path)
     lines, last = 0, b"\n"
     try:
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
+                if not lines and last == b"\n":
+                    check_beginning(block, name)
                 lines += block.count(b"\n")
                 last = block[-1:]
     except OSError as error:
@@ -65,6 +71,37 @@ def count_lines(path: Path, name: str = "") -> int:
     if not lines:
         raise InputError(f"{name} is empty: it should hold one record a line.")
     return lines
+
+
+def check_beginning(data: bytes, name: str) -> None:
+    """Raise InputError if a file begins as one that is compressed, or UTF-16: some of its lines would pass for text."""
+    if _COMPRESSED.match(data):
+        raise InputError(f"{name} is compressed: unpack it first.")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{name} is UTF-16, not UTF-8 text: convert it first (iconv -f UTF-16 -t UTF-8).")
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file, as `parsed` takes them: they end at line feeds alone, and there is no byte order mark.
+
+    Raises:
+        InputError: the file can't be read, or is not UTF-8.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror or error}.") from None
+    check_beginning(data, str(path))
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(line.rstrip(b"\r").decode("utf-8"))
+        except UnicodeDecodeError:
+            raise InputError(f"{path}, line {number}: not UTF-8.") from None
+    return found
 
 
 def read(path: Path, form: str, *, text_field: str = "text", name: str = "") -> Iterator[Record]:
