@@ -37,7 +37,7 @@ def needing(what: str, extra: str) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """Write a line to standard error. A terminal that was closed, or a reader that has gone, is no reason to end a run."""
+    """Write a line to standard error. A terminal that was closed, or a reader that has gone, ends no run."""
     if sys.stderr is not None:  # None for a program without a console, and behind `2>&-`
         with contextlib.suppress(OSError, ValueError):  # the latter if it has been closed
             print(text, file=sys.stderr, flush=True)

@@ -52,7 +52,7 @@ def in_one_line(text: str) -> str:
 def answer_lines(pieces: Callable[[int, str], Iterable[str]]) -> None:
     """Answer each line of standard input by a line of standard output, as fast as the pieces of an answer come.
 
-    As in files, lines end at line feeds alone and are UTF-8, whatever the locale; a terminal has an encoding of its own.
+    As in files, lines end at line feeds alone and are UTF-8, whatever the locale; a terminal has its own encoding.
 
     `pieces`: those of the answer to a line, by its number and its text; a blank line is answered by one.
 
