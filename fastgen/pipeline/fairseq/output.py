@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from fastgen.pipeline.errors import writing
+from fastgen.pipeline.errors import InputError, writing
 from fastgen.pipeline.resume import Journal
 
 
@@ -40,9 +40,13 @@ class Output:
         if self.journal is not None:
             self.journal.write(text)
             return
-        with writing("standard output"):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        try:
+            with writing("standard output"):
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        except UnicodeEncodeError as error:
+            lacking = f"Standard output is {sys.stdout.encoding}, which lacks {error.object[error.start]!a}"
+            raise InputError(f"{lacking}: set PYTHONUTF8=1, or give --results-path.") from error
 
     def note(self, **facts: Any) -> None:
         """Note in the journal that everything up to here is written, with `facts`."""

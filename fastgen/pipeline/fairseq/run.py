@@ -69,6 +69,9 @@ def _settings(cfg: Any, own: Settings) -> dict[str, Any]:
         "refill": own.refill,
         "allowed_outputs": own.allowed_outputs,
         "distributed_rank": cfg.distributed_training.distributed_rank,
+        "distributed_world_size": cfg.distributed_training.distributed_world_size,
+        "checkpoint_suffix": cfg.checkpoint.checkpoint_suffix,
+        "checkpoint_shard_count": cfg.checkpoint.checkpoint_shard_count,
     }
     for section in _SECTIONS:
         value = cfg[section]
