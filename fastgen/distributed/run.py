@@ -22,7 +22,7 @@ from fastgen.distributed.placement import nodes_of, placement
 from fastgen.distributed.worker import BlockWorker, Done
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import Journal, contents, other_texts
+from fastgen.pipeline.resume import Journal, check_flags, contents, other_texts
 from fastgen.pipeline.transformers import records
 from fastgen.pipeline.transformers.batches import WINDOW
 from fastgen.pipeline.transformers.failures import STOP, Policy, policy_of, scan
@@ -35,6 +35,7 @@ _CORPUS = "corpus"  # of the journal's facts
 
 def run(settings: RunSettings) -> int:
     """Generate on a cluster; returns the exit code."""
+    check_flags(resume=settings.resume, overwrite=settings.overwrite)
     form = settings.output_format or records.format_of(settings.output)
     if settings.shards:
         if settings.references is not None:

@@ -122,11 +122,15 @@ def decisive_settings(settings: RunSettings) -> dict[str, Any]:
 
 def files_of_model(settings: RunSettings) -> list[Path]:
     """Local files that decide the results and might be replaced: the model's, unless it has a name on the hub."""
-    output = Path(settings.output).name
+    output = Path(settings.output).absolute()
+    # A run may lie in the model's folder.
+    others = {Path(f"{output}{ending}") for ending in ("", ".journal", ".journal.new")}
+    others |= {Path(path).absolute() for path in (settings.input, settings.references) if path is not None}
     paths: list[Path] = []
     for name in {settings.model, settings.tokenizer or settings.model}:
         if os.path.isdir(name):
-            paths += [path for path in Path(name).iterdir() if not path.name.startswith((".", output))]
+            files = (path for path in Path(name).iterdir() if not path.name.startswith("."))
+            paths += [path for path in files if path.absolute() not in others]
     if settings.allowed_outputs is not None:
         paths.append(Path(settings.allowed_outputs))
     return [path for path in paths if path.is_file()]
