@@ -17,6 +17,7 @@ REFILL = {"auto": None, "on": True, "off": False}  # the commands' names for `re
 # A resumed run begins a stretch anew, so that the same sentences share a batch and scores are equal to the last digit.
 STRETCH = 16
 _PARTS = 4  # a batch is refilled in so many parts
+DEFAULT_TOKENS = 20  # that the host generates where nobody says how many
 _NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs cache
     past_key_values return_dict_in_generate streamer""".split()
 _ALLOWED = "prefix_allowed_tokens_fn"
@@ -290,7 +291,14 @@ def sees_padding(model: Any, options: dict[str, Any], sources: Sequence[Any]) ->
         or (bool(sizes) and (1 in sizes or _is_word(_padding(model, options), asked("eos_token_id"), sources)))
         or (asked("forced_bos_token_id") is not None and 1 in map(len, sources))  # behind such a prompt alone
         or (asked("repetition_penalty") not in (None, 1.0) and _penalises_padding())
+        or (asked("max_new_tokens") is None and _outgrows_positions(model, sources))
     )
+
+
+def _outgrows_positions(model: Any, sources: Sequence[Any]) -> bool:
+    """Whether the host cuts the tokens that it generates by default at the model's last position, padding counted."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return positions is not None and max(map(len, sources), default=0) + DEFAULT_TOKENS > positions
 
 
 def _is_word(pad: int, ends: Any, sources: Sequence[Any]) -> bool:

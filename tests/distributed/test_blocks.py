@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,21 @@ def test_parquet_is_read_across_row_groups(tmp_path: Path, monkeypatch: pytest.M
         _read(tmp_path / "in.parquet", 4)
 
 
-@pytest.mark.parametrize("name, what", (("none", "no such file"), ("empty", "has no files"), ("a.gz", "compressed")))
+@pytest.mark.parametrize(
+    "name, what",
+    (
+        ("none", "no such file"),
+        ("empty", "has no files"),
+        ("a.gz", "compressed"),
+        ("packed.txt", "compressed"),
+        ("wide.txt", "UTF-16"),
+    ),
+)
 def test_what_cannot_be_read_is_a_sentence(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.gz").write_bytes(b"x")
+    (tmp_path / "packed.txt").write_bytes(gzip.compress(b"x\n"))
+    (tmp_path / "wide.txt").write_bytes("x\n".encode("utf-16"))
     with pytest.raises(InputError, match=what):
         _read(tmp_path / name, 4)
 

@@ -186,6 +186,8 @@ def test_rows_of_a_dataset(cluster: Any, lines: Path) -> None:
         (["--actors", "0"], "--actors 0"),
         (["--shards", "--references", "x"], "--references needs one output file"),
         (["--input-format", "parquet"], "Cannot read"),
+        (["--resume", "--overwrite"], "--resume goes on with an earlier run, --overwrite replaces it"),
+        (["--resume", "--overwrite", "--shards"], "--resume goes on with an earlier run, --overwrite replaces it"),
         (["--no-such-flag"], "Unrecognized arguments"),
         (["--ray", "127.0.0.1:1"], "the Ray cluster at 127.0.0.1:1"),
     ),
