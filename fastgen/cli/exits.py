@@ -20,6 +20,7 @@ TRACEBACK = "FASTGEN_TRACEBACK"  # environment variable: 1 shows where an error 
 
 def exit_code(name: str, command: Callable[[], int], input_error: int = INPUT_ERROR) -> int:
     """What `command` returns, or the exit code of the error that it raises."""
+    _occupy_standard_streams()
     try:
         with _terminated_as_interrupted():
             return command()
@@ -101,6 +102,15 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _trace(text: str) -> str:
     """`text`, a traceback, on lines of its own if it is wanted; else how to see it."""
     return f"\n{text.rstrip()}" if os.environ.get(TRACEBACK) == "1" else f" ({TRACEBACK}=1 shows where.)"
+
+
+def _occupy_standard_streams() -> None:
+    """Open what is closed (`2>&-`): a file of the run in its place would get all that is written to standard error."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
 
 
 def _give_up_broken_output() -> None:

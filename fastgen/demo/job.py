@@ -27,17 +27,16 @@ def read_inputs(path: Path, limit: int | None) -> list[str]:
 
 def load(name: str, device: str) -> tuple[Any, Any]:
     """Model (float32, as its config says seq2seq or causal) and tokenizer."""
-    import torch
-
     from fastgen.pipeline.transformers import load, tokenizing
 
     load.check_path(name, "--model")
+    where = load.find_device(device)
     with load.asking_the_hub([name], lambda text: tell(f"fastgen-demo: {text}")):
         config = load.load_config(name)
         tokenizer = tokenizing.load_tokenizer(tokenizing.TokenizerSpec(name))
     if why := tokenizing.why_unfit(tokenizer, config):
         raise InputError(f"Cannot use the model {name!r}: it {why}.")
-    model = load.load_model(name, config, "float32", torch.device(device))
+    model = load.load_model(name, config, "float32", where)
     if not config.is_encoder_decoder:
         tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:

@@ -87,11 +87,11 @@ sys.exit(exit_code("do", command))
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>/dev/full"])
 @pytest.mark.parametrize("outcome", ["0", "1 / 0"])
-def test_a_standard_stream_that_is_closed_does_not_change_the_exit_code(
+def test_a_standard_stream_that_is_closed_changes_neither_the_exit_code_nor_a_file(
     closed: str, outcome: str, tmp_path: Path
 ) -> None:
     code = f"""
-import sys
+import os, sys
 from fastgen.cli.exits import exit_code
 from fastgen.pipeline.errors import tell
 from fastgen.pipeline.progress import Progress
@@ -100,6 +100,8 @@ def command():
     progress = Progress(2)
     progress.update(2, 20)
     progress.close()
+    if open(os.devnull).fileno() < 3:
+        return 3
     return int({outcome})
 sys.exit(exit_code("do", command))
 """

@@ -49,7 +49,7 @@ class Record:
 
 
 def format_of(path: str | Path) -> str:
-    suffix = Path(path).suffix
+    suffix = Path(path).suffix.lower()
     return JSONL if suffix in (".jsonl", ".ndjson") else PARQUET if suffix in (".parquet", ".pq") else TEXT
 
 
