@@ -9,7 +9,7 @@ from typing import Any
 
 from fastgen.demo import task
 from fastgen.demo.comparison import Job
-from fastgen.pipeline.errors import InputError, tell
+from fastgen.pipeline.errors import InputError, tell, writable
 from fastgen.pipeline.transformers.records import read_lines
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
@@ -72,7 +72,7 @@ def build_job(
     loaded, tokenizer = load(model or str(SHIPPED_MODEL), device)
     max_new, max_source = _lengths(loaded, tokenizer, max_new_tokens)
     return Job(
-        name=model or "the shipped demo model (figures to words)",
+        name=writable(model) if model else "the shipped demo model (figures to words)",
         model=loaded,
         tokenizer=tokenizer,
         sources=sources,

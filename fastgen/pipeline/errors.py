@@ -57,6 +57,11 @@ def is_utf8(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def writable(text: str) -> str:
+    """A text that can be written in UTF-8: of the name of a file that is none, the other bytes are shown as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of the message of `error`, without the full stop."""
     lines = str(error).strip().splitlines()

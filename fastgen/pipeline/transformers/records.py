@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.errors import InputError, writable
 from fastgen.pipeline.growing_line import in_one_line
 
 TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
@@ -44,8 +44,7 @@ class Record:
 
     def refuse(self, why: str) -> None:
         """Mark the record as failed, with a sentence that names file and line."""
-        error = f"{self.path}, line {self.line}: {why}."
-        self.error = error.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may be no UTF-8
+        self.error = writable(f"{self.path}, line {self.line}: {why}.")
 
 
 def format_of(path: str | Path) -> str:
