@@ -382,6 +382,18 @@ def test_resume_of_a_shard_among_another_number_of_shards_is_refused(
     assert fairseq_kit.differences(fairseq_kit.run_stock(*job, "--distributed-world-size", "2"), found) == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are text")
+def test_a_path_that_is_no_utf8(job: list[str], model: Path, tmp_path: Path) -> None:
+    """It stands in the settings, which are logged to the results."""
+    path = os.fsdecode(os.fsencode(tmp_path / "model") + b"\xe9.pt")
+    shutil.copy(model, path)
+    flags = [*job, "--path", path, "--beam", "2", "--workers", "0", "--results-path", str(tmp_path / "results")]
+    assert generate.main(flags) == 0
+    text = (tmp_path / "results" / "generate-test.txt").read_text("utf-8")
+    assert "model\\udce9.pt" in text
+    assert fairseq_kit.differences(fairseq_kit.run_stock(*job, "--beam", "2"), fairseq_kit.result_lines(text)) == []
+
+
 def test_a_standard_output_without_the_results_characters(
     job: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

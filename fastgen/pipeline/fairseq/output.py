@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from fastgen.pipeline.errors import InputError, writing
+from fastgen.pipeline.errors import InputError, writable, writing
 from fastgen.pipeline.resume import Journal
 
 
@@ -55,6 +55,10 @@ class Output:
 
 
 class _Handler(logging.StreamHandler):  # generic only since Python 3.11
+    def format(self, record: logging.LogRecord) -> str:
+        """The line as UTF-8 can have it: the settings have paths."""
+        return writable(super().format(record))
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing: if a log line can't be written, a result can't either, and that ends the run."""
 
