@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt -e '.[ray]'")
 
 import pyarrow
+import pyarrow.fs
 import pyarrow.parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -216,6 +217,28 @@ def test_blocks_and_parts_where_fsspec_reads_and_writes(memory: Any, tmp_path: P
 def test_a_file_has_the_options_of_the_uri_that_it_was_found_by(path: str, inside: str, found: str) -> None:
     """Workers open it by its own URI."""
     assert blocks._uri(path, inside) == found
+
+
+def test_names_are_without_secrets(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stand in messages, in results and in the marks of parts."""
+    for name in ("a.txt", "b.jsonl"):
+        memory.pipe(f"/in/{name}", b"one\n")
+    system = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(memory))
+    monkeypatch.setattr(blocks, "opened", lambda path: (system, "/in"))
+    uri = "memory://user:SESAME@in?key=SESAME"
+    files = blocks.sources(uri, None)
+    assert all(file.path.endswith("?key=SESAME") for file in files), "workers need it"
+    corpus = blocks.numbered(files, [[blocks.Cut(0, 4, 1, "1f")]] * 2)
+    assert [(one.name, one.file) for one in corpus] == [
+        ("memory://in/a.txt", "a.txt"),
+        ("memory://in/b.jsonl", "b.jsonl"),
+    ]
+    parts = Parts(uri, records.JSONL)
+    with pytest.raises(InputError, match="^memory://in is not empty"):
+        parts.begin({}, corpus, resume=False, overwrite=False)
+    monkeypatch.setattr(blocks, "opened", lambda path: (system, "/none"))
+    with pytest.raises(InputError, match="^Cannot read memory://in: there is no such file"):
+        blocks.sources(uri, None)
 
 
 def test_actors_are_placed_by_gpus_or_by_nodes() -> None:
