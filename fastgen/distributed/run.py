@@ -23,7 +23,7 @@ from fastgen.distributed.worker import BlockWorker, Done
 from fastgen.pipeline import remote
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import Journal, check_flags, contents, other_texts
+from fastgen.pipeline.resume import Journal, check_flags, contents, files_beside, other_texts
 from fastgen.pipeline.transformers import records
 from fastgen.pipeline.transformers.batches import WINDOW
 from fastgen.pipeline.transformers.failures import STOP, Policy, policy_of, scan
@@ -46,7 +46,7 @@ def run(settings: RunSettings) -> int:
         raise InputError(
             f"One file in order is written here, not at {remote.shown(settings.output)}: give a path, or --shards."
         )
-    files = blocks.sources(settings.input, settings.input_format)
+    files = _files(settings)
     with connected(settings.ray or "", say):
         cuts = _cut(files)
         corpus = blocks.numbered(files, cuts)
@@ -87,6 +87,15 @@ def run(settings: RunSettings) -> int:
             if parts.exist():
                 parts.remove()
             return summary(output, form, total, journal.facts.get("failed", 0), references, wanted)
+
+
+def _files(settings: RunSettings) -> list[blocks.Source]:
+    """The files of the corpus: of a folder, all but those that the run itself writes there."""
+    files = blocks.sources(settings.input, settings.input_format)
+    if not Path(settings.input).is_dir():
+        return files
+    own = files_beside(settings.output)
+    return [file for file in files if Path(file.path) not in own]
 
 
 def _check_complete(output: Path, facts: dict[str, Any], corpus: list[Block]) -> None:

@@ -241,6 +241,11 @@ def journal_path(results: Path) -> Path:
     return results.with_name(results.name + ".journal")
 
 
+def files_beside(results: str) -> set[Path]:
+    """The results of a run, and the files that it writes beside them."""
+    return {Path(f"{results}{ending}").absolute() for ending in ("", ".journal", ".journal.new")}
+
+
 def contents(*files: Path) -> dict[str, Any]:
     """Settings that change when one of these files changes: sizes and times."""
     stats = {file: file.stat() for file in files}

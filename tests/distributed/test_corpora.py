@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from fastgen.cli import generate_transformers
 from fastgen.demo.job import SHIPPED_MODEL
 from fastgen.distributed import run as driver
 from fastgen.pipeline.transformers import batches
+from fastgen.pipeline.transformers.settings import RunSettings
 
 pytestmark = pytest.mark.slow
 MODEL = str(SHIPPED_MODEL)
@@ -137,6 +139,16 @@ def test_an_earlier_runs_parts_are_replaced_only_by_a_run_that_can_begin(
     assert run(MODEL, lines, tmp_path / "out", *FLAGS, *RAY, *shards, "--overwrite") == 1
     assert "not UTF-8" in capfd.readouterr().err
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+
+
+def test_an_output_in_the_folder_of_the_input_is_no_input(tmp_path: Path) -> None:
+    """Nor what lies beside it: a run that was killed could not be gone on with."""
+    for name in ("a.txt", "out.txt", "out.txt.journal", "out.txt.journal.new", "out.txt.more"):
+        (tmp_path / name).write_text("1\n")
+    settings = RunSettings(model=MODEL, input=str(tmp_path), output=str(tmp_path / "out.txt"))
+    assert [Path(file.path).name for file in driver._files(settings)] == ["a.txt", "out.txt.more"]
+    alone = dataclasses.replace(settings, input=str(tmp_path / "out.txt"))
+    assert [Path(file.path).name for file in driver._files(alone)] == ["out.txt"], "is refused by name"
 
 
 def test_a_folder_becomes_shards_of_parquet(cluster: Any, lines: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from fastgen.pipeline import remote
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, tell, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents, other_texts, precision
+from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents, files_beside, other_texts, precision
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.transformers import batches, failures, metrics, records, tokenizing
 from fastgen.pipeline.transformers.settings import RunSettings
@@ -122,9 +122,7 @@ def decisive_settings(settings: RunSettings) -> dict[str, Any]:
 
 def files_of_model(settings: RunSettings) -> list[Path]:
     """Local files that decide the results and might be replaced: the model's, unless it has a name on the hub."""
-    output = Path(settings.output).absolute()
-    # A run may lie in the model's folder.
-    others = {Path(f"{output}{ending}") for ending in ("", ".journal", ".journal.new")}
+    others = files_beside(settings.output)  # a run may lie in the model's folder
     others |= {Path(path).absolute() for path in (settings.input, settings.references) if path is not None}
     paths: list[Path] = []
     for name in {settings.model, settings.tokenizer or settings.model}:
