@@ -24,6 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random GPT-2 with the demo's tokenizer, whose padding token is none of its end tokens."""
     folder = tmp_path_factory.mktemp("gpt2")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.model_max_length = 10 * POSITIONS  # so that the model alone has a limit
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS, bos_token_id=0, eos_token_id=2
@@ -59,7 +60,7 @@ def lengths(folder: Path, texts: list[str]) -> list[int]:
     "options",
     [
         {"max_length": 9},  # and the longest prompt: see below
-        {"min_length": 9, "max_new_tokens": 30},
+        {"min_length": 9, "max_new_tokens": 50},
         {"encoder_repetition_penalty": 6.0, "max_new_tokens": 12},
         {"no_repeat_ngram_size": 1, "max_new_tokens": 40},
     ],

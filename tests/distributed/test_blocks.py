@@ -234,10 +234,10 @@ def test_names_are_without_secrets(memory: Any, monkeypatch: pytest.MonkeyPatch)
         ("memory://in/b.jsonl", "b.jsonl"),
     ]
     parts = Parts(uri, records.JSONL)
-    with pytest.raises(InputError, match="^memory://in is not empty"):
+    with pytest.raises(InputError, match=r"^memory://in is not empty"):
         parts.begin({}, corpus, resume=False, overwrite=False)
     monkeypatch.setattr(blocks, "opened", lambda path: (system, "/none"))
-    with pytest.raises(InputError, match="^Cannot read memory://in: there is no such file"):
+    with pytest.raises(InputError, match=r"^Cannot read memory://in: there is no such file"):
         blocks.sources(uri, None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import itertools
 import lzma
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_what_cannot_be_read(path: Path) -> None:
     path.write_bytes(b"one\n\xff\n")
     with pytest.raises(InputError, match="lines, line 2: not UTF-8"):
         records.read_lines(path)
-    with pytest.raises(InputError, match="Cannot read .*none: No such file"):
+    with pytest.raises(InputError, match=r"Cannot read .*none: No such file"):
         records.read_lines(path.with_name("none"))
 
 
@@ -86,4 +87,4 @@ def test_an_output_is_one_line() -> None:
 @pytest.mark.parametrize("text", ["a\r\nb\n\nc\rd\n", "\n\na", "a\r\r\n\n"])
 def test_a_text_that_grows_stays_the_beginning_of_its_line(text: str) -> None:
     grown = [in_one_line(text[:end]) for end in range(len(text) + 1)]
-    assert all(later.startswith(earlier) for earlier, later in zip(grown, grown[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(grown))
