@@ -14,7 +14,7 @@ from transformers_kit import MODEL, run
 
 import fastgen
 
-FLAGS = ["--num-beams", "3", "--workers", "0", "--quiet", "--batch-size", "5"]
+FLAGS = ["--num-beams", "3", "--workers", "0", "--quiet", "--batch-size", "32"]
 POSITIONS = 256
 ENDS = [2, *range(20, 50)]  # so many that outputs end early
 

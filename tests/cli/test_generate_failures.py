@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import shutil
 import signal
@@ -383,8 +384,11 @@ def test_resume_of_a_shard_among_another_number_of_shards_is_refused(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are text")
-def test_a_path_that_is_no_utf8(job: list[str], model: Path, tmp_path: Path) -> None:
-    """It stands in the settings, which are logged to the results."""
+def test_a_path_that_is_no_utf8(
+    job: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands in the settings, which are logged to the results unless an import has set up logging."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     path = os.fsdecode(os.fsencode(tmp_path / "model") + b"\xe9.pt")
     shutil.copy(model, path)
     flags = [*job, "--path", path, "--beam", "2", "--workers", "0", "--results-path", str(tmp_path / "results")]
