@@ -384,9 +384,7 @@ def test_resume_of_a_shard_among_another_number_of_shards_is_refused(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are text")
-def test_a_path_that_is_no_utf8(
-    job: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_is_no_utf8(job: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stands in the settings, which are logged to the results unless an import has set up logging."""
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     path = os.fsdecode(os.fsencode(tmp_path / "model") + b"\xe9.pt")
