@@ -19,7 +19,7 @@ from fastgen.cli.exits import Parser, exit_code, positive_number
 from fastgen.demo import page, speech
 from fastgen.demo.comparison import Job, Result, Work, compare
 from fastgen.demo.job import build_job, read_inputs
-from fastgen.pipeline.errors import DIFFERENT, DONE, UNUSABLE, InputError, writing
+from fastgen.pipeline.errors import DIFFERENT, DONE, UNUSABLE, InputError, needing, writable, writing
 
 NAME = "fastgen-demo"
 REPORT = "fastgen-demo.html"
@@ -123,6 +123,8 @@ def _settings(threads: int | None) -> Iterator[None]:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    with needing("transformers", "transformers"):
+        import transformers  # noqa: F401
     results: list[Result] = []
     with _settings(args.threads):
         for work in works_of(args):
@@ -163,7 +165,7 @@ def _report(results: list[Result], args: argparse.Namespace) -> None:
 
     with writing(args.report):
         args.report.write_text(render(results, args.samples), "utf-8")
-    print(f"\nThe report is {args.report.resolve()}.")
+    print(writable(f"\nThe report is {args.report.resolve()}."))
     if _has_display():
         webbrowser.open(args.report.resolve().as_uri())
 

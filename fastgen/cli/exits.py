@@ -13,32 +13,33 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import fastgen
-from fastgen.pipeline.errors import INPUT_ERROR, INTERRUPTED, InputError, WorkerError, first_line
+from fastgen.pipeline.errors import INPUT_ERROR, INTERRUPTED, InputError, WorkerError, first_line, tell
 
 TRACEBACK = "FASTGEN_TRACEBACK"  # environment variable: 1 shows where an error came from
 
 
 def exit_code(name: str, command: Callable[[], int], input_error: int = INPUT_ERROR) -> int:
     """What `command` returns, or the exit code of the error that it raises."""
+    _occupy_standard_streams()
     try:
         with _terminated_as_interrupted():
             return command()
     except InputError as error:
-        _say(f"{name}: {error}")
+        tell(f"{name}: {error}")
         return input_error
     except WorkerError as error:
-        _say(f"{name}: {first_line(error)}.{_trace(str(error))}")
+        tell(f"{name}: {first_line(error)}.{_trace(str(error))}")
         return input_error
     except fastgen.FallbackError as error:
-        _say(f"{name}: FASTGEN_STRICT is set, and fastgen cannot accelerate this: {error}.")
+        tell(f"{name}: FASTGEN_STRICT is set, and fastgen cannot accelerate this: {error}.")
         return input_error
     except KeyboardInterrupt:
-        _say(f"{name}: interrupted; what was finished is kept.")
+        tell(f"{name}: interrupted; what was finished is kept.")
         return INTERRUPTED
     except Exception as error:  # what nobody foresaw: no less a sentence, and a code that scripts know
         kind, what = type(error).__name__, first_line(error)
         sentence = kind if what == kind else f"{kind}: {what}"
-        _say(f"{name}: {sentence}.{_trace(traceback.format_exc())}")
+        tell(f"{name}: {sentence}.{_trace(traceback.format_exc())}")
         return input_error
     finally:
         _give_up_broken_output()
@@ -103,16 +104,23 @@ def _trace(text: str) -> str:
     return f"\n{text.rstrip()}" if os.environ.get(TRACEBACK) == "1" else f" ({TRACEBACK}=1 shows where.)"
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr)
+def _occupy_standard_streams() -> None:
+    """Open what is closed (`2>&-`): a file of the run in its place would get all that is written to standard error."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
 
 
 def _give_up_broken_output() -> None:
-    """Python flushes standard output once more when it ends; if that failed, the exit code would be another."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+    """Python flushes its output once more when it ends; if that failed, the exit code would be another."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # a program without a console, or `>&-`
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

@@ -152,7 +152,10 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _count_or_auto(text: str) -> int | str:
-    return AUTO if text == AUTO else int(text)
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor {AUTO!r}") from None
 
 
 @contextlib.contextmanager

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.cli.exits import Parser, exit_code, positive_number, whole_number
-from fastgen.pipeline.errors import EXIT_CODES, InputError
+from fastgen.pipeline.errors import EXIT_CODES, InputError, tell
 
 if TYPE_CHECKING:
     from fastgen.pipeline.transcription.run import Settings
@@ -84,7 +83,7 @@ def _language_of(model: str, language: str | None) -> str | None:
 
 
 def _say(text: str) -> None:
-    print(f"{NAME}: {text}", file=sys.stderr)
+    tell(f"{NAME}: {text}")
 
 
 def _device() -> str:

@@ -120,7 +120,7 @@ def lines_of(path: str | os.PathLike[str]) -> Iterator[tuple[int, str]]:
         ValueError: a line is not UTF-8.
         OSError: the file cannot be read.
     """
-    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+    with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         for number, line in enumerate(file, 1):
             if not line.isascii():
                 try:

@@ -9,7 +9,8 @@ from typing import Any
 
 from fastgen.demo import task
 from fastgen.demo.comparison import Job
-from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.errors import InputError, tell, writable
+from fastgen.pipeline.transformers.records import read_lines
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
 SHIPPED_INPUTS = 320
@@ -18,13 +19,7 @@ SEED = 7  # the training script tests with another seed
 
 def read_inputs(path: Path, limit: int | None) -> list[str]:
     """The file's lines that are not blank."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise InputError(f"Cannot read the input file {path}: {error.strerror or error}.") from None
-    except UnicodeDecodeError:
-        raise InputError(f"The input file {path} is not UTF-8 text.") from None
-    texts = [line for line in lines if line.strip()][:limit]
+    texts = [line for line in read_lines(path) if line.strip()][:limit]
     if not texts:
         raise InputError(f"The input file {path} holds no text: write one input a line.")
     return texts
@@ -32,17 +27,16 @@ def read_inputs(path: Path, limit: int | None) -> list[str]:
 
 def load(name: str, device: str) -> tuple[Any, Any]:
     """Model (float32, as its config says seq2seq or causal) and tokenizer."""
-    import torch
-
     from fastgen.pipeline.transformers import load, tokenizing
 
     load.check_path(name, "--model")
-    with load.asking_the_hub([name], lambda text: print(f"fastgen-demo: {text}", file=sys.stderr)):
+    where = load.find_device(device)
+    with load.asking_the_hub([name], lambda text: tell(f"fastgen-demo: {text}")):
         config = load.load_config(name)
         tokenizer = tokenizing.load_tokenizer(tokenizing.TokenizerSpec(name))
     if why := tokenizing.why_unfit(tokenizer, config):
         raise InputError(f"Cannot use the model {name!r}: it {why}.")
-    model = load.load_model(name, config, "float32", torch.device(device))
+    model = load.load_model(name, config, "float32", where)
     if not config.is_encoder_decoder:
         tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
@@ -78,7 +72,7 @@ def build_job(
     loaded, tokenizer = load(model or str(SHIPPED_MODEL), device)
     max_new, max_source = _lengths(loaded, tokenizer, max_new_tokens)
     return Job(
-        name=model or "the shipped demo model (figures to words)",
+        name=writable(model) if model else "the shipped demo model (figures to words)",
         model=loaded,
         tokenizer=tokenizer,
         sources=sources,

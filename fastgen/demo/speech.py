@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastgen.demo.comparison import Work
-from fastgen.pipeline.errors import InputError, counted
+from fastgen.pipeline.errors import InputError, counted, writable
 from fastgen.pipeline.transcription import audio
 
 if TYPE_CHECKING:
@@ -94,5 +94,9 @@ def build_job(model: str, files: list[Path], *, beams: int, device: str) -> Spee
             raise InputError(f"{found.fault}.")
         recordings.append(found.samples)
     return SpeechJob(
-        name=model, model=load(model, device), sources=[file.name for file in files], recordings=recordings, beams=beams
+        name=writable(model),
+        model=load(model, device),
+        sources=[writable(file.name) for file in files],
+        recordings=recordings,
+        beams=beams,
     )

@@ -19,7 +19,7 @@ from pyarrow import fs
 
 from fastgen.pipeline import remote
 from fastgen.pipeline.errors import InputError, first_line
-from fastgen.pipeline.transformers.records import PARQUET, Record, fill_text, format_of, parsed
+from fastgen.pipeline.transformers.records import PARQUET, Record, check_beginning, fill_text, format_of, parsed
 
 _CHUNK = 1 << 22  # bytes read at once
 _ROWS = 4096  # of Parquet, read at once
@@ -33,7 +33,7 @@ class Block:
 
     number: int  # in the corpus
     path: str
-    name: str  # the file's name as the user writes it
+    name: str  # the file's name as the user writes it, without secrets
     form: str
     offset: int  # where the block begins: a byte, or a row of Parquet
     size: int  # bytes, or rows
@@ -57,7 +57,7 @@ class Source:
     """A file of the corpus."""
 
     path: str
-    name: str  # as the user writes it
+    name: str  # as the user writes it, without secrets
     form: str
     stamp: tuple[int, int]  # size, and time of the last change in ns, which tell whether the file has changed
 
@@ -72,7 +72,7 @@ def opened(path: str) -> tuple[fs.FileSystem, str]:
     try:
         return fs.FileSystem.from_uri(path)
     except (ValueError, OSError, ImportError) as error:
-        raise InputError(f"Cannot use {path}: {first_line(error)}.") from error
+        raise InputError(f"Cannot use {remote.shown(path)}: {remote.without_secrets(first_line(error))}.") from error
 
 
 def _uri(path: str, inside: str) -> str:
@@ -91,18 +91,19 @@ def sources(path: str, form: str | None) -> list[Source]:
         form: form of all files; by default each file's name decides.
     """
     system, inside = opened(path)
+    shown = remote.shown(path)
     try:
         info = system.get_file_info(inside)
         if info.type == fs.FileType.NotFound:
-            raise InputError(f"Cannot read {path}: there is no such file or folder.")
+            raise InputError(f"Cannot read {shown}: there is no such file or folder.")
         is_file = info.type == fs.FileType.File
         infos = [info] if is_file else system.get_file_info(fs.FileSelector(inside))
     except OSError as error:
-        raise InputError(f"Cannot read {path}: {first_line(error)}.") from error
+        raise InputError(f"Cannot read {shown}: {remote.without_secrets(first_line(error))}.") from error
     found = [
         Source(
             _uri(path, info.path),
-            path if is_file else f"{path.rstrip('/')}/{info.base_name}",
+            shown if is_file else f"{shown.rstrip('/')}/{info.base_name}",
             form or format_of(info.path),
             (info.size, info.mtime_ns or 0),
         )
@@ -110,9 +111,10 @@ def sources(path: str, form: str | None) -> list[Source]:
         if info.type == fs.FileType.File and not info.base_name.startswith((".", "_"))
     ]
     if not found:
-        raise InputError(f"{path} has no files.")
+        raise InputError(f"{shown} has no files.")
     if packed := next((one.path for one in found if one.path.endswith((".gz", ".bz2", ".zst", ".lz4", ".xz"))), None):
-        raise InputError(f"{packed} is compressed: unpack it, since a block of its lines could not be found again.")
+        why = "unpack it, since a block of its lines could not be found again"
+        raise InputError(f"{remote.shown(packed)} is compressed: {why}.")
     return found
 
 
@@ -138,15 +140,17 @@ def cut(source: Source, window: int) -> list[Cut]:
             return [Cut(row, size, size, stamp) for row, size in sizes]
         # No decompression, as offsets count bytes of the file.
         with system.open_input_stream(inside, compression=None) as stream:
-            return _cut_lines(stream, window)
+            return _cut_lines(stream, window, source.name)
     except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"Cannot read {source.name}: {first_line(error)}.") from error
+        raise InputError(f"Cannot read {source.name}: {remote.without_secrets(first_line(error))}.") from error
 
 
-def _cut_lines(stream: Any, window: int) -> list[Cut]:
+def _cut_lines(stream: Any, window: int, name: str) -> list[Cut]:
     starts, lines, position, last = [0], 0, 0, b"\n"
     crcs = [0]  # of each block, with a line end after the file's last line
     while chunk := stream.read(_CHUNK):
+        if not position:
+            check_beginning(chunk[:16], name)
         ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
         places = (ends[-(lines + 1) % window :: window] + 1).tolist()
         for begin, end in zip([0, *places], [*places, len(chunk)], strict=True):
@@ -170,7 +174,7 @@ def numbered(files: list[Source], cuts: list[list[Cut]]) -> list[Block]:
     found: list[Block] = []
     total = 0
     for source, parts in zip(files, cuts, strict=True):
-        before, file = total, PurePosixPath(source.path).name if len(files) > 1 else None
+        before, file = total, PurePosixPath(remote.shown(source.path)).name if len(files) > 1 else None
         for one in parts:
             found.append(
                 Block(

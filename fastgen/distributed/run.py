@@ -20,9 +20,10 @@ from fastgen.distributed.job import Job
 from fastgen.distributed.parts import Mark, Parts
 from fastgen.distributed.placement import nodes_of, placement
 from fastgen.distributed.worker import BlockWorker, Done
+from fastgen.pipeline import remote
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import Journal, contents, other_texts
+from fastgen.pipeline.resume import Journal, check_flags, contents, files_beside, other_texts
 from fastgen.pipeline.transformers import records
 from fastgen.pipeline.transformers.batches import WINDOW
 from fastgen.pipeline.transformers.failures import STOP, Policy, policy_of, scan
@@ -35,19 +36,22 @@ _CORPUS = "corpus"  # of the journal's facts
 
 def run(settings: RunSettings) -> int:
     """Generate on a cluster; returns the exit code."""
-    form = settings.output_format or records.format_of(settings.output)
+    check_flags(resume=settings.resume, overwrite=settings.overwrite)
+    form = settings.output_format or records.format_of(remote.shown(settings.output))
     if settings.shards:
         if settings.references is not None:
             raise InputError("--references needs one output file: leave out --shards, or compare afterwards.")
         form = settings.output_format or records.JSONL
     elif "://" in settings.output:
-        raise InputError(f"One file in order is written here, not at {settings.output}: give a path, or --shards.")
-    files = blocks.sources(settings.input, settings.input_format)
+        raise InputError(
+            f"One file in order is written here, not at {remote.shown(settings.output)}: give a path, or --shards."
+        )
+    files = _files(settings)
     with connected(settings.ray or "", say):
         cuts = _cut(files)
         corpus = blocks.numbered(files, cuts)
         if not corpus:
-            raise InputError(f"{settings.input} is empty: it should hold one record a line.")
+            raise InputError(f"{remote.shown(settings.input)} is empty: it should hold one record a line.")
         total = sum(block.count for block in corpus)
         references, wanted = references_of(settings, total)
         decisive = decisive_settings(settings) | contents(*files_of_model(settings))
@@ -85,6 +89,15 @@ def run(settings: RunSettings) -> int:
             return summary(output, form, total, journal.facts.get("failed", 0), references, wanted)
 
 
+def _files(settings: RunSettings) -> list[blocks.Source]:
+    """The files of the corpus: of a folder, all but those that the run itself writes there."""
+    files = blocks.sources(settings.input, settings.input_format)
+    if not Path(settings.input).is_dir():
+        return files
+    own = files_beside(settings.output)
+    return [file for file in files if Path(file.path) not in own]
+
+
 def _check_complete(output: Path, facts: dict[str, Any], corpus: list[Block]) -> None:
     if _CORPUS not in facts:
         raise InputError(f"{output} is complete, and was written without --ray: nothing to resume.")
@@ -115,9 +128,9 @@ def _each(arguments: list[tuple[Any, ...]], function: Callable[..., Any]) -> lis
     """Call the function with each of these arguments, on the cluster if there are several."""
     if len(arguments) == 1:
         return [function(*arguments[0])]
-    remote = ray.remote(num_cpus=1)(function)
+    task = ray.remote(num_cpus=1)(function)
     try:
-        return list(ray.get([remote.remote(*each) for each in arguments]))
+        return list(ray.get([task.remote(*each) for each in arguments]))
     except ray.exceptions.RayTaskError as error:
         raise error.cause if isinstance(error.cause, InputError) else error from None
 

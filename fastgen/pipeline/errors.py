@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 
 from fastgen import installing
@@ -35,6 +36,13 @@ def needing(what: str, extra: str) -> Iterator[None]:
         raise InputError(f"{what} is needed: {installing.command(extra)} ({first_line(error)}).") from error
 
 
+def tell(text: str) -> None:
+    """Write a line to standard error. A terminal that was closed, or a reader that has gone, ends no run."""
+    if sys.stderr is not None:  # None for a program without a console, and behind `2>&-`
+        with contextlib.suppress(OSError, ValueError):  # the latter if it has been closed
+            print(text, file=sys.stderr, flush=True)
+
+
 class WorkerError(RuntimeError):
     """Raised if a task failed in a worker, or always killed it; the message ends in the worker's traceback."""
 
@@ -47,6 +55,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 def is_utf8(text: str) -> bool:
     """Whether a text can be written in UTF-8: of bytes that are none, Python makes halves of characters."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def writable(text: str) -> str:
+    """A text that can be written in UTF-8: of the name of a file that is none, the other bytes are shown as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def first_line(error: BaseException) -> str:

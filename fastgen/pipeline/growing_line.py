@@ -44,15 +44,24 @@ def grown(tokens: Iterable[int], decode: Callable[[list[int]], str], settled: Ca
     yield line.end(decode(found))
 
 
+def in_one_line(text: str) -> str:
+    """A text without line ends: a line is a record, so one inside would shift all that follow."""
+    return " ".join(text.splitlines())
+
+
 def answer_lines(pieces: Callable[[int, str], Iterable[str]]) -> None:
     """Answer each line of standard input by a line of standard output, as fast as the pieces of an answer come.
+
+    As in files, lines end at line feeds alone and are UTF-8, whatever the locale; a terminal has its own encoding.
 
     `pieces`: those of the answer to a line, by its number and its text; a blank line is answered by one.
 
     Raises InputError, which names the line, if the line is not UTF-8 or `pieces` raises a ValueError.
     """
-    if isinstance(sys.stdin, io.TextIOWrapper):  # or the error for other bytes depends on the locale
-        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding=_encoding_of(sys.stdin), errors="surrogateescape", newline="\n")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding=_encoding_of(sys.stdout))
     for number, line in enumerate(sys.stdin, 1):
         text = line.rstrip("\r\n")
         if not is_utf8(text):
@@ -64,6 +73,10 @@ def answer_lines(pieces: Callable[[int, str], Iterable[str]]) -> None:
             except ValueError as error:
                 raise InputError(f"Line {number}: {first_line(error)}.") from error
         _write("\n")
+
+
+def _encoding_of(stream: io.TextIOWrapper) -> str:
+    return stream.encoding if stream.isatty() else "utf-8"
 
 
 def _write(text: str) -> None:

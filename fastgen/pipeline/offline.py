@@ -17,6 +17,7 @@ REFILL = {"auto": None, "on": True, "off": False}  # the commands' names for `re
 # A resumed run begins a stretch anew, so that the same sentences share a batch and scores are equal to the last digit.
 STRETCH = 16
 _PARTS = 4  # a batch is refilled in so many parts
+DEFAULT_TOKENS = 20  # that the host generates where nobody says how many
 _NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs cache
     past_key_values return_dict_in_generate streamer""".split()
 _ALLOWED = "prefix_allowed_tokens_fn"
@@ -58,12 +59,10 @@ def generate(
     found: list[Any] = [None] * len(sources)
     show = Progress(len(sources), enabled=progress)
     pad, ends = _padding(model, options), _listed(_configured(model, options, "eos_token_id"))
-    is_stopped, apart = _stop_strings(model, options), _counts_prompts(model, options)
+    is_stopped = _stop_strings(model, options)
     refilling = len(sources) > 0 and why_not_refilled(model, min(sources, key=len), refill, options) is None
     try:
-        for part, result, width in generated(
-            model, sources, options, batch_size=batch_size, refill=refilling, apart=apart
-        ):
+        for part, result, width in generated(model, sources, options, batch_size=batch_size, refill=refilling):
             sequences = getattr(result, "sequences", result)
             for index, hypotheses in zip(part, sequences.unflatten(0, (len(part), -1)), strict=True):
                 prompt, own = 1, hypotheses
@@ -164,14 +163,14 @@ def generated(
     *,
     batch_size: int,
     refill: bool,
-    apart: bool = False,
 ) -> Iterator[tuple[list[int], Any, int]]:
     """Yield what `model.generate` returns for sources that were padded together, as soon as it is ready.
 
     Yields the sources' indices, in the order of the rows, the result, and the length that they were padded to. `refill`
-    needs calls for which `why_not_refilled` is None; `apart`: only sources of equal length share a call.
+    needs calls for which `why_not_refilled` is None. Where padding would count, a call has sources of one length alone.
     """
     size = max(1, batch_size // _PARTS) if refill else batch_size
+    apart = sees_padding(model, options, sources)
     # The longest first: so a batch that doesn't fit into memory shows at once.
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
     alike = [list(group) for _, group in itertools.groupby(order, lambda index: len(sources[index]) if apart else 0)]
@@ -271,6 +270,49 @@ def _counts_prompts(model: Any, options: dict[str, Any]) -> bool:
         if is_set and _configured(model, options, new) is None:
             return True
     return False
+
+
+def sees_padding(model: Any, options: dict[str, Any], sources: Sequence[Any]) -> bool:
+    """Whether the host counts the padding beside these sources, or takes it for tokens of theirs.
+
+    Lengths that count a prompt do, n-grams and penalties may: an output would depend on what shares the batch.
+    """
+
+    def asked(name: str) -> Any:
+        return _configured(model, options, name)
+
+    if asked("encoder_repetition_penalty") not in (None, 1.0):
+        return True
+    if model.config.is_encoder_decoder:  # whose other processors see the output, or ban the padding, which is no word
+        return False
+    sizes = [size for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size") if (size := asked(name))]
+    return (
+        _counts_prompts(model, options)
+        or (bool(sizes) and (1 in sizes or _is_word(_padding(model, options), asked("eos_token_id"), sources)))
+        or (asked("forced_bos_token_id") is not None and 1 in map(len, sources))  # behind such a prompt alone
+        or (asked("repetition_penalty") not in (None, 1.0) and _penalises_padding())
+        or (asked("max_new_tokens") is None and _outgrows_positions(model, sources))
+    )
+
+
+def _outgrows_positions(model: Any, sources: Sequence[Any]) -> bool:
+    """Whether the host cuts the tokens that it generates by default at the model's last position, padding counted."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return positions is not None and max(map(len, sources), default=0) + DEFAULT_TOKENS > positions
+
+
+def _is_word(pad: int, ends: Any, sources: Sequence[Any]) -> bool:
+    """Whether the padding token may stand in a text that goes on: in a source, or behind it if it is no end token."""
+    return pad not in _listed(ends) or any(pad in source for source in sources)
+
+
+def _penalises_padding() -> bool:
+    """Whether the host's repetition penalty takes the padding of a prompt for tokens, as in older versions."""
+    try:
+        from fastgen.optimizer.transformers import versions
+    except ImportError:  # a version that fastgen leaves alone
+        return True
+    return not versions.penalty_ignores_padding()
 
 
 def _stop_strings(model: Any, options: dict[str, Any]) -> Callable[[Tensor], bool] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -12,15 +13,18 @@ _LOG_SECONDS = 30.0  # between lines where the output is a file
 
 
 class Progress:
-    """Counts finished sentences from any thread. On a terminal one line is redrawn; a log gets a line now and then."""
+    """Counts finished sentences from any thread. On a terminal one line is redrawn; a log gets a line now and then.
+
+    Where the line can't be shown, since the terminal was closed or the reader of a pipe has gone, nothing is.
+    """
 
     def __init__(self, total: int | None, *, done: int = 0, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total = total
         self.done = self._before = done
         self.tokens = 0
         self._stream = sys.stderr if stream is None else stream
-        self._terminal = self._stream.isatty()
-        self._enabled = enabled
+        self._enabled = enabled and self._stream is not None  # None for a program without a console
+        self._terminal = self._enabled and self._stream.isatty()
         self._started = self._shown = time.monotonic()
         self._width = 0
         self._lock = threading.Lock()
@@ -46,22 +50,32 @@ class Progress:
             parts.append(f"{clock((self.total - self.done) / rate)} left")
         return ", ".join(parts)
 
-    def _show(self, text: str) -> None:
-        if self._terminal:
-            self._stream.write("\r" + text.ljust(self._width))
-            self._width = len(text)
-        else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+    def _show(self, text: str, end: str = "") -> None:
+        """Show the line; `end`: what follows it on a terminal."""
+        try:
+            if self._terminal:
+                room = self._columns() - 1  # a longer line could not be redrawn: its first row would stay
+                text = text[:room]
+                self._stream.write("\r" + text.ljust(min(self._width, room)) + end)
+                self._width = len(text)
+            else:
+                self._stream.write(text + "\n")
+            self._stream.flush()
+        except (OSError, ValueError):  # the latter if the stream has been closed
+            self._enabled = False
+
+    def _columns(self) -> int:
+        """The width of the terminal, or that of a usual one."""
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or 80
+        except (OSError, ValueError):
+            return 80
 
     def close(self) -> None:
         """Show the last state, and end the line."""
         with self._lock:
             if self._enabled:
-                self._show(self.line(time.monotonic() - self._started))
-                if self._terminal:
-                    self._stream.write("\n")
-                    self._stream.flush()
+                self._show(self.line(time.monotonic() - self._started), end="\n")
             self._enabled = False
 
 

@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from fastgen.pipeline.errors import InputError, writing
 from fastgen.pipeline.lock import locked
 
 OTHER_DIGITS = "scores may differ in their last digits from those of a run that never stopped; texts do not."
+_REPLACES_OPEN_FILES = sys.platform != "win32"
 
 
 def precision() -> dict[str, str]:
@@ -78,8 +80,7 @@ class Journal:
         Raises:
             InputError: there are results and neither option is given, or the results can't be resumed.
         """
-        if resume and overwrite:
-            raise InputError("--resume goes on with an earlier run, --overwrite replaces it: give one of them.")
+        check_flags(resume=resume, overwrite=overwrite)
         with locked(self.path, self.results) as self._notes:
             self._replaces = overwrite
             if self.results.exists():
@@ -155,11 +156,17 @@ class Journal:
     def _finish(self) -> None:
         size, crc = self._raw.written
         done = {"done": size, "crc": crc, "facts": self.facts}
+        lines = _line({"settings": self._settings}) + _line(done)
         new = self.path.with_name(self.path.name + ".new")
         with writing(self.path):
+            if not _REPLACES_OPEN_FILES:
+                self._notes.truncate(0)
+                self._notes.write(lines)
+                self._notes.flush()
+                return
             new.unlink(missing_ok=True)  # left by a run that was killed here
             with os.fdopen(open_own(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-                file.write(_line({"settings": self._settings}) + _line(done))
+                file.write(lines)
             new.replace(self.path)  # atomic: a kill leaves the old or the new file
 
     def _inspect(self) -> None:
@@ -224,8 +231,19 @@ class _Counted(io.FileIO):
         return count
 
 
+def check_flags(*, resume: bool, overwrite: bool) -> None:
+    """Raise InputError for flags that contradict each other."""
+    if resume and overwrite:
+        raise InputError("--resume goes on with an earlier run, --overwrite replaces it: give one of them.")
+
+
 def journal_path(results: Path) -> Path:
     return results.with_name(results.name + ".journal")
+
+
+def files_beside(results: str) -> set[Path]:
+    """The results of a run, and the files that it writes beside them."""
+    return {Path(f"{results}{ending}").absolute() for ending in ("", ".journal", ".journal.new")}
 
 
 def contents(*files: Path) -> dict[str, Any]:

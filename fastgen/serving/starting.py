@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from fastgen.pipeline.errors import InputError, first_line
+from fastgen.pipeline.errors import InputError, first_line, tell
 from fastgen.serving.settings import ServiceSettings
 
 
 def say(text: str) -> None:
-    print(f"fastgen-serve: {text}", file=sys.stderr, flush=True)
+    tell(f"fastgen-serve: {text}")
 
 
 def warn_if_open(settings: ServiceSettings) -> None:

@@ -84,6 +84,36 @@ sys.exit(exit_code("do", command))
     )
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "2>/dev/full"])
+@pytest.mark.parametrize("outcome", ["0", "1 / 0"])
+def test_a_standard_stream_that_is_closed_changes_neither_the_exit_code_nor_a_file(
+    closed: str, outcome: str, tmp_path: Path
+) -> None:
+    code = f"""
+import os, sys
+from fastgen.cli.exits import exit_code
+from fastgen.pipeline.errors import tell
+from fastgen.pipeline.progress import Progress
+def command():
+    tell("a sentence")
+    progress = Progress(2)
+    progress.update(2, 20)
+    progress.close()
+    if open(os.devnull).fileno() < 3:
+        return 3
+    return int({outcome})
+sys.exit(exit_code("do", command))
+"""
+    (tmp_path / "command.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    found = subprocess.run(
+        f'exec "{sys.executable}" "{tmp_path}/command.py" {closed}',
+        shell=True, stdout=subprocess.PIPE, text=True, env=environment,
+    )  # fmt: skip
+    assert (found.returncode, found.stdout) == (int(outcome != "0"), "")
+
+
 # The table of docs/commands.md.
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/commands.md"

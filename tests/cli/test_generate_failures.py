@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import shutil
 import signal
@@ -24,7 +26,7 @@ from fairseq_kit import SENTENCES
 import fastgen
 from fastgen.cli import generate
 from fastgen.pipeline import WorkerPool, batching
-from fastgen.pipeline.fairseq import batches, run
+from fastgen.pipeline.fairseq import batches, lines, run
 from fastgen.pipeline.fairseq.generation import Generation
 from fastgen.pipeline.resume import journal_path
 
@@ -59,6 +61,7 @@ def _sentences(capsys: pytest.CaptureFixture[str]) -> list[str]:
             "--constraints needs constraints in the data",
         ),
         (["{data}", "--path", "{model}", "--beam", "0"], "--beam must be at least 1"),
+        (["{data}", "--path", "{model}", "--batch-size", "x"], "'x' is neither a whole number nor 'auto'"),
         (["{data}", "--path", "{model}", "--temperature", "0"], "--temperature must be above 0"),
         (["{data}", "--path", "{model}", "--sampling-topk", "3"], "--sampling-topk needs --sampling"),
         (["{data}", "--path", "{model}", "--diverse-beam-groups", "2"], "a --beam that it divides, not 5"),
@@ -363,6 +366,45 @@ def test_resume_with_other_flags_is_refused(
         assert generate.main(flags) == 130
     assert generate.main([*flags, "--resume", "--beam", "2"]) == 1
     assert "another generation.beam" in capsys.readouterr().err
+
+
+def test_resume_of_a_shard_among_another_number_of_shards_is_refused(
+    job: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has other sentences: some would be lost, others would be there twice."""
+    flags = [*job, "--results-path", str(tmp_path), "--workers", "0", "--distributed-world-size"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "infer", _failing_at(2, KeyboardInterrupt()))
+        assert generate.main([*flags, "2"]) == 130
+    assert generate.main([*flags, "3", "--resume"]) == 1
+    assert "another distributed_world_size; --overwrite" in capsys.readouterr().err
+    assert generate.main([*flags, "2", "--resume"]) == 0
+    found = fairseq_kit.result_lines((tmp_path / "generate-test.txt").read_text("utf-8"))
+    assert fairseq_kit.differences(fairseq_kit.run_stock(*job, "--distributed-world-size", "2"), found) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are text")
+def test_a_path_that_is_no_utf8(job: list[str], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stands in the settings, which are logged to the results unless an import has set up logging."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    path = os.fsdecode(os.fsencode(tmp_path / "model") + b"\xe9.pt")
+    shutil.copy(model, path)
+    flags = [*job, "--path", path, "--beam", "2", "--workers", "0", "--results-path", str(tmp_path / "results")]
+    assert generate.main(flags) == 0
+    text = (tmp_path / "results" / "generate-test.txt").read_text("utf-8")
+    assert "model\\udce9.pt" in text
+    assert fairseq_kit.differences(fairseq_kit.run_stock(*job, "--beam", "2"), fairseq_kit.result_lines(text)) == []
+
+
+def test_a_standard_output_without_the_results_characters(
+    job: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = lines.Symbols.string
+    monkeypatch.setattr(lines.Symbols, "string", lambda *args, **options: "ü" + real(*args, **options))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert generate.main([*job, "--workers", "0"]) == 1
+    said = _sentences(capsys)[-1]
+    assert said.endswith(r"Standard output is ascii, which lacks '\xfc': set PYTHONUTF8=1, or give --results-path.")
 
 
 def test_resume_of_a_complete_run_with_other_flags_is_refused(

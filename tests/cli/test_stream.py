@@ -113,6 +113,24 @@ def test_a_line_that_is_not_utf8(
     assert said.err.endswith("Line 2 is not UTF-8.\n") and said.out == stock(["room 12"], 1)[0] + "\n"
 
 
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])  # of Windows, where standard input is a file; of locales
+def test_lines_are_utf8_whatever_the_locale(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And end as those of a file do; a byte order mark is none of the first."""
+    texts = ["costs €17.05", "room 12\rroom 13", "order 4213"]
+    given = io.BytesIO("\ufeff{}\r\n{}\n\n{}".format(*texts).encode())
+    written = io.BytesIO()
+    output = io.TextIOWrapper(written, encoding, newline="\n", write_through=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdin", io.TextIOWrapper(given, encoding))
+        patch.setattr(sys, "stdout", output)
+        decoded = streaming._Answers._decoded
+        patch.setattr(streaming._Answers, "_decoded", lambda self, tokens: decoded(self, tokens).replace("euros", "€"))
+        assert run(MODEL, "-", "-", *FLAGS, "--num-beams", 3) == 0
+    first, second, third = stock(texts)
+    assert "euros" in first
+    assert written.getvalue().decode() == f"{first.replace('euros', '€')}\n{second}\n\n{third}\n"
+
+
 def test_a_call_that_is_not_accelerated(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("room 12\n"))
     with fastgen.configured(tier="stock"):

@@ -353,6 +353,11 @@ def test_an_input_file_that_is_not_text(capsys: pytest.CaptureFixture[str], tmp_
     assert "not UTF-8 text" in _refusal(capsys, "--input", str(tmp_path / "image"))
 
 
+def test_without_transformers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "transformers is needed: pip install -c constraints.txt -e '.[transformers]'" in _refusal(capsys)
+
+
 def test_a_folder_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path, texts: str) -> None:
     (tmp_path / "model").mkdir()
     message = _refusal(capsys, "--model", str(tmp_path / "model"), "--input", texts)

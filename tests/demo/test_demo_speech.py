@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import sys
 import wave
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,18 @@ def test_each_side_runs_what_it_says(
     tokens = [token for segment in alone["segments"] for token in segment["tokens"]]
     assert tokens and result.sides["fastgen"].tokens[1] == tokens
     assert result.sides["fastgen"].texts[1] == alone["text"].strip()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names of files are text")
+def test_a_name_that_is_no_utf8(
+    capsys: pytest.CaptureFixture[str], model: str, recordings: list[str], tmp_path: Path
+) -> None:
+    named = Path(os.fsdecode(os.fsencode(tmp_path / "noise") + b"\xe9.wav"))
+    shutil.copy(recordings[0], named)
+    report = tmp_path / "report.html"
+    status, out, err = _run(capsys, *TEXT, "--speech", model, "--audio", str(named), "--report", str(report))
+    assert (status, err) == (0, "")
+    assert "noise\\udce9.wav" in out and "noise\\udce9.wav" in report.read_text("utf-8")
 
 
 def test_a_difference_fails(

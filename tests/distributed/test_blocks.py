@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gzip
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt -e '.[ray]'")
 
 import pyarrow
+import pyarrow.fs
 import pyarrow.parquet
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,10 +81,21 @@ def test_parquet_is_read_across_row_groups(tmp_path: Path, monkeypatch: pytest.M
         _read(tmp_path / "in.parquet", 4)
 
 
-@pytest.mark.parametrize("name, what", (("none", "no such file"), ("empty", "has no files"), ("a.gz", "compressed")))
+@pytest.mark.parametrize(
+    "name, what",
+    (
+        ("none", "no such file"),
+        ("empty", "has no files"),
+        ("a.gz", "compressed"),
+        ("packed.txt", "compressed"),
+        ("wide.txt", "UTF-16"),
+    ),
+)
 def test_what_cannot_be_read_is_a_sentence(tmp_path: Path, name: str, what: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.gz").write_bytes(b"x")
+    (tmp_path / "packed.txt").write_bytes(gzip.compress(b"x\n"))
+    (tmp_path / "wide.txt").write_bytes("x\n".encode("utf-16"))
     with pytest.raises(InputError, match=what):
         _read(tmp_path / name, 4)
 
@@ -204,6 +217,28 @@ def test_blocks_and_parts_where_fsspec_reads_and_writes(memory: Any, tmp_path: P
 def test_a_file_has_the_options_of_the_uri_that_it_was_found_by(path: str, inside: str, found: str) -> None:
     """Workers open it by its own URI."""
     assert blocks._uri(path, inside) == found
+
+
+def test_names_are_without_secrets(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stand in messages, in results and in the marks of parts."""
+    for name in ("a.txt", "b.jsonl"):
+        memory.pipe(f"/in/{name}", b"one\n")
+    system = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(memory))
+    monkeypatch.setattr(blocks, "opened", lambda path: (system, "/in"))
+    uri = "memory://user:SESAME@in?key=SESAME"
+    files = blocks.sources(uri, None)
+    assert all(file.path.endswith("?key=SESAME") for file in files), "workers need it"
+    corpus = blocks.numbered(files, [[blocks.Cut(0, 4, 1, "1f")]] * 2)
+    assert [(one.name, one.file) for one in corpus] == [
+        ("memory://in/a.txt", "a.txt"),
+        ("memory://in/b.jsonl", "b.jsonl"),
+    ]
+    parts = Parts(uri, records.JSONL)
+    with pytest.raises(InputError, match=r"^memory://in is not empty"):
+        parts.begin({}, corpus, resume=False, overwrite=False)
+    monkeypatch.setattr(blocks, "opened", lambda path: (system, "/none"))
+    with pytest.raises(InputError, match=r"^Cannot read memory://in: there is no such file"):
+        blocks.sources(uri, None)
 
 
 def test_actors_are_placed_by_gpus_or_by_nodes() -> None:

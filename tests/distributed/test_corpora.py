@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from fastgen.cli import generate_transformers
 from fastgen.demo.job import SHIPPED_MODEL
 from fastgen.distributed import run as driver
 from fastgen.pipeline.transformers import batches
+from fastgen.pipeline.transformers.settings import RunSettings
 
 pytestmark = pytest.mark.slow
 MODEL = str(SHIPPED_MODEL)
@@ -139,6 +141,16 @@ def test_an_earlier_runs_parts_are_replaced_only_by_a_run_that_can_begin(
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
 
 
+def test_an_output_in_the_folder_of_the_input_is_no_input(tmp_path: Path) -> None:
+    """Nor what lies beside it: a run that was killed could not be gone on with."""
+    for name in ("a.txt", "out.txt", "out.txt.journal", "out.txt.journal.new", "out.txt.more"):
+        (tmp_path / name).write_text("1\n")
+    settings = RunSettings(model=MODEL, input=str(tmp_path), output=str(tmp_path / "out.txt"))
+    assert [Path(file.path).name for file in driver._files(settings)] == ["a.txt", "out.txt.more"]
+    alone = dataclasses.replace(settings, input=str(tmp_path / "out.txt"))
+    assert [Path(file.path).name for file in driver._files(alone)] == ["out.txt"], "is refused by name"
+
+
 def test_a_folder_becomes_shards_of_parquet(cluster: Any, lines: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     all_lines = lines.read_text().splitlines(keepends=True)
@@ -186,6 +198,8 @@ def test_rows_of_a_dataset(cluster: Any, lines: Path) -> None:
         (["--actors", "0"], "--actors 0"),
         (["--shards", "--references", "x"], "--references needs one output file"),
         (["--input-format", "parquet"], "Cannot read"),
+        (["--resume", "--overwrite"], "--resume goes on with an earlier run, --overwrite replaces it"),
+        (["--resume", "--overwrite", "--shards"], "--resume goes on with an earlier run, --overwrite replaces it"),
         (["--no-such-flag"], "Unrecognized arguments"),
         (["--ray", "127.0.0.1:1"], "the Ray cluster at 127.0.0.1:1"),
     ),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgen.pipeline import InputError
+from fastgen.pipeline import InputError, resume
 from fastgen.pipeline.resume import Journal, contents, journal_path
 
 SETTINGS = {"beam": 5, "path": Path("model.pt")}
@@ -309,3 +309,17 @@ def test_a_journal_of_another_user_is_refused(results: Path) -> None:
 
 def test_nobody_else_reads_a_journal(results: Path, finished: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in (journal_path(results), journal_path(finished))} == {0o600}
+
+
+def test_a_system_that_replaces_no_open_files(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows the journal, which is locked and so open, can't be replaced by another file."""
+    monkeypatch.setattr(resume, "_REPLACES_OPEN_FILES", False)
+    monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("the journal is open"))
+    with begun(results, resume=True):
+        pass
+    assert inspect(results).complete
+    assert results.read_text("utf-8") == "".join(BATCHES)
+    assert [list(json.loads(line)) for line in journal_path(results).read_bytes().splitlines()] == [
+        ["settings"],
+        ["done", "crc", "facts"],
+    ]

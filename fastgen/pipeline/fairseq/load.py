@@ -6,7 +6,6 @@ import ast
 import contextlib
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from logging import Logger
@@ -19,7 +18,7 @@ from fairseq.data import Dictionary, data_utils
 from fairseq.models import FairseqEncoderDecoderModel
 
 from fastgen.optimizer.fairseq import checkpoints
-from fastgen.pipeline.errors import InputError, first_line, why_unloadable
+from fastgen.pipeline.errors import InputError, first_line, tell, why_unloadable
 from fastgen.pipeline.fairseq import allowed_outputs, lines, options
 
 
@@ -175,7 +174,7 @@ def _check_data(dataset: Any, what: str) -> None:
     texts = getattr(getattr(dataset, "src", None), "lines", None)  # of raw data
     if texts and texts[0].startswith("\ufeff"):
         message = f"{what} begins with a byte order mark, which fairseq takes for a part of the first word"
-        print(f"fastgen-generate: {message}", file=sys.stderr)
+        tell(f"fastgen-generate: {message}")
 
 
 def _name(choice: Any) -> str:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from fastgen.pipeline.errors import writing
+from fastgen.pipeline.errors import InputError, writable, writing
 from fastgen.pipeline.resume import Journal
 
 
@@ -40,9 +40,13 @@ class Output:
         if self.journal is not None:
             self.journal.write(text)
             return
-        with writing("standard output"):
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        try:
+            with writing("standard output"):
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        except UnicodeEncodeError as error:
+            lacking = f"Standard output is {sys.stdout.encoding}, which lacks {error.object[error.start]!a}"
+            raise InputError(f"{lacking}: set PYTHONUTF8=1, or give --results-path.") from error
 
     def note(self, **facts: Any) -> None:
         """Note in the journal that everything up to here is written, with `facts`."""
@@ -51,6 +55,10 @@ class Output:
 
 
 class _Handler(logging.StreamHandler):  # generic only since Python 3.11
+    def format(self, record: logging.LogRecord) -> str:
+        """The line as UTF-8 can have it: the settings have paths."""
+        return writable(super().format(record))
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing: if a log line can't be written, a result can't either, and that ends the run."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from fastgen.optimizer.fairseq.generate.continuous_batch import why_not_refilled
-from fastgen.pipeline.errors import DONE, counted, writing
+from fastgen.pipeline.errors import DONE, counted, tell, writing
 from fastgen.pipeline.fairseq import lines
 from fastgen.pipeline.fairseq.batches import Batches
 from fastgen.pipeline.fairseq.generation import Done, Generation
@@ -70,6 +69,9 @@ def _settings(cfg: Any, own: Settings) -> dict[str, Any]:
         "refill": own.refill,
         "allowed_outputs": own.allowed_outputs,
         "distributed_rank": cfg.distributed_training.distributed_rank,
+        "distributed_world_size": cfg.distributed_training.distributed_world_size,
+        "checkpoint_suffix": cfg.checkpoint.checkpoint_suffix,
+        "checkpoint_shard_count": cfg.checkpoint.checkpoint_shard_count,
     }
     for section in _SECTIONS:
         value = cfg[section]
@@ -201,4 +203,4 @@ class _Run:
 
 
 def _warn(text: str) -> None:
-    print(f"fastgen-generate: {text}", file=sys.stderr)
+    tell(f"fastgen-generate: {text}")

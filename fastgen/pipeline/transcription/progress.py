@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import TextIO
 
@@ -22,11 +23,11 @@ class AudioProgress(Progress):
 
     def say(self, text: str) -> None:
         """Print a sentence, on a line of its own."""
-        with self._lock:
-            if self._terminal and self._width:
-                self._stream.write("\n")
-            self._stream.write(text + "\n")
-            self._stream.flush()
+        with self._lock, contextlib.suppress(OSError, ValueError):  # as where the line can't be shown
+            if self._stream is not None:
+                before = "\n" if self._terminal and self._width else ""
+                self._stream.write(f"{before}{text}\n")
+                self._stream.flush()
 
     def line(self, seconds: float) -> str:
         rate = self.seconds / max(seconds, 1e-9)

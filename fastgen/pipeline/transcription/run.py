@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, first_line, writing
+from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, first_line, tell, writing
 from fastgen.pipeline.resume import contents, other_texts
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.journal import Journal
@@ -229,4 +229,4 @@ def _refuse_existing(settings: Settings, files: list[Path], journal: Journal) ->
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    tell(text)

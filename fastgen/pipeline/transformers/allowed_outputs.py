@@ -8,10 +8,9 @@ from transformers import GenerationConfig
 
 from fastgen.decoding.trie import Trie
 from fastgen.pipeline.errors import InputError, counted, first_line
+from fastgen.pipeline.offline import DEFAULT_TOKENS
 from fastgen.pipeline.transformers.generation_fields import token_ids
 from fastgen.pipeline.transformers.load import decoder_room
-
-_NEW_TOKENS = 20  # that the host generates where nobody says how many
 
 
 def load(path: str, tokenizer: Any, target_lang: str | None, model: Any, generation: Any) -> Trie:
@@ -84,7 +83,7 @@ def _check_length(path: str, trie: Trie, model: Any, generation: Any) -> None:
     if generation.max_new_tokens is not None:
         room = int(generation.max_new_tokens)
     elif generation.max_length in (None, GenerationConfig().max_length):
-        room = _NEW_TOKENS
+        room = DEFAULT_TOKENS
     else:
         room = int(generation.max_length) - 1  # a prompt has a token at least
     if needed <= room:

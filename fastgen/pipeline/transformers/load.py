@@ -97,17 +97,40 @@ def _loaded(kind: Any, name: str, dtype: str, device: torch.device) -> Any:
         raise InputError(f"Cannot load the model {name!r}: {why_unloadable(error)}.") from error
 
 
-def source_limit(config: Any, tokenizer: Any, new_tokens: int) -> int | None:
-    """How many input tokens the model and the tokenizer have room for; None if no limit is known."""
+def source_limit(config: Any, tokenizer: Any, new_tokens: int, total: int | None = None) -> int | None:
+    """How many input tokens the model and the tokenizer have room for; None if no limit is known.
+
+    Args:
+        new_tokens: how many the user wants behind an input, where that is known.
+        total: see `most_tokens`.
+    """
     limits = [] if tokenizer.model_max_length > 10**9 else [int(tokenizer.model_max_length)]
-    if positions := getattr(config, "max_position_embeddings", None):
+    parts = config, getattr(config, "encoder", None)  # the latter of two models in one, such as bert2bert
+    found = (getattr(part, "max_position_embeddings", None) for part in parts)
+    if positions := next(filter(None, found), None):
         limits.append(positions if config.is_encoder_decoder else positions - new_tokens)
+    if total is not None:
+        limits.append(total - 1)
     limit = min(limits, default=None)
     if limit is not None and limit < 1:
+        if total is not None and total < 2:
+            raise InputError(f"--max-length {total} leaves no room for an input, whose tokens it counts.")
         raise InputError(
             f"--max-new-tokens {new_tokens} leaves no room for an input: the model has {positions} positions."
         )
     return limit
+
+
+def most_tokens(config: Any, generation: GenerationConfig) -> int | None:
+    """The most tokens of an input with what follows it: the host refuses an input that leaves none to follow.
+
+    None if it does not count inputs: those of an encoder-decoder, or with `max_new_tokens`.
+    """
+    if config.is_encoder_decoder or generation.max_new_tokens is not None:
+        return None
+    if generation.max_length in (None, GenerationConfig().max_length):  # 20 tokens follow, or as many as have positions
+        return getattr(config, "max_position_embeddings", None)
+    return int(generation.max_length)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fastgen import installing
 from fastgen.pipeline.errors import InputError, counted
+from fastgen.pipeline.transformers.records import read_lines
 
 METRICS = ("bleu", "chrf", "rouge")
 _PACKAGES = {"bleu": "sacrebleu", "chrf": "sacrebleu", "rouge": "rouge_score"}
@@ -27,18 +28,10 @@ def check(metrics: list[str]) -> None:
 
 def read_references(path: Path, expected: int) -> list[str]:
     """Read references, one a line, as many as there are inputs."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise InputError(f"Cannot read {path}: {error.strerror or error}.") from None
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise InputError(f"{path}, line {line}: not UTF-8.") from None
-    if lines[-1] == "":
-        lines.pop()
+    lines = read_lines(path)
     if len(lines) != expected:
         raise InputError(f"{path} has {counted(len(lines), 'reference')} for {counted(expected, 'input')}.")
-    return [line.rstrip("\r") for line in lines]
+    return lines
 
 
 def score(outputs: list[str], references: list[str], metrics: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ from fastgen.pipeline.transformers.load import (
     generation_config,
     load_config,
     load_model,
+    most_tokens,
     source_limit,
 )
 from fastgen.pipeline.transformers.settings import ModelSettings, RunSettings
@@ -56,12 +57,15 @@ def prepared(settings: ModelSettings, warn: Callable[[str], None] = lambda text:
     spec = tokenizing.TokenizerSpec(settings.tokenizer or settings.model, settings.task_prefix, *languages)
     with asking_the_hub((settings.model, spec.name), warn):
         config = load_config(settings.model)
-        if idle := generation_fields.without_effect(given, checked(settings.model, config, given)):
+        generation = checked(settings.model, config, given)
+        if idle := generation_fields.without_effect(given, generation):
             warn(idle)
         tokenizer = tokenizing.load_tokenizer(spec)
     tokenizing.check_fits(tokenizer, config, spec.name)
     language = None if settings.target_lang is None else tokenizing.target_language(tokenizer, settings.target_lang)[0]
-    limit = source_limit(config, tokenizer, int(given.get("max_new_tokens") or 0))
+    # A run has one configuration; each request to a service says how many tokens it wants.
+    total = most_tokens(config, generation) if isinstance(settings, RunSettings) else None
+    limit = source_limit(config, tokenizer, int(given.get("max_new_tokens") or 0), total)
     if settings.truncate:
         spec = spec._replace(truncate_to=limit)
     return Prepared(device, config, given, tokenizer, spec, language, limit)

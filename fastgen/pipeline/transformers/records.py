@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastgen.pipeline.errors import InputError
+from fastgen.pipeline.errors import InputError, writable
+from fastgen.pipeline.growing_line import in_one_line
 
 TEXT, JSONL, PARQUET = "text", "jsonl", "parquet"
+_COMPRESSED = re.compile(rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\x28\xb5\x2f\xfd|\xfd7zXZ\x00|\x04\x22\x4d\x18|PK\x03\x04")
 
 
 @dataclass
@@ -41,21 +44,24 @@ class Record:
 
     def refuse(self, why: str) -> None:
         """Mark the record as failed, with a sentence that names file and line."""
-        self.error = f"{self.path}, line {self.line}: {why}."
+        self.error = writable(f"{self.path}, line {self.line}: {why}.")
 
 
 def format_of(path: str | Path) -> str:
-    suffix = Path(path).suffix
+    suffix = Path(path).suffix.lower()
     return JSONL if suffix in (".jsonl", ".ndjson") else PARQUET if suffix in (".parquet", ".pq") else TEXT
 
 
 def count_lines(path: Path, name: str = "") -> int:
-    """The number of records in a file, which messages call `name` if that is given; InputError if there is none."""
+    """The number of records in a file, which messages call `name` if that is given; InputError if there is none, or if
+    it is no text in UTF-8 by its beginning."""
     name = name or str(path)
     lines, last = 0, b"\n"
     try:
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
+                if not lines and last == b"\n":
+                    check_beginning(block, name)
                 lines += block.count(b"\n")
                 last = block[-1:]
     except OSError as error:
@@ -64,6 +70,37 @@ def count_lines(path: Path, name: str = "") -> int:
     if not lines:
         raise InputError(f"{name} is empty: it should hold one record a line.")
     return lines
+
+
+def check_beginning(data: bytes, name: str) -> None:
+    """Raise InputError if a file begins as one that is compressed, or UTF-16: some of its lines would pass for text."""
+    if _COMPRESSED.match(data):
+        raise InputError(f"{name} is compressed: unpack it first.")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InputError(f"{name} is UTF-16, not UTF-8 text: convert it first (iconv -f UTF-16 -t UTF-8).")
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file, as `parsed` takes them: they end at line feeds alone, and there is no byte order mark.
+
+    Raises:
+        InputError: the file can't be read, or is not UTF-8.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"Cannot read {path}: {error.strerror or error}.") from None
+    check_beginning(data, str(path))
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found.append(line.rstrip(b"\r").decode("utf-8"))
+        except UnicodeDecodeError:
+            raise InputError(f"{path}, line {number}: not UTF-8.") from None
+    return found
 
 
 def read(path: Path, form: str, *, text_field: str = "text", name: str = "") -> Iterator[Record]:
@@ -165,8 +202,7 @@ def _unwritable(value: Any) -> str:
 def render(record: Record, outputs: list[tuple[str, float | None]], form: str) -> str:
     """The output lines of a record, with line ends; for a failed one the error in JSONL, and `outputs` in text."""
     if form == TEXT:
-        # A line is a record: a line end inside a text would shift all following records.
-        return "".join(" ".join(text.splitlines()) + "\n" for text, _ in outputs)
+        return "".join(in_one_line(text) + "\n" for text, _ in outputs)
     fields: dict[str, Any] = (
         {"line": record.line} if record.file is None else {"file": record.file, "line": record.line}
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from itertools import islice
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fastgen.pipeline import remote
-from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, writing
+from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, tell, writing
 from fastgen.pipeline.progress import Progress
-from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents, other_texts, precision
+from fastgen.pipeline.resume import OTHER_DIGITS, Journal, contents, files_beside, other_texts, precision
 from fastgen.pipeline.stages import run_stages
 from fastgen.pipeline.transformers import batches, failures, metrics, records, tokenizing
 from fastgen.pipeline.transformers.settings import RunSettings
@@ -123,11 +122,13 @@ def decisive_settings(settings: RunSettings) -> dict[str, Any]:
 
 def files_of_model(settings: RunSettings) -> list[Path]:
     """Local files that decide the results and might be replaced: the model's, unless it has a name on the hub."""
-    output = Path(settings.output).name
+    others = files_beside(settings.output)  # a run may lie in the model's folder
+    others |= {Path(path).absolute() for path in (settings.input, settings.references) if path is not None}
     paths: list[Path] = []
     for name in {settings.model, settings.tokenizer or settings.model}:
         if os.path.isdir(name):
-            paths += [path for path in Path(name).iterdir() if not path.name.startswith((".", output))]
+            files = (path for path in Path(name).iterdir() if not path.name.startswith("."))
+            paths += [path for path in files if path.absolute() not in others]
     if settings.allowed_outputs is not None:
         paths.append(Path(settings.allowed_outputs))
     return [path for path in paths if path.is_file()]
@@ -203,4 +204,4 @@ def summary(output: Path, form: str, total: int, failed: int, references: list[s
 
 
 def say(text: str) -> None:
-    print(f"fastgen-generate-transformers: {text}", file=sys.stderr)
+    tell(f"fastgen-generate-transformers: {text}")

@@ -53,6 +53,10 @@ class _Answers:
 
         A word comes with the space before it: a tokenizer may still change the space after the last one.
         """
+        if number == 1:
+            text = text.removeprefix("\ufeff")  # a byte order mark
+        if not text.strip():
+            return ()
         (tokens,) = self._handle(tokenizing.Encode([text]))
         if self._limit is not None and len(tokens) > self._limit:
             has = counted(len(tokens), "token")
@@ -63,4 +67,4 @@ class _Answers:
 
     def _decoded(self, tokens: list[int]) -> str:
         (text,) = self._handle(tokenizing.Decode([tokens]))
-        return str(text).replace("\n", " ")  # one line for each input
+        return growing_line.in_one_line(str(text))

@@ -52,10 +52,12 @@ def load_tokenizer(spec: TokenizerSpec) -> Any:
     if spec.source_lang is not None:
         if not hasattr(tokenizer, "src_lang"):
             raise InputError(f"The tokenizer of {spec.name!r} has no languages: --source-lang is not for this model.")
+        if not _takes_any_language(tokenizer) and _language_token(tokenizer, spec.source_lang) is None:
+            raise _unknown_language(spec.source_lang)
         try:
             tokenizer.src_lang = spec.source_lang
-        except (KeyError, ValueError) as error:
-            raise InputError(f"The tokenizer doesn't know the language {spec.source_lang!r} ({error}).") from None
+        except (KeyError, ValueError):
+            raise _unknown_language(spec.source_lang) from None
     return tokenizer
 
 
@@ -83,13 +85,27 @@ def target_language(tokenizer: Any, language: str) -> tuple[int | None, str]:
         try:
             return int(tokenizer.get_lang_id(language)), ""
         except KeyError:
-            raise InputError(f"The tokenizer doesn't know the language {language!r}.") from None
-    vocabulary = tokenizer.get_vocab()
-    if language in vocabulary:  # mbart, nllb
-        return vocabulary[language], ""
-    if f">>{language}<<" in vocabulary:  # marian, several targets
+            raise _unknown_language(language) from None
+    if (token := _language_token(tokenizer, language)) is not None:  # mbart, nllb, plbart
+        return int(tokenizer.convert_tokens_to_ids(token)), ""
+    if f">>{language}<<" in tokenizer.get_vocab():  # marian, several targets
         return None, f">>{language}<< "
-    raise InputError(f"The tokenizer doesn't know the language {language!r}.")
+    raise _unknown_language(language)
+
+
+def _language_token(tokenizer: Any, language: str) -> str | None:
+    """The special token of a language, None if it has none: a piece of a word may be called alike, such as "de"."""
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return next((token for token in (language, f"__{language}__") if token in special), None)
+
+
+def _takes_any_language(tokenizer: Any) -> bool:
+    """Whether the language of inputs has no special token (FSMT), or the tokenizer raises an error itself (M2M100)."""
+    return hasattr(tokenizer, "moses_detokenize") or hasattr(tokenizer, "get_lang_id")
+
+
+def _unknown_language(language: str) -> InputError:
+    return InputError(f"The tokenizer doesn't know the language {language!r}.")
 
 
 def build(spec: TokenizerSpec) -> Callable[[Encode | EncodeChat | Decode], Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from itertools import islice
 
+from fastgen.pipeline.errors import tell
 from fastgen.pipeline.resume import Journal
 from fastgen.pipeline.transformers import records
 from fastgen.pipeline.transformers.failures import Policy, outputs_of
@@ -85,5 +85,5 @@ class Writer:
         if record.error is not None and self.errors_shown <= _SHOWN_ERRORS:
             more = "more lines can't be used: the end says how many."
             text = more if self.errors_shown == _SHOWN_ERRORS else record.error
-            print(f"fastgen-generate-transformers: {text}", file=sys.stderr)
+            tell(f"fastgen-generate-transformers: {text}")
             self.errors_shown += 1

@@ -314,6 +314,25 @@ def test_lengths_that_count_the_prompt(options: dict[str, Any], refilling: bool)
     assert_equal([_alone(model, source, **options) for source in sources], results)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(num_beams=3, max_new_tokens=10, encoder_repetition_penalty=6.0),
+        dict(num_beams=1, max_new_tokens=30, no_repeat_ngram_size=1),
+        dict(num_beams=3, max_new_tokens=30, no_repeat_ngram_size=1),
+        dict(num_beams=2, max_new_tokens=20, encoder_no_repeat_ngram_size=1),
+    ],
+    ids=["penalty", "n-grams, greedy", "n-grams", "n-grams of the prompt"],
+)
+def test_padding_is_no_token_of_a_prompt(options: dict[str, Any]) -> None:
+    """The host's processors take the padding before a shorter prompt for tokens of it: here it ends the outputs."""
+    model, sources = zoo.load("llama"), _sources("llama")
+    end = model.generation_config.eos_token_id
+    options = options | dict(pad_token_id=end if isinstance(end, int) else end[0])
+    results = fastgen.generate(model, sources, batch_size=6, **options)
+    assert_equal([_alone(model, source, **options) for source in sources], results)
+
+
 def test_other_models_decode_batch_by_batch(spans: list[Any]) -> None:
     model, sources = zoo.load("bert2bert"), _sources("bert2bert")
     options = dict(num_beams=3, max_new_tokens=8, **zoo.FAMILIES["bert2bert"].generate)
