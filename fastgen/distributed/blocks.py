@@ -33,7 +33,7 @@ class Block:
 
     number: int  # in the corpus
     path: str
-    name: str  # the file's name as the user writes it
+    name: str  # the file's name for messages: as the user writes it, without what is secret in a URI
     form: str
     offset: int  # where the block begins: a byte, or a row of Parquet
     size: int  # bytes, or rows
@@ -57,7 +57,7 @@ class Source:
     """A file of the corpus."""
 
     path: str
-    name: str  # as the user writes it
+    name: str  # for messages
     form: str
     stamp: tuple[int, int]  # size, and time of the last change in ns, which tell whether the file has changed
 
@@ -72,7 +72,11 @@ def opened(path: str) -> tuple[fs.FileSystem, str]:
     try:
         return fs.FileSystem.from_uri(path)
     except (ValueError, OSError, ImportError) as error:
-        raise InputError(f"Cannot use {path}: {first_line(error)}.") from error
+        raise _failed("use", path, error) from error
+
+
+def _failed(what: str, path: str, error: Exception) -> InputError:
+    return InputError(f"Cannot {what} {remote.shown(path)}: {remote.without_secrets(first_line(error))}.")
 
 
 def _uri(path: str, inside: str) -> str:
@@ -91,18 +95,19 @@ def sources(path: str, form: str | None) -> list[Source]:
         form: form of all files; by default each file's name decides.
     """
     system, inside = opened(path)
+    shown = remote.shown(path)
     try:
         info = system.get_file_info(inside)
         if info.type == fs.FileType.NotFound:
-            raise InputError(f"Cannot read {path}: there is no such file or folder.")
+            raise InputError(f"Cannot read {shown}: there is no such file or folder.")
         is_file = info.type == fs.FileType.File
         infos = [info] if is_file else system.get_file_info(fs.FileSelector(inside))
     except OSError as error:
-        raise InputError(f"Cannot read {path}: {first_line(error)}.") from error
+        raise _failed("read", path, error) from error
     found = [
         Source(
             _uri(path, info.path),
-            path if is_file else f"{path.rstrip('/')}/{info.base_name}",
+            shown if is_file else f"{shown.rstrip('/')}/{info.base_name}",
             form or format_of(info.path),
             (info.size, info.mtime_ns or 0),
         )
@@ -110,8 +115,8 @@ def sources(path: str, form: str | None) -> list[Source]:
         if info.type == fs.FileType.File and not info.base_name.startswith((".", "_"))
     ]
     if not found:
-        raise InputError(f"{path} has no files.")
-    if packed := next((one.path for one in found if one.path.endswith((".gz", ".bz2", ".zst", ".lz4", ".xz"))), None):
+        raise InputError(f"{shown} has no files.")
+    if packed := next((one.name for one in found if one.name.endswith((".gz", ".bz2", ".zst", ".lz4", ".xz"))), None):
         raise InputError(f"{packed} is compressed: unpack it, since a block of its lines could not be found again.")
     return found
 
@@ -140,7 +145,7 @@ def cut(source: Source, window: int) -> list[Cut]:
         with system.open_input_stream(inside, compression=None) as stream:
             return _cut_lines(stream, window)
     except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"Cannot read {source.name}: {first_line(error)}.") from error
+        raise _failed("read", source.name, error) from error
 
 
 def _cut_lines(stream: Any, window: int) -> list[Cut]:
@@ -170,7 +175,7 @@ def numbered(files: list[Source], cuts: list[list[Cut]]) -> list[Block]:
     found: list[Block] = []
     total = 0
     for source, parts in zip(files, cuts, strict=True):
-        before, file = total, PurePosixPath(source.path).name if len(files) > 1 else None
+        before, file = total, PurePosixPath(remote.shown(source.path)).name if len(files) > 1 else None
         for one in parts:
             found.append(
                 Block(

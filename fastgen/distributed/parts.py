@@ -23,6 +23,7 @@ from pyarrow import fs
 
 from fastgen.distributed import blocks
 from fastgen.files import private_folder
+from fastgen.pipeline import remote
 from fastgen.pipeline.errors import InputError, first_line
 from fastgen.pipeline.resume import differences
 from fastgen.pipeline.transformers import records
@@ -63,6 +64,7 @@ class Parts:
         self._private = private
         self.path, self.form = path if "://" in path else os.path.abspath(path), form
         self._fs, self._folder = blocks.opened(path)
+        self._shown = remote.shown(self.path)
 
     def begin(
         self, settings: dict[str, Any], corpus: list[blocks.Block], *, resume: bool, overwrite: bool
@@ -78,13 +80,13 @@ class Parts:
                 private_folder(Path(self.path))
             known = self._read(SETTINGS)
             if known is None and [name for name in self._names("") if not name.startswith("_")]:
-                raise InputError(f"{self.path} is not empty, and no run wrote it: choose another folder.")
+                raise InputError(f"{self._shown} is not empty, and no run wrote it: choose another folder.")
             if known is not None and overwrite:
                 self._empty()
                 known = None
             if known is not None and not resume:
                 raise InputError(
-                    f"{self.path} has an earlier run's parts: --resume goes on with them, --overwrite replaces them."
+                    f"{self._shown} has an earlier run's parts: --resume goes on with them, --overwrite replaces them."
                 )
             if known is None:
                 self._fs.create_dir(f"{self._folder}/{_MARKS}", recursive=True)
@@ -94,11 +96,11 @@ class Parts:
                 before = json.loads(known)
             except ValueError:
                 raise InputError(
-                    f"Cannot resume: {self.path}/{SETTINGS} is damaged; --overwrite starts again."
+                    f"Cannot resume: {self._shown}/{SETTINGS} is damaged; --overwrite starts again."
                 ) from None
             if different := differences(before, settings):
                 raise InputError(
-                    f"Cannot resume {self.path}: it was begun with another {different}; --overwrite starts again."
+                    f"Cannot resume {self._shown}: it was begun with another {different}; --overwrite starts again."
                 )
             for name in self._names(""):
                 if name.startswith("_writing."):  # left by writers that died
@@ -112,8 +114,8 @@ class Parts:
                     self._fs.delete_file(f"{self._folder}/{name}")
             return found
         except OSError as error:
-            why = error.strerror or first_line(error)
-            raise InputError(f"Cannot use {self.path}: {why}; remove it, or choose another output.") from error
+            why = remote.without_secrets(error.strerror or first_line(error))
+            raise InputError(f"Cannot use {self._shown}: {why}; remove it, or choose another output.") from error
 
     def exist(self) -> bool:
         """Whether a run has begun here."""
@@ -149,7 +151,7 @@ class Parts:
         """Read a part; InputError if it is not as the mark says."""
         part = self._read(self.name(number))
         if part is None or (len(part), zlib.crc32(part)) != (mark.size, mark.crc):
-            raise InputError(f"{self.path}/{self.name(number)} is gone or has changed: --resume makes it again.")
+            raise InputError(f"{self._shown}/{self.name(number)} is gone or has changed: --resume makes it again.")
         return part
 
     def remove(self) -> None:

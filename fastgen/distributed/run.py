@@ -20,6 +20,7 @@ from fastgen.distributed.job import Job
 from fastgen.distributed.parts import Mark, Parts
 from fastgen.distributed.placement import nodes_of, placement
 from fastgen.distributed.worker import BlockWorker, Done
+from fastgen.pipeline import remote
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, WorkerError, counted, first_line, writing
 from fastgen.pipeline.progress import Progress
 from fastgen.pipeline.resume import Journal, contents, other_texts
@@ -41,13 +42,14 @@ def run(settings: RunSettings) -> int:
             raise InputError("--references needs one output file: leave out --shards, or compare afterwards.")
         form = settings.output_format or records.JSONL
     elif "://" in settings.output:
-        raise InputError(f"One file in order is written here, not at {settings.output}: give a path, or --shards.")
+        name = remote.shown(settings.output)
+        raise InputError(f"One file in order is written here, not at {name}: give a path, or --shards.")
     files = blocks.sources(settings.input, settings.input_format)
     with connected(settings.ray or "", say):
         cuts = _cut(files)
         corpus = blocks.numbered(files, cuts)
         if not corpus:
-            raise InputError(f"{settings.input} is empty: it should hold one record a line.")
+            raise InputError(f"{remote.shown(settings.input)} is empty: it should hold one record a line.")
         total = sum(block.count for block in corpus)
         references, wanted = references_of(settings, total)
         decisive = decisive_settings(settings) | contents(*files_of_model(settings))

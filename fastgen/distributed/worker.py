@@ -15,6 +15,7 @@ from fastgen.distributed import blocks
 from fastgen.distributed.actors import PROGRESS
 from fastgen.distributed.job import Job
 from fastgen.distributed.parts import SCHEMA, Mark, Parts, listed
+from fastgen.pipeline import remote
 from fastgen.pipeline.errors import InputError, first_line
 from fastgen.pipeline.transformers import records
 from fastgen.pipeline.transformers.failures import policy_of
@@ -59,7 +60,8 @@ class BlockWorker:
             # The part may exist: a worker may have written it and died before it could say so.
             done = Done(block, self._parts.mark(block) or self._done(block, self._parts), warnings)
         except Exception as error:
-            problem = str(error) if isinstance(error, InputError) else f"{block}: {first_line(error)}"
+            said = remote.without_secrets(first_line(error))
+            problem = str(error) if isinstance(error, InputError) else f"{block}: {said}"
             done = Done(block, None, warnings, problem, traceback.format_exc())
         if self._engine is not None:
             warnings += self._engine.warnings
