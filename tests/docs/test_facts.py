@@ -128,6 +128,15 @@ def test_option_is_documented(field: dataclasses.Field[object]) -> None:
         assert f'`"{choice}"`' in begin, f"{choice} is not among the values"
 
 
+@pytest.mark.parametrize("field", dataclasses.fields(config.Config), ids=lambda field: field.name)
+def test_help_names_each_option_and_its_values(field: dataclasses.Field[object]) -> None:
+    shown = " ".join((fastgen.configure.__doc__ or "").split())
+    found = re.search(rf"\b{field.name} \(([^)]*)\)", shown)
+    assert found, f"help(fastgen.configure) says nothing of {field.name}"
+    for choice in CHOICES.get(field.name, ()):
+        assert f'"{choice}"' in found[1]
+
+
 def test_native_choices_are_documented() -> None:
     for choice in filter(None, config.NATIVE):
         assert f"| `{choice}` |" in pages.text_of("docs/operators.md")
