@@ -100,6 +100,13 @@ def test_pictures_are_as_drawn() -> None:
         assert any(shown in pages.text_of(page) for page in ("docs/how-it-works.md", "docs/index.md"))
 
 
+def test_pages_tell_the_same_of_kept_prefixes() -> None:
+    medians = json.loads(max((ROOT / "benchmarks" / "results").glob("prefixes-*.json")).read_text("utf-8"))["median"]
+    for page in ("docs/prefixes.md", "docs/recipes.md"):
+        for seconds in medians.values():
+            assert f" {1e3 * seconds:.0f} ms" in " ".join(pages.text_of(page).split()), page
+
+
 # ---------------------------------------------------------------------------------------------- options
 CHOICES = {
     "tier": config.TIERS,
