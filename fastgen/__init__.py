@@ -63,7 +63,7 @@ def configure(**options: Any) -> Config:
     strict (bool), tier ("auto", "fast", "compat", "stock"), history (int), packing ("auto", "always", "off"),
     weights ("float32", "bf16", "int8"), speculate ("auto", "off", int), cache ("auto", "kv", "x", "h", "k", "v"),
     cache_threshold (float), replay ("auto", "always", "off"), cuda_graphs (bool), foreign_code ("stock", "trial"),
-    verify (int).
+    prefix_cache (int), verify (int).
     """
     return config.configure(**options)
 

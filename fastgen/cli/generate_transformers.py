@@ -89,8 +89,8 @@ def _refuse_rays(settings: RunSettings) -> None:
         if getattr(settings, name):
             raise InputError(f"--{name.replace('_', '-')} needs --ray.")
     forms = (
-        settings.input_format or records.format_of(settings.input),
-        settings.output_format or records.format_of(settings.output),
+        settings.input_format or records.format_of(remote.shown(settings.input)),
+        settings.output_format or records.format_of(remote.shown(settings.output)),
     )
     if records.PARQUET in forms:
         raise InputError(f"Parquet is read and written with --ray alone: {installing.command('ray')}.")

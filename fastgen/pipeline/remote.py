@@ -40,9 +40,9 @@ def shown(path: str) -> str:
     return last.sub("", _USER.sub("", path))
 
 
-def without_secrets(text: str) -> str:
-    """A message of another package with the URIs in it as `shown`."""
-    return _URI.sub(lambda uri: shown(uri[0]), text)
+def without_secrets(text: object) -> str:
+    """What others say, such as a package's error, with URIs in it as `shown` has them."""
+    return _URI.sub(lambda uri: shown(uri[0]), str(text))
 
 
 def opened(path: str) -> tuple[Any, str]:
@@ -133,4 +133,4 @@ def _refusing(what: str) -> Iterator[None]:
         raise InputError(f"{what}: there is no such file.") from error
     except Exception as error:  # each package that fsspec calls has errors of its own
         why = getattr(error, "strerror", None) or first_line(error)
-        raise InputError(f"{what}: {without_secrets(str(why))}.") from error
+        raise InputError(f"{what}: {without_secrets(why)}.") from error

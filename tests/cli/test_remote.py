@@ -90,6 +90,29 @@ def test_messages_and_results_name_the_uri(
     assert list(temporary.glob("fastgen-*")) == []
 
 
+def test_messages_of_runs_have_nothing_secret(
+    source: Path, memory: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of runs that go on, and of those that write several lines for each input."""
+    memory.pipe("/user:SESAME@in.txt", source.read_bytes())
+    uri, out = "memory://user:SESAME@in.txt", tmp_path / "out.txt"
+    assert run(MODEL, uri, out, *FLAGS) == 0
+    memory.pipe("/user:SESAME@in.txt", b"other\n")
+    assert run(MODEL, uri, out, *FLAGS, "--resume") == 1
+    assert "and memory://in.txt has changed since" in capsys.readouterr().err
+    several = ["--num-beams", "2", "--num-return-sequences", "2"]
+    assert run(MODEL, uri, "memory://user:SESAME@out.txt", *FLAGS, *several) == 0
+    said = capsys.readouterr().err
+    assert "each input has 2 lines in memory://out.txt" in said and "SESAME" not in said
+
+
+def test_parquet_elsewhere_is_refused_without_ray(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(MODEL, "https://host/in.parquet?key=word", tmp_path / "out.txt", *FLAGS) == 1
+    assert "Parquet is read and written with --ray alone" in capsys.readouterr().err
+
+
 def test_what_is_there_is_replaced_only_if_asked(source: Path, memory: Any, capsys: pytest.CaptureFixture[str]) -> None:
     memory.pipe("/out.txt", b"mine")
     assert run(MODEL, source, "memory://out.txt", *FLAGS) == 1

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -c constraints.txt -e '.[ray]'")
 
+import fsspec
 import pyarrow
 import pyarrow.fs
 import pyarrow.parquet
@@ -98,6 +99,32 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path: Path, name: str, what: str)
     (tmp_path / "wide.txt").write_bytes("x\n".encode("utf-16"))
     with pytest.raises(InputError, match=what):
         _read(tmp_path / name, 4)
+
+
+def test_neither_messages_nor_results_have_what_is_secret_in_a_uri() -> None:
+    memory = fsspec.filesystem("memory")
+    for name in ("a.jsonl", "b.jsonl"):
+        memory.pipe(f"/user:SESAME@corpus/{name}", b'{"text": "one"}\n{"no text": 1}\n')
+    try:
+        uri = "memory://user:SESAME@corpus"
+        files = blocks.sources(uri, None)
+        corpus = blocks.numbered(files, [blocks.cut(file, 4) for file in files])
+        found = [record for block in corpus for record in blocks.read(block, "text")]
+        assert [one.file for one in found] == ["a.jsonl", "a.jsonl", "b.jsonl", "b.jsonl"]
+        assert [one.text for one in found] == ["one", "", "one", ""]
+        assert str(found[3].error).startswith("memory://corpus/b.jsonl, line 2: ")
+        parts = Parts(f"{uri}/out", records.JSONL)
+        assert parts.begin({}, corpus, resume=False, overwrite=False) == {}
+        done = [(record, [("", None)]) for record in found[:2]]
+        parts.write(corpus[0], done, 0, failures.policy_of(None, records.JSONL))
+        with pytest.raises(InputError, match=r"^memory://corpus/out has an earlier run's parts"):
+            parts.begin({}, corpus, resume=False, overwrite=False)
+        written = [memory.cat(name) for name in memory.find("/user:SESAME@corpus/out")]
+        assert len(written) == 3 and not any(b"SESAME" in content for content in written)
+        with pytest.raises(InputError, match=r"^Cannot read memory://none: there is no such file"):
+            blocks.sources("memory://user:SESAME@none", None)
+    finally:
+        memory.rm("/user:SESAME@corpus", recursive=True)
 
 
 BLOCK = blocks.Block(3, "/in.txt", "in.txt", records.TEXT, 40, 2, 1, 12, 0, None, "1f")

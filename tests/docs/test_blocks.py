@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -268,12 +269,20 @@ def _ray(words: list[str], block: Block) -> None:
 
 
 def _curl(words: list[str], block: Block) -> None:
-    from fastgen.serving import openai_schema, options
+    from fastgen.serving import openai_schema, options, speech_schema
     from fastgen.serving.limits import Limits
 
     bodies = {"generate": options.question, "completions": openai_schema.completion}
     bodies["chat/completions"] = openai_schema.chat
-    bodies[words[0].partition("/v1/")[2]](Limits())(**json.loads(words[words.index("-d") + 1]))
+    path = words[0].partition("/v1/")[2]
+    for header in (word for flag, word in itertools.pairwise(words) if flag == "-H"):
+        assert header.split(": ")[0] in ("Authorization", "Content-Type"), header
+    if path.startswith("audio/"):
+        form = dict(word.split("=", 1) for flag, word in itertools.pairwise(words) if flag == "-F")
+        assert form.pop("file").startswith("@")
+        speech_schema.fields(Limits())(**form)
+        return
+    bodies[path](Limits())(**json.loads(words[words.index("-d") + 1]))
 
 
 def _write_prophetnet(words: list[str]) -> None:

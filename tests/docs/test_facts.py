@@ -100,6 +100,13 @@ def test_pictures_are_as_drawn() -> None:
         assert any(shown in pages.text_of(page) for page in ("docs/how-it-works.md", "docs/index.md"))
 
 
+def test_pages_tell_the_same_of_kept_prefixes() -> None:
+    medians = json.loads(max((ROOT / "benchmarks" / "results").glob("prefixes-*.json")).read_text("utf-8"))["median"]
+    for page in ("docs/prefixes.md", "docs/recipes.md"):
+        for seconds in medians.values():
+            assert f" {1e3 * seconds:.0f} ms" in " ".join(pages.text_of(page).split()), page
+
+
 # ---------------------------------------------------------------------------------------------- options
 CHOICES = {
     "tier": config.TIERS,
@@ -126,6 +133,15 @@ def test_option_is_documented(field: dataclasses.Field[object]) -> None:
     assert re.search(rf"`{re.escape(default)}` (\(default\)|by default)", begin), f"the default is {default}"
     for choice in CHOICES.get(field.name, ()):
         assert f'`"{choice}"`' in begin, f"{choice} is not among the values"
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(config.Config), ids=lambda field: field.name)
+def test_help_names_each_option_and_its_values(field: dataclasses.Field[object]) -> None:
+    shown = " ".join((fastgen.configure.__doc__ or "").split())
+    found = re.search(rf"\b{field.name} \(([^)]*)\)", shown)
+    assert found, f"help(fastgen.configure) says nothing of {field.name}"
+    for choice in CHOICES.get(field.name, ()):
+        assert f'"{choice}"' in found[1]
 
 
 def test_native_choices_are_documented() -> None:

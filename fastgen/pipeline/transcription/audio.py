@@ -23,6 +23,10 @@ _COUNTING = {"flac", "mov,mp4,m4a,3gp,3g2,mj2"}  # formats whose headers count t
 _UNKNOWN = 0x7FFFF000  # bytes that a WAV file has by the header, or more, if the writer did not know how many
 _CUT_SECONDS = 0.25  # that may be missing of a file: what codecs pad
 _DEFAULT = 1  # AV_DISPOSITION_DEFAULT
+# A playlist names files and addresses, which may be anybody's: FFmpeg opens none of them. It needs no protocol for an
+# open file, and none has this name.
+_ALONE = {"protocol_whitelist": "none"}
+_OPENING = 60.0  # seconds, at most: for a playlist that is said to grow FFmpeg waits as long as that says
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def read(source: Path | BinaryIO, name: str = "standard input", longest: float |
     except OSError as error:
         raise InputError(f"Cannot read {name}: {_reason(error)}.") from error
     try:
-        with data, av.open(data, metadata_errors="ignore") as file:
+        with data, _container(av, data) as file:
             if not file.streams.audio:
                 raise InputError(f"{name} has no audio stream.")
             stream = _stream(file)
@@ -236,10 +240,15 @@ def seconds_of(source: Path) -> float | None:
     try:
         if not source.is_file():
             return None
-        with source.open("rb") as data, av.open(data, metadata_errors="ignore") as file:
+        with source.open("rb") as data, _container(av, data) as file:
             return None if file.duration is None else float(file.duration / av.time_base)
     except (av.error.FFmpegError, OSError, ValueError):
         return None
+
+
+def _container(av: Any, data: BinaryIO) -> Any:
+    """What FFmpeg finds in an open file, and in no other."""
+    return av.open(data, metadata_errors="ignore", container_options=_ALONE, timeout=(_OPENING, None))
 
 
 def _av() -> Any:

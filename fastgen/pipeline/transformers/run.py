@@ -61,12 +61,12 @@ def _run(settings: RunSettings, source: Path, output: Path) -> int:
     if settings.allowed_outputs is not None and not Path(settings.allowed_outputs).is_file():
         raise InputError(f"--allowed-outputs {settings.allowed_outputs}: there is no such file.")
     if output.exists() and output.samefile(source):
-        raise InputError(f"{settings.output} is the input: choose another file for the output.")
+        raise InputError(f"{name_of_output(settings)} is the input: choose another file for the output.")
     decisive = decisive_settings(settings) | contents(*files_of_model(settings))
     with Journal(output, decisive).locked(resume=settings.resume, overwrite=settings.overwrite) as journal:
         if journal.complete:
             _check_complete(settings, source, journal.facts, total)
-            say(f"{settings.output} is complete: nothing to resume.")
+            say(f"{name_of_output(settings)} is complete: nothing to resume.")
         else:
             if words := other_texts():
                 say(words)
@@ -81,20 +81,25 @@ def _check_input(settings: RunSettings, source: Path, writer: Writer) -> None:
     with open(source, "rb") as lines:
         if not writer.knows(lines):
             raise InputError(
-                f"Cannot resume {settings.output}: lines of {settings.input} that it has done have changed; "
-                "--overwrite starts again."
+                f"Cannot resume {name_of_output(settings)}: lines of {remote.shown(settings.input)} that it has done "
+                "have changed; --overwrite starts again."
             )
+
+
+def name_of_output(settings: RunSettings) -> str:
+    """What messages call OUTPUT."""
+    return remote.shown(settings.output)
 
 
 def _check_complete(settings: RunSettings, source: Path, facts: dict[str, Any], total: int) -> None:
     if "input" not in facts:
-        raise InputError(f"{settings.output} is complete, and was written with --ray: nothing to resume.")
+        raise InputError(f"{name_of_output(settings)} is complete, and was written with --ray: nothing to resume.")
     with open(source, "rb") as lines:
         crc = records.lines_crc(lines)
     if (facts.get("records"), facts["input"]) != (total, crc):
         raise InputError(
-            f"Cannot resume {settings.output}: it is complete, and {settings.input} has changed since; "
-            "--overwrite starts again."
+            f"Cannot resume {name_of_output(settings)}: it is complete, and {remote.shown(settings.input)} has changed "
+            "since; --overwrite starts again."
         )
 
 
@@ -160,7 +165,7 @@ def _generate(settings: RunSettings, source: Path, form: str, total: int, writer
 
         if generator.per_record > 1 and form == records.TEXT:
             say(
-                f"each input has {generator.per_record} lines in {settings.output}, "
+                f"each input has {generator.per_record} lines in {name_of_output(settings)}, "
                 "in the order of the inputs, best first."
             )
         if journal.resuming and generator.has_scores:

@@ -13,6 +13,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import web
 from av.stream import Disposition
 
 from fastgen.pipeline.errors import InputError
@@ -168,6 +169,30 @@ def test_what_is_no_sound(content: bytes | None, said: str, tmp_path: Path) -> N
     with pytest.raises(InputError, match=said):
         audio.read(path)
     assert audio.seconds_of(path) is None
+
+
+@pytest.mark.parametrize("duration", [1, 1_000_000])
+@pytest.mark.parametrize("kind", ["ffconcat", "m3u8"])
+def test_a_playlist_leads_to_no_other_file(
+    sound: Any, monkeypatch: pytest.MonkeyPatch, kind: str, duration: int
+) -> None:
+    """Neither to one on the disk nor to an address: whoever sends it need not be allowed to read those."""
+    other, asked = sound(), list[str]()
+    monkeypatch.chdir(other.parent)  # where FFmpeg looks for the files of a playlist without a name
+    monkeypatch.setattr(audio, "_OPENING", 0.5)
+    monkeypatch.setattr(web._Quiet, "do_GET", lambda self: asked.append(self.path))
+    with web.served(other.parent) as address:
+        for place in (other.name, f"{address}/{other.name}"):
+            content = f"ffconcat version 1.0\nfile {place}\n"
+            if kind == "m3u8":
+                content = f"#EXTM3U\n#EXT-X-TARGETDURATION:{duration}\n#EXTINF:1,\n{place}\n"
+            path = other.with_name(f"list.{kind}")
+            path.write_text(content)
+            for source in (io.BytesIO(content.encode()), path):
+                with pytest.raises(InputError, match="is no audio that FFmpeg knows"):
+                    audio.read(source)
+            assert audio.seconds_of(path) is None
+    assert asked == []
 
 
 def test_no_samples(sound: Any) -> None:
