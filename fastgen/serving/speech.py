@@ -102,10 +102,11 @@ class SpeechService(BaseService):
         sound = await asyncio.to_thread(_sound, data)
         work = functools.partial(_transcript, self._pipeline, sound.samples, asked, options)
         size = len(data) + (0 if isinstance(sound.samples, np.memmap) else sound.samples.nbytes)
-        return await self._result(work, asked.seconds or self.limits.seconds, size)
+        return await self._result(work, asked, size)
 
-    async def _result(self, work: Any, seconds: float, size: int) -> Transcript:
+    async def _result(self, work: Any, asked: Asked, size: int) -> Transcript:
         """What `work` returns; `size`: bytes of memory that are held until then."""
+        seconds = asked.seconds or self.limits.seconds
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -116,7 +117,7 @@ class SpeechService(BaseService):
         def tell(result: Any) -> None:
             loop.call_soon_threadsafe(end, result)
 
-        request = SpeechRequest(work, tell, time.monotonic() + seconds, size)
+        request = SpeechRequest(work, tell, time.monotonic() + seconds, size, sets_attention=asked.words)
         with _refusing():
             self.engine.submit(request)
         try:

@@ -23,6 +23,8 @@ _COUNTING = {"flac", "mov,mp4,m4a,3gp,3g2,mj2"}  # formats whose headers count t
 _UNKNOWN = 0x7FFFF000  # bytes that a WAV file has by the header, or more, if the writer did not know how many
 _CUT_SECONDS = 0.25  # that may be missing of a file: what codecs pad
 _DEFAULT = 1  # AV_DISPOSITION_DEFAULT
+# Protocols by which a file may name others, as a playlist does: those that the program ffmpeg allows by default.
+_OF_FILES, _OF_PIPES = "file,crypto,data", "crypto,data"
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def read(source: Path | BinaryIO, name: str = "standard input", longest: float |
     except OSError as error:
         raise InputError(f"Cannot read {name}: {_reason(error)}.") from error
     try:
-        with data, av.open(data, metadata_errors="ignore") as file:
+        with data, _container(av, data, _OF_FILES if isinstance(source, Path) else _OF_PIPES) as file:
             if not file.streams.audio:
                 raise InputError(f"{name} has no audio stream.")
             stream = _stream(file)
@@ -92,6 +94,11 @@ def _fault(name: str, faults: list[str], seconds: float, said: float | None) -> 
         return f"{name} is cut off: {missing}" if missing else ""
     damage = f"{name} is damaged: {counted(len(faults), 'part')} could not be decoded ({faults[0]})"
     return f"{damage}; {missing}" if missing else damage
+
+
+def _container(av: Any, data: BinaryIO, protocols: str) -> Any:
+    """Open a file. What it names is opened by these protocols alone: a playlist might name any file, or address."""
+    return av.open(data, metadata_errors="ignore", options={"protocol_whitelist": protocols})
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -236,7 +243,7 @@ def seconds_of(source: Path) -> float | None:
     try:
         if not source.is_file():
             return None
-        with source.open("rb") as data, av.open(data, metadata_errors="ignore") as file:
+        with source.open("rb") as data, _container(av, data, _OF_FILES) as file:
             return None if file.duration is None else float(file.duration / av.time_base)
     except (av.error.FFmpegError, OSError, ValueError):
         return None
