@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import os
 import sys
@@ -168,6 +169,53 @@ def test_what_is_no_sound(content: bytes | None, said: str, tmp_path: Path) -> N
     with pytest.raises(InputError, match=said):
         audio.read(path)
     assert audio.seconds_of(path) is None
+
+
+def naming(kind: str, part: str) -> bytes:
+    """A file of this kind that has the sound of another one."""
+    if kind == "ffconcat":
+        return f"ffconcat version 1.0\nfile '{part}'\n".encode()
+    return f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:2,\n{part}\n#EXT-X-ENDLIST\n".encode()
+
+
+@pytest.mark.parametrize("kind", ["m3u8", "ffconcat"])
+def test_what_a_file_names(kind: str, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list on disk may name files, as with the program ffmpeg; one that comes by a pipe, or is sent, may not."""
+    monkeypatch.chdir(tmp_path)
+    part = encoded(sound(), tmp_path / "part.mp3", "mp3")
+    parts = tmp_path / f"a.{kind}"
+    parts.write_bytes(naming(kind, part.name))
+    found = audio.read(parts)
+    assert found.seconds == pytest.approx(audio.read(part).seconds, abs=0.1)
+    with pytest.raises(InputError):
+        audio.read(io.BytesIO(parts.read_bytes()))
+
+
+class Asked(http.server.BaseHTTPRequestHandler):
+    """Counts who asks it."""
+
+    paths: list[str] = []
+
+    def do_GET(self) -> None:
+        self.paths.append(self.path)
+        self.send_error(404)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_no_address_is_asked(tmp_path: Path) -> None:
+    """Whoever sends a file would have this machine ask others, of its own network too."""
+    with http.server.HTTPServer(("127.0.0.1", 0), Asked) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        path = tmp_path / "a.m3u8"
+        path.write_bytes(naming("m3u8", f"http://127.0.0.1:{server.server_port}/part.mp3"))
+        for source in (path, io.BytesIO(path.read_bytes())):
+            with pytest.raises(InputError):
+                audio.read(source)
+        assert audio.seconds_of(path) in (None, 2.0)
+        server.shutdown()
+    assert not Asked.paths
 
 
 def test_no_samples(sound: Any) -> None:

@@ -231,6 +231,23 @@ def test_what_does_not_share_a_batch(pipeline: Any, steps: list[int]) -> None:
     assert not steps and max(rows) <= 3
 
 
+def test_an_assistant_drafts(pipeline: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's search with an assistant computes with all threads, as if it were alone."""
+    options = dict(generate_kwargs=dict(assistant_model=speech_kit.tiny(5).model, num_beams=1, max_new_tokens=20))
+    expected = alone(pipeline, sounds(SHORT), **options)
+    threads: set[Any] = set()
+    forward = type(pipeline.model).forward
+
+    @functools.wraps(forward)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread())
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(pipeline.model), "forward", noting)
+    assert plain(expected) == together(pipeline, sounds(SHORT), **options)
+    assert threads == {threading.current_thread()} and not steps
+
+
 def test_verified(pipeline: Any, steps: list[int]) -> None:
     """The host searches again, each call by itself."""
     from fastgen.optimizer import verification

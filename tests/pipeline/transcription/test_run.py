@@ -176,6 +176,39 @@ def test_what_is_finished_is_not_done_again(
     assert "not allowed with argument" in capsys.readouterr().err
 
 
+def test_a_first_segment_without_text(
+    checkpoint: Path, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """whisper gives it words, none, whether somebody wants words or not, and its writers of subtitles then want all."""
+    empty = {"id": 0, "seek": 0, "start": 0.0, "end": 2.0, "text": "", "tokens": [], "words": []}
+    spoken = {"id": 1, "seek": 200, "start": 2.0, "end": 3.5, "text": " Yes --> no.", "tokens": [1]}
+    result = {"text": " Yes --> no.", "segments": [empty, spoken], "language": "en"}
+    monkeypatch.setattr(whisper, "transcribe", lambda *_, **__: result)
+    files, out = [sound("a.wav"), sound("b.wav")], tmp_path / "out"
+    assert command(checkpoint, files, out, "--quiet") == 0
+    found = contents(out)
+    assert len(found) == 10 and json.loads(found["a.json"]) == result
+    assert found["a.srt"].decode() == (
+        "1\n00:00:00,000 --> 00:00:02,000\n\n\n2\n00:00:02,000 --> 00:00:03,500\nYes -> no.\n\n"
+    )
+    assert found["b.vtt"].decode() == (
+        "WEBVTT\n\n00:00.000 --> 00:02.000\n\n\n00:02.000 --> 00:03.500\nYes -> no.\n\n"
+    )
+
+
+@pytest.mark.parametrize("flags", [("--quiet",), ()])
+def test_files_are_looked_into_for_the_progress_line_alone(
+    flags: tuple[str, ...], checkpoint: Path, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes minutes where there are thousands."""
+    seen: list[Path] = []
+    monkeypatch.setattr(audio, "seconds_of", lambda path: seen.append(path))
+    monkeypatch.setattr(whisper, "transcribe", lambda *_, **__: {"text": "", "segments": [], "language": "en"})
+    files = [sound(f"{number}.wav") for number in range(3)]
+    assert command(checkpoint, files, tmp_path / "out", "-f", "txt", *flags) == 0
+    assert seen == ([] if flags else files[:1])  # one that does not say it is enough
+
+
 def test_standard_input_is_never_done(
     checkpoint: Path, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
