@@ -130,7 +130,9 @@ def _wrapped(
         # The host is still being imported when this module is: these are imported at the first call.
         from fastgen.optimizer.whisper.inference import TreeInference
 
-        ours = TreeInference(model, {name: types.MethodType(method, self) for name, method in methods.items()})
+        now = {name: getattr(kind, name) for name in methods}
+        replaced = next((name for name in methods if now[name] is not methods[name]), None)
+        ours = TreeInference(model, {name: types.MethodType(method, self) for name, method in now.items()}, replaced)
         for name in methods:  # on this object, so that a decoding that has begun ends as it began
             setattr(self, name, getattr(ours, name))
 

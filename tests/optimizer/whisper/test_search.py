@@ -122,7 +122,7 @@ def test_whose_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def replaced_before_fastgen(kind: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside the block this rule is what `replacement` makes of the host's, as if it had been when fastgen was imported."""
+    """Inside the block this rule is `replacement` of the host's, as if from before fastgen was imported."""
     with fastgen.disabled():
         real = vars(kind)[name]
         setattr(kind, name, replacement(real))
