@@ -44,7 +44,7 @@ class TreeInference:
     """
 
     def __init__(self, model: Any, stock: dict[str, Callable[..., Any]], replaced: str | None = None) -> None:
-        """`stock`: the host's methods, for decodings that cannot run over the tree; `replaced`: which is not its own."""
+        """`stock`: the host's methods, for decodings that cannot run over the tree; `replaced`: which is another's."""
         self.model, self._stock, self._replaced = model, stock, replaced
         self.wanted: Sequence[int] | None = None  # positions of the prompt whose logits the host looks at; None: all
         self._begin()
