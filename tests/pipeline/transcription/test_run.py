@@ -322,10 +322,28 @@ def test_other_models_of_transformers_are_refused(
     for config, said in (
         ({"model_type": "bart"}, "is a model of the type bart, not whisper"),
         ({"model_type": "whisper", "vocab_size": 99}, "has 99 tokens"),
+        ({"model_type": "whisper", "activation_function": "relu"}, "has activation_function 'relu': whisper's own"),
+        ({"model_type": "whisper", "max_source_positions": 750}, "has max_source_positions 750: whisper's own"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert command(tmp_path, [sound()], tmp_path / "out") == 1
         assert said in capsys.readouterr().err
+
+
+def test_a_model_whose_outputs_have_a_matrix_of_their_own(
+    sound: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """whisper's model has one for both: texts would be others."""
+    host = hosts_whisper()
+    host.config.tie_word_embeddings = False
+    host.proj_out.weight = torch.nn.Parameter(host.proj_out.weight.detach().clone())
+    host.save_pretrained(tmp_path / "same")
+    load.load(str(tmp_path / "same"), "cpu")
+    with torch.no_grad():
+        host.proj_out.weight.mul_(-1)
+    host.save_pretrained(tmp_path / "own")
+    assert command(tmp_path / "own", [sound()], tmp_path / "out") == 1
+    assert "has another matrix for its outputs than for its tokens" in capsys.readouterr().err
 
 
 def test_progress_in_seconds_of_sound(checkpoint: Path, sound: Any) -> None:
