@@ -85,7 +85,7 @@ def of_transformers(name: str) -> Any:
             raise InputError(f"{name} has {option} {found!r}: whisper's own models have {value!r}.")
     host = transformers.WhisperForConditionalGeneration.from_pretrained(name, dtype=torch.float32)
     if not torch.equal(host.get_output_embeddings().weight, host.get_input_embeddings().weight):
-        raise InputError(f"{name} has another matrix for its outputs than for its tokens: whisper's own models have one.")
+        raise InputError(f"{name} has another matrix for its outputs than for its tokens: whisper's have one.")
     model = Whisper(
         ModelDimensions(
             n_mels=config.num_mel_bins,
