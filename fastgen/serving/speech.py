@@ -21,11 +21,11 @@ from fastgen.pipeline.transcription.subtitles import Segment
 from fastgen.pipeline.transformers import prepare, tokenizing
 from fastgen.pipeline.transformers.load import load_speech_model
 from fastgen.pipeline.transformers.settings import ModelSettings
-from fastgen.serving.base_engine import EXPIRED, STOPPED
+from fastgen.serving.base_engine import STOPPED
 from fastgen.serving.generation_request import Failed, Full, Stopped
 from fastgen.serving.limits import Limits
 from fastgen.serving.service import BaseService, Refusal
-from fastgen.serving.speech_engine import SpeechEngine, SpeechRequest
+from fastgen.serving.speech_engine import LATE, SpeechEngine, SpeechRequest
 
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
 _LONGEST = 2 * 3600.0  # seconds of sound, which a small file may have many of
@@ -123,7 +123,7 @@ class SpeechService(BaseService):
         try:
             found = await asyncio.wait_for(future, seconds + 1.0)
         except asyncio.TimeoutError:
-            found = Failed(504, EXPIRED)
+            found = Failed(504, LATE)
         finally:
             self.engine.cancel(request)  # if it is not over
         if isinstance(found, Failed):

@@ -18,8 +18,10 @@ from fastgen.memory import limits
 from fastgen.optimizer import together
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.transcription.pipelines import sharing_steps
-from fastgen.serving.base_engine import EXPIRED, STOPPED, BaseEngine
+from fastgen.serving.base_engine import STOPPED, BaseEngine
 from fastgen.serving.generation_request import Failed, Full
+
+LATE = "The recording took longer than it may: send a shorter one, or a longer `timeout`, up to the service's --timeout."
 
 
 @dataclass(eq=False)
@@ -151,7 +153,7 @@ class SpeechEngine(BaseEngine):
                 request = self._waiting.popleft()
                 self.counts.queued = len(self._waiting)
                 if request.deadline < time.monotonic():
-                    self._end(request, Failed(504, EXPIRED))
+                    self._end(request, Failed(504, LATE))
                 if not request.is_over:
                     self.latencies.left_queue([(request, 0)])
                     return request
@@ -165,7 +167,7 @@ class SpeechEngine(BaseEngine):
         if error is not None and limits.is_out_of_memory(error) and self._may_try_again(request):
             return
         if isinstance(error, _Unwanted):
-            result = Failed(504, EXPIRED)
+            result = Failed(504, LATE)
         elif error is not None:
             result = self._failure(error)
         self._end(request, result)
