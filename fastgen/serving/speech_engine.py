@@ -21,7 +21,7 @@ from fastgen.pipeline.transcription.pipelines import sharing_steps
 from fastgen.serving.base_engine import STOPPED, BaseEngine
 from fastgen.serving.generation_request import Failed, Full
 
-LATE = "The recording took longer than it may: send a shorter one, or a longer `timeout`, up to the service's --timeout."
+LATE = "The recording took longer than it may: send a shorter one or a longer `timeout`, up to the service's --timeout."
 
 
 @dataclass(eq=False)

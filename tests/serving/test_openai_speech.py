@@ -433,7 +433,7 @@ def test_who_waits_too_long_or_leaves(service: Any, monkeypatch: pytest.MonkeyPa
     with listening(build(service, None)) as url:
         client = client_of(url)
         expired, cancelled = counts.expired, counts.cancelled
-        with pytest.raises(openai.InternalServerError, match="send a shorter one, or a longer `timeout`") as caught:
+        with pytest.raises(openai.InternalServerError, match="send a shorter one or a longer `timeout`") as caught:
             client.audio.transcriptions.create(model=service.name, file=("a", data), extra_body=dict(timeout=0.3))
         assert (caught.value.status_code, caught.value.code) == (504, "timeout")
         until(lambda: counts.expired + counts.cancelled == expired + cancelled + 1 and not counts.running)
