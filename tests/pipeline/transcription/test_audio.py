@@ -9,7 +9,7 @@ import sys
 import threading
 import wave
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import av
 import numpy as np
@@ -194,7 +194,7 @@ def test_what_a_file_names(kind: str, sound: Any, tmp_path: Path, monkeypatch: p
 class Asked(http.server.BaseHTTPRequestHandler):
     """Counts who asks it."""
 
-    paths: list[str] = []
+    paths: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.paths.append(self.path)

@@ -188,12 +188,11 @@ def test_a_first_segment_without_text(
     assert command(checkpoint, files, out, "--quiet") == 0
     found = contents(out)
     assert len(found) == 10 and json.loads(found["a.json"]) == result
-    assert found["a.srt"].decode() == (
-        "1\n00:00:00,000 --> 00:00:02,000\n\n\n2\n00:00:02,000 --> 00:00:03,500\nYes -> no.\n\n"
+    assert (
+        found["a.srt"].decode()
+        == "1\n00:00:00,000 --> 00:00:02,000\n\n\n2\n00:00:02,000 --> 00:00:03,500\nYes -> no.\n\n"
     )
-    assert found["b.vtt"].decode() == (
-        "WEBVTT\n\n00:00.000 --> 00:02.000\n\n\n00:02.000 --> 00:03.500\nYes -> no.\n\n"
-    )
+    assert found["b.vtt"].decode() == "WEBVTT\n\n00:00.000 --> 00:02.000\n\n\n00:02.000 --> 00:03.500\nYes -> no.\n\n"
 
 
 @pytest.mark.parametrize("flags", [("--quiet",), ()])
