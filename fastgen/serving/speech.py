@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastgen.pipeline.errors import InputError, first_line, needing
+from fastgen.pipeline.errors import InputError, UnwritableError, first_line, needing
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.subtitles import Segment
 from fastgen.pipeline.transformers import prepare, tokenizing
@@ -208,6 +208,8 @@ def _sound(data: bytes) -> audio.Audio:
     """The sound in a file; Refusal if there is none, or not all of it."""
     try:
         found = audio.read(io.BytesIO(data), "file", _LONGEST)
+    except UnwritableError:
+        raise Refusal(503, "The service's disk is full: send the request again later.") from None
     except InputError as error:
         raise Refusal(422, str(error), "file") from None
     if found.fault:

@@ -312,6 +312,16 @@ def test_more_sound_than_there_is_time_for(client: Any, folder: Path, service: A
         client_of(url).audio.transcriptions.create(model=folder.name, file=("a", data))
 
 
+def test_a_full_disk_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(audio.tempfile, "TemporaryFile", full)
+    with pytest.raises(speech.Refusal, match="The service's disk is full") as caught:
+        speech._sound(SHORT)
+    assert caught.value.status == 503 and caught.value.field is None
+
+
 BAD: list[tuple[dict[str, Any], str, str | None]] = [
     (dict(response_format="docx"), "response_format should be 'json', 'text', 'srt'", "response_format"),
     (dict(temperature="x"), "temperature should be a valid number", "temperature"),
