@@ -54,7 +54,7 @@ def multiply(rows: Tensor, weights: Weights, bias: Tensor | None) -> Tensor:
 
 
 def prepare(weight: Tensor, transposed: bool = False) -> Weights:
-    """What `multiply` takes for a weight, float32 `[out, in]`; `transposed`: as it is for a layer that has `[in, out]`."""
+    """What `multiply` takes for a weight, float32 `[out, in]`; `transposed`: of a layer that has it as `[in, out]`."""
     from fastgen import ops
 
     kept = weight.t() if transposed else weight

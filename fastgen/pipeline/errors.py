@@ -27,6 +27,10 @@ class InputError(Exception):
     """Raised if the run can't go on for a reason outside the program; the message is one sentence for the user."""
 
 
+class UnwritableError(InputError):
+    """Raised if a file of ours can't be written, such as on a full disk."""
+
+
 @contextlib.contextmanager
 def needing(what: str, extra: str) -> Iterator[None]:
     """Turn a failed import into an InputError: `what` is needed, and fastgen's `extra` installs it."""
@@ -90,4 +94,4 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or first_line(error)
-        raise InputError(f"Cannot write {os.fspath(path)}: {reason}; what was finished before is kept.") from error
+        raise UnwritableError(f"Cannot write {os.fspath(path)}: {reason}; what was finished before is kept.") from error

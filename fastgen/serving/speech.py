@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastgen.pipeline.errors import InputError, first_line, needing
+from fastgen.pipeline.errors import InputError, UnwritableError, first_line, needing
 from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.subtitles import Segment
 from fastgen.pipeline.transformers import prepare, tokenizing
 from fastgen.pipeline.transformers.load import load_speech_model
 from fastgen.pipeline.transformers.settings import ModelSettings
-from fastgen.serving.base_engine import EXPIRED, STOPPED
+from fastgen.serving.base_engine import STOPPED
 from fastgen.serving.generation_request import Failed, Full, Stopped
 from fastgen.serving.limits import Limits
 from fastgen.serving.service import BaseService, Refusal
-from fastgen.serving.speech_engine import SpeechEngine, SpeechRequest
+from fastgen.serving.speech_engine import LATE, SpeechEngine, SpeechRequest
 
 TRANSCRIBE, TRANSLATE = "transcribe", "translate"
 _LONGEST = 2 * 3600.0  # seconds of sound, which a small file may have many of
@@ -102,10 +102,11 @@ class SpeechService(BaseService):
         sound = await asyncio.to_thread(_sound, data)
         work = functools.partial(_transcript, self._pipeline, sound.samples, asked, options)
         size = len(data) + (0 if isinstance(sound.samples, np.memmap) else sound.samples.nbytes)
-        return await self._result(work, asked.seconds or self.limits.seconds, size)
+        return await self._result(work, asked, size)
 
-    async def _result(self, work: Any, seconds: float, size: int) -> Transcript:
+    async def _result(self, work: Any, asked: Asked, size: int) -> Transcript:
         """What `work` returns; `size`: bytes of memory that are held until then."""
+        seconds = asked.seconds or self.limits.seconds
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -116,13 +117,13 @@ class SpeechService(BaseService):
         def tell(result: Any) -> None:
             loop.call_soon_threadsafe(end, result)
 
-        request = SpeechRequest(work, tell, time.monotonic() + seconds, size)
+        request = SpeechRequest(work, tell, time.monotonic() + seconds, size, sets_attention=asked.words)
         with _refusing():
             self.engine.submit(request)
         try:
             found = await asyncio.wait_for(future, seconds + 1.0)
         except asyncio.TimeoutError:
-            found = Failed(504, EXPIRED)
+            found = Failed(504, LATE)
         finally:
             self.engine.cancel(request)  # if it is not over
         if isinstance(found, Failed):
@@ -207,6 +208,8 @@ def _sound(data: bytes) -> audio.Audio:
     """The sound in a file; Refusal if there is none, or not all of it."""
     try:
         found = audio.read(io.BytesIO(data), "file", _LONGEST)
+    except UnwritableError:
+        raise Refusal(503, "The service's disk is full: send the request again later.") from None
     except InputError as error:
         raise Refusal(422, str(error), "file") from None
     if found.fault:

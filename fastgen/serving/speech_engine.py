@@ -16,9 +16,12 @@ from typing import Any
 
 from fastgen.memory import limits
 from fastgen.optimizer import together
+from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.transcription.pipelines import sharing_steps
-from fastgen.serving.base_engine import EXPIRED, STOPPED, BaseEngine
+from fastgen.serving.base_engine import STOPPED, BaseEngine
 from fastgen.serving.generation_request import Failed, Full
+
+LATE = "The recording took longer than it may: send a shorter one or a longer `timeout`, up to the service's --timeout."
 
 
 @dataclass(eq=False)
@@ -29,8 +32,10 @@ class SpeechRequest:
     listener: Callable[[Any], None]  # called once, in the engine's thread, with that or with Failed; must not wait
     deadline: float = float("inf")  # of time.monotonic()
     size: int = 0  # bytes of the sound in memory, which are held until the request has ended
+    sets_attention: bool = False  # the host sets the model's attention for it, for times of words, and leaves it so
     since: float = field(default_factory=time.monotonic)
     is_over: bool = False
+    is_alone: bool = False  # it did not fit into memory beside others: nothing else is to run meanwhile
 
 
 class _Unwanted(Exception):
@@ -62,6 +67,7 @@ class SpeechEngine(BaseEngine):
         self._pipeline, self._most_together = pipeline, most_together
         self._attention = pipeline.model.config._attn_implementation
         self._waiting: deque[SpeechRequest] = deque()
+        self._again: deque[SpeechRequest] = deque()  # which are tried once more, alone
         self._begun: dict[int, SpeechRequest] = {}  # by number of the call
         self._thread.start()
 
@@ -88,10 +94,12 @@ class SpeechEngine(BaseEngine):
             if request in self._waiting:
                 self._waiting.remove(request)
                 self.counts.queued = len(self._waiting)
+            if request in self._again:
+                self._again.remove(request)
 
     def _is_full(self, size: int) -> bool:
         """Whether a recording of so many bytes finds no place in the queue, or too little memory. The lock is held."""
-        held = sum(one.size for one in [*self._waiting, *self._begun.values()])
+        held = sum(one.size for one in [*self._waiting, *self._again, *self._begun.values()])
         is_too_much = held > 0 and not limits.may_keep(size, held)
         return len(self._waiting) >= self._most_queued or is_too_much
 
@@ -99,14 +107,14 @@ class SpeechEngine(BaseEngine):
         """End the thread; unfinished requests fail."""
         with self._changed:
             self._is_closed = True  # now, so that none begins in between
-            for request in list(self._begun.values()):  # which end before the next window
+            for request in [*self._begun.values(), *self._again]:  # which end before the next window
                 self._end(request, Failed(503, STOPPED))
         super().close()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed or self._is_lost)
+                self._changed.wait_for(lambda: self._waiting or self._again or self._is_closed or self._is_lost)
                 if self._is_closed or self._is_lost:
                     break
             try:
@@ -115,10 +123,10 @@ class SpeechEngine(BaseEngine):
             except Exception as error:  # raised by a model or by us: the service goes on
                 for number in list(self._begun):
                     self._done(number, None, error)
-            self._model.config._attn_implementation = self._attention  # the host leaves another for words
         with self._changed:
             self._is_closed = True  # if the device is lost, too: nobody would answer who comes from now on
-            waiting, self._waiting = list(self._waiting), deque()
+            waiting = [*self._again, *self._waiting]
+            self._again, self._waiting = deque(), deque()
             for request in waiting:
                 self._end(request, Failed(503, STOPPED))
 
@@ -128,6 +136,8 @@ class SpeechEngine(BaseEngine):
         while True:
             request = self._next()
             if request is not None:
+                if request.is_alone:
+                    release_memory()
                 self._begun[number] = request
                 self.counts.running = len(self._begun)
             yield None if request is None else functools.partial(_worked, request)
@@ -135,11 +145,15 @@ class SpeechEngine(BaseEngine):
 
     def _next(self) -> SpeechRequest | None:
         with self._changed:
-            while self._waiting and not self._is_closed:
+            if self._is_closed or any(one.is_alone for one in self._begun.values()):
+                return None
+            if self._again:
+                return None if self._begun else self._again.popleft()
+            while self._waiting:
                 request = self._waiting.popleft()
                 self.counts.queued = len(self._waiting)
                 if request.deadline < time.monotonic():
-                    self._end(request, Failed(504, EXPIRED))
+                    self._end(request, Failed(504, LATE))
                 if not request.is_over:
                     self.latencies.left_queue([(request, 0)])
                     return request
@@ -148,11 +162,24 @@ class SpeechEngine(BaseEngine):
     def _done(self, number: int, result: Any, error: Exception | None) -> None:
         request = self._begun.pop(number)
         self.counts.running = len(self._begun)
+        if request.sets_attention and not any(one.sets_attention for one in self._begun.values()):
+            self._model.config._attn_implementation = self._attention
+        if error is not None and limits.is_out_of_memory(error) and self._may_try_again(request):
+            return
         if isinstance(error, _Unwanted):
-            result = Failed(504, EXPIRED)
+            result = Failed(504, LATE)
         elif error is not None:
             result = self._failure(error)
         self._end(request, result)
+
+    def _may_try_again(self, request: SpeechRequest) -> bool:
+        """Whether a request that has run out of memory is tried once more, alone: it was beside others, perhaps."""
+        with self._changed:
+            if request.is_alone or request.is_over or self._most_together < 2:
+                return False
+            request.is_alone = True
+            self._again.append(request)
+            return True
 
 
 def _worked(request: SpeechRequest) -> Any:

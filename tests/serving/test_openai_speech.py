@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import io
 import json
 import os
@@ -311,6 +312,16 @@ def test_more_sound_than_there_is_time_for(client: Any, folder: Path, service: A
         client_of(url).audio.transcriptions.create(model=folder.name, file=("a", data))
 
 
+def test_a_full_disk_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(audio.tempfile, "TemporaryFile", full)
+    with pytest.raises(speech.Refusal, match="The service's disk is full") as caught:
+        speech._sound(SHORT)
+    assert caught.value.status == 503 and caught.value.field is None
+
+
 BAD: list[tuple[dict[str, Any], str, str | None]] = [
     (dict(response_format="docx"), "response_format should be 'json', 'text', 'srt'", "response_format"),
     (dict(temperature="x"), "temperature should be a valid number", "temperature"),
@@ -432,7 +443,7 @@ def test_who_waits_too_long_or_leaves(service: Any, monkeypatch: pytest.MonkeyPa
     with listening(build(service, None)) as url:
         client = client_of(url)
         expired, cancelled = counts.expired, counts.cancelled
-        with pytest.raises(openai.InternalServerError, match="took longer than it may") as caught:
+        with pytest.raises(openai.InternalServerError, match="send a shorter one or a longer `timeout`") as caught:
             client.audio.transcriptions.create(model=service.name, file=("a", data), extra_body=dict(timeout=0.3))
         assert (caught.value.status_code, caught.value.code) == (504, "timeout")
         until(lambda: counts.expired + counts.cancelled == expired + cancelled + 1 and not counts.running)
@@ -441,6 +452,66 @@ def test_who_waits_too_long_or_leaves(service: Any, monkeypatch: pytest.MonkeyPa
             client.with_options(timeout=0.3).audio.transcriptions.create(model=service.name, file=("a", data))
         until(lambda: counts.cancelled == cancelled + 1 and not counts.running and not service.running)
     assert windows
+
+
+def test_the_attention_of_word_times_is_taken_back(service: Any) -> None:
+    """The host leaves it set: recordings that are still at work, and those to come, have the model's own again."""
+    config = service._model.config
+    before = config._attn_implementation
+
+    async def ask() -> tuple[str, int]:
+        long = speech_kit.wav(speech_kit.sound(10.0, 1))
+        others = [asyncio.create_task(service.transcribe(long, speech.Asked(speech.TRANSCRIBE))) for _ in range(3)]
+        words = speech.Asked(speech.TRANSCRIBE, language="en", beams=1, segments=False, words=True)
+        assert (await service.transcribe(SHORT, words)).words
+        seen = config._attn_implementation, service.engine.counts.running
+        await asyncio.gather(*others)
+        return seen
+
+    attention, running = asyncio.run(ask())
+    assert running and attention == before != "eager"
+
+
+def test_what_does_not_fit_beside_others_is_done_alone(service: Any, direct: Any, monkeypatch: Any) -> None:
+    """Where memory runs out in a step for several recordings, each is tried once more, and nothing runs beside it."""
+    from fastgen.serving.speech_engine import SpeechRequest
+
+    real, calls, failing = BatchDecoder.step_all, list[int](), 0
+
+    def small(self: Any) -> None:
+        calls.append(len(self.calls))
+        if len(self.calls) > 1 or failing:
+            raise MemoryError("full")
+        real(self)
+
+    monkeypatch.setattr(BatchDecoder, "step_all", small)
+    begun, gate, told = threading.Event(), threading.Event(), dict[int, Any]()
+
+    def wait() -> None:
+        begun.set()
+        assert gate.wait(60)
+
+    def ask() -> list[Any]:
+        for one in (begun, gate, calls):
+            one.clear()  # type: ignore[attr-defined]
+        requests = [SpeechRequest(wait, lambda result: None)]
+        service.engine.submit(requests[0])
+        assert begun.wait(60)
+        for number, data in enumerate((LONG, SHORT, LONG)):
+            samples, asked = audio.read(io.BytesIO(data)).samples, speech.Asked(speech.TRANSCRIBE)
+            work = functools.partial(speech._transcript, service._pipeline, samples, asked, {"task": "transcribe"})
+            requests.append(SpeechRequest(work, functools.partial(told.__setitem__, number)))
+            service.engine.submit(requests[-1])
+        gate.set()
+        until(lambda: all(one.is_over for one in requests))
+        return [told[number] for number in range(3)]
+
+    texts = [expected(direct, data, task="transcribe")["text"] for data in (LONG, SHORT, LONG)]
+    assert [getattr(one, "text", one) for one in ask()] == texts
+    assert max(calls) > 1 and set(calls[calls.index(1) :]) == {1}
+    failing = 1
+    assert {one.status for one in ask()} == {503}
+    assert not service.engine._again and not service.engine._begun and service.engine.is_alive
 
 
 def test_a_full_queue_and_a_stopping_service(service: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import importlib
@@ -13,7 +14,7 @@ from typing import Any
 from fastgen import config
 from fastgen.optimizer import together
 from fastgen.patching import hosts
-from fastgen.patching.patch_set import PatchSet, require_own, require_signature
+from fastgen.patching.patch_set import ForeignSeam, PatchSet, require_own, require_signature
 
 TESTED = "20250625"  # the newest version of the host
 
@@ -49,7 +50,9 @@ def install(patches: PatchSet, module: ModuleType) -> None:
     patches.replace(module.DecodingTask, "_get_audio_features", _encoding(module.DecodingTask, encode))
     if is_tested:  # other versions may have other rules
         for kind, name in _RULES:
-            patches.replace(getattr(module, kind), name, _on_tree(getattr(module, kind), name))
+            with contextlib.suppress(ForeignSeam):  # a rule of the user's is called
+                require_own(getattr(getattr(module, kind), name), "whisper")
+                patches.replace(getattr(module, kind), name, _on_tree(getattr(module, kind), name))
 
 
 def _prepared(kind: type[Any], stock: Callable[..., Any], is_tested: bool) -> Callable[[Any, Any], Any]:
@@ -85,8 +88,9 @@ def _prepared(kind: type[Any], stock: Callable[..., Any], is_tested: bool) -> Ca
 
 def _is_hosts(task: Any, loop: Callable[..., Any]) -> bool:
     """Whether the loop that this task runs is `loop`, which was there when fastgen was installed, and the host's."""
-    is_own = loop.__module__ == "whisper.decoding"
-    return is_own and type(task)._main_loop is loop and "_main_loop" not in vars(task)
+    from fastgen.patching.replaced_code import is_of
+
+    return is_of(loop, "whisper") and type(task)._main_loop is loop and "_main_loop" not in vars(task)
 
 
 def _encoding(kind: type[Any], stock: Callable[..., Any]) -> Callable[[Any, Any], Any]:
@@ -131,7 +135,9 @@ def _wrapped(
         # The host is still being imported when this module is: these are imported at the first call.
         from fastgen.optimizer.whisper.inference import TreeInference
 
-        ours = TreeInference(model, {name: types.MethodType(method, self) for name, method in methods.items()})
+        now = {name: getattr(kind, name) for name in methods}
+        replaced = next((name for name in methods if now[name] is not methods[name]), None)
+        ours = TreeInference(model, {name: types.MethodType(method, self) for name, method in now.items()}, replaced)
         for name in methods:  # on this object, so that a decoding that has begun ends as it began
             setattr(self, name, getattr(ours, name))
 

@@ -43,9 +43,9 @@ class TreeInference:
     Rows are beams, or samples of a segment; the host passes one row of audio features for each segment.
     """
 
-    def __init__(self, model: Any, stock: dict[str, Callable[..., Any]]) -> None:
-        """`stock`: the host's methods, for decodings that cannot run over the tree."""
-        self.model, self._stock = model, stock
+    def __init__(self, model: Any, stock: dict[str, Callable[..., Any]], replaced: str | None = None) -> None:
+        """`stock`: the host's methods, for decodings that cannot run over the tree; `replaced`: which is another's."""
+        self.model, self._stock, self._replaced = model, stock, replaced
         self.wanted: Sequence[int] | None = None  # positions of the prompt whose logits the host looks at; None: all
         self._begin()
 
@@ -81,10 +81,15 @@ class TreeInference:
         segments = len(audio_features)
         size = segments, max(len(tokens) // max(segments, 1), 1)
         record = gate.Record("whisper", type(self.model).__name__, *size)
-        decision = gate.decide(lambda: unsupported_reason(self.model, tokens, audio_features))
+        decision = gate.decide(lambda: self._reason(tokens, audio_features))
         if decision.tier != gate.STOCK:
             self._decoder = TreeDecoder(self.model, audio_features, *size, prompt_length=tokens.shape[1])
         self._record, self._decision = record, decision  # only for a call that has got here
+
+    def _reason(self, tokens: Tensor, audio_features: Tensor) -> str | None:
+        if self._replaced is not None:
+            return f"PyTorchInference has another {self._replaced} than whisper's"
+        return unsupported_reason(self.model, tokens, audio_features)
 
     @property
     def is_on_tree(self) -> bool:

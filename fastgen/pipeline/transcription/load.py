@@ -28,6 +28,8 @@ _NAMES = {
     "embed_tokens": "token_embedding",
     "embed_positions.weight": "positional_embedding",
 }
+# What whisper's model computes; that of transformers can be told to compute something else.
+_FIXED = {"activation_function": "gelu", "max_source_positions": 1500}
 # What `from_pretrained` reads in a folder. Other files, such as outputs that are put there, are no part of the model.
 _READ = "config.json", "generation_config.json", "adapter_config.json", "*.safetensors", "*.bin", "*.index.json"
 
@@ -78,7 +80,12 @@ def of_transformers(name: str) -> Any:
         raise InputError(f"{name} is a model of the type {config.model_type}, not whisper.")
     if config.vocab_size not in (51864, 51865, 51866):
         raise InputError(f"{name} has {config.vocab_size} tokens: whisper's tokenizers have 51864, 51865 or 51866.")
+    for option, value in _FIXED.items():
+        if (found := getattr(config, option)) != value:
+            raise InputError(f"{name} has {option} {found!r}: whisper's own models have {value!r}.")
     host = transformers.WhisperForConditionalGeneration.from_pretrained(name, dtype=torch.float32)
+    if not torch.equal(host.get_output_embeddings().weight, host.get_input_embeddings().weight):
+        raise InputError(f"{name} has another matrix for its outputs than for its tokens: whisper's have one.")
     model = Whisper(
         ModelDimensions(
             n_mels=config.num_mel_bins,

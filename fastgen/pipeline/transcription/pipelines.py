@@ -72,6 +72,7 @@ def sharing_steps(
     if joint is None:
         yield 0, dict
         return
+    from transformers.generation.utils import GenerationMixin
     from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
     from fastgen.optimizer.transformers.generate.joint_calls import joining
@@ -79,6 +80,7 @@ def sharing_steps(
     extractor = type(pipeline.feature_extractor)
     places = [(extractor, name) for name in _EXTRACTORS]
     places += [(WhisperGenerationMixin, name) for name in ("detect_language", "_extract_token_timestamps")]
+    places.append((GenerationMixin, "_assisted_decoding"))  # a search that no other joins
     seams = {(owner, name): outside for owner, name in places if callable(getattr(owner, name, None))}
     with redirected(seams), contextlib.closing(joint), joining(_Checked(joint, check)):
         yield most, joint.answer

@@ -38,6 +38,8 @@ def transcribe(
         return pipelines.transcribe(model, recordings, options, batch_size=batch_size, progress=progress)
     if type(model).__module__.startswith("transformers."):
         raise ValueError(f"{type(model).__name__} takes no sound: give transformers.pipeline(..., model=model).")
+    if not hasattr(model, "dims"):  # as of faster-whisper, or a name
+        raise ValueError(f"{type(model).__name__} is no model of the package whisper: give whisper.load_model(NAME).")
     sources = [_checked(source, number) for number, source in enumerate(recordings)]  # before hours of work
     show = AudioProgress(None, enabled=progress)
     found: list[Any] = [None] * len(sources)

@@ -22,7 +22,7 @@ from fastgen.pipeline.transcription import audio
 from fastgen.pipeline.transcription.journal import Journal
 from fastgen.pipeline.transcription.load import files_of, load
 from fastgen.pipeline.transcription.progress import AudioProgress
-from fastgen.pipeline.transcription.together import Recording, transcribe_all
+from fastgen.pipeline.transcription.together import Recording, transcribe_all, within
 from fastgen.report import FallbackError
 
 STANDARD_INPUT = Path("-")
@@ -63,7 +63,7 @@ def run(settings: Settings) -> int:
         settings.output.mkdir(parents=True, exist_ok=True)
     _check_names(settings)
     _check_language(settings.options.get("language"))
-    within(settings.options.get("clip_timestamps", "0"), 0.0)  # or it would be refused once for each file
+    _check_clips(settings.options.get("clip_timestamps", "0"))
     with Journal(settings.output, _decisive(settings), settings.resume) as journal:
         left = [file for file in settings.files if not journal.has(file, settings.outputs(file))]
         if not settings.overwrite:
@@ -86,9 +86,7 @@ def run(settings: Settings) -> int:
 
 def _transcribe_all(settings: Settings, model: Any, left: list[Path], journal: Journal) -> int:
     """Transcribe these files; returns how many failed."""
-    lengths = [None if file == STANDARD_INPUT else audio.seconds_of(file) for file in left]
-    known = [length for length in lengths if length is not None]
-    progress = AudioProgress(sum(known) if len(known) == len(left) else None, enabled=not settings.quiet)
+    progress = AudioProgress(None if settings.quiet else _seconds_of(left), enabled=not settings.quiet)
     work = _Files(settings, journal, progress)
     try:
         transcribe_all(
@@ -101,6 +99,17 @@ def _transcribe_all(settings: Settings, model: Any, left: list[Path], journal: J
     finally:
         progress.close()
     return work.failed
+
+
+def _seconds_of(files: list[Path]) -> float | None:
+    """How long files say that they are together; None if one does not say."""
+    total = 0.0
+    for file in files:
+        seconds = None if file == STANDARD_INPUT else audio.seconds_of(file)
+        if seconds is None:
+            return None
+        total += seconds
+    return total
 
 
 class _Files:
@@ -125,9 +134,7 @@ class _Files:
         sound = audio.read(sys.stdin.buffer if file == STANDARD_INPUT else file)
         if sound.fault:
             self._progress.say(f"{sound.fault}; what is there is transcribed.")
-        options = dict(self._settings.options)
-        options["clip_timestamps"] = within(options.get("clip_timestamps", "0"), audio.last_frame(sound.samples))
-        return Recording(sound.samples, options, advance=self._progress.advance)
+        return Recording(sound.samples, dict(self._settings.options), advance=self._progress.advance)
 
     def _done(self, file: Path, looks: Any, result: dict[str, Any] | None, error: Exception | None) -> None:
         if isinstance(error, (FallbackError, InputError)):  # it is the same for all files
@@ -145,27 +152,27 @@ class _Files:
         self._progress.say(str(error))
 
 
-def within(clips: str, last: float) -> list[float]:
-    """The ends of clips, `start,end,start,end,...`, in seconds, none later than `last`.
-
-    Raises:
-        InputError: it is no list of numbers.
-    """
-    try:
-        found = [float(each) for each in clips.split(",")] if clips else []
-    except ValueError as error:
-        raise InputError(f"--clip_timestamps {clips} is no list of seconds such as 0,30,60,90.") from error
-    return [min(each, last) for each in found]
-
-
 def _write(settings: Settings, file: Path, result: dict[str, Any]) -> None:
     from whisper.utils import get_writer
 
     with writing(settings.output), tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=settings.output) as folder:
         for form in settings.formats:
-            get_writer(form, folder)(result, f"{stem(file)}.wav", settings.layout)
+            told = _for_subtitles(result) if form in ("srt", "vtt") else result
+            get_writer(form, folder)(told, f"{stem(file)}.wav", settings.layout)
         for path in settings.outputs(file):
             os.replace(Path(folder, path.name), path)
+
+
+def _for_subtitles(result: dict[str, Any]) -> dict[str, Any]:
+    """The result with words in all segments, or in none.
+
+    Without word timestamps whisper gives a list of words, an empty one, to segments without text alone. Its writers of
+    subtitles go by the first segment: if that is one without text, they fail.
+    """
+    segments = result["segments"]
+    if all("words" in one for one in segments):
+        return result
+    return {**result, "segments": [{key: one[key] for key in one if key != "words"} for one in segments]}
 
 
 def _decisive(settings: Settings) -> dict[str, Any]:
@@ -190,6 +197,14 @@ def _check_names(settings: Settings) -> None:
             raise InputError(
                 f"{other} and {file} would both be written to {settings.outputs(file)[0]}: rename one of them."
             )
+
+
+def _check_clips(clips: str) -> None:
+    """Raise InputError if this is no list of numbers: it would be refused once for each file."""
+    try:
+        within(clips, 0.0)
+    except ValueError as error:
+        raise InputError(f"--clip_timestamps {clips} is no list of seconds such as 0,30,60,90.") from error
 
 
 def _check_language(language: str | None) -> None:

@@ -60,7 +60,9 @@ def parts(samples: np.ndarray[Any, Any]) -> list[tuple[float, float]]:
 
 def _found(samples: np.ndarray[Any, Any], **options: Any) -> list[tuple[float, float]]:
     model, timestamps = _detector()
-    found = timestamps(model.audio_forward(samples), audio_length_samples=len(samples), **options)
+    chances = model.audio_forward(samples)
+    # Speech may be as short as it likes: Silero would drop what is shorter than a quarter of a second, as a "yes" is.
+    found = timestamps(chances, audio_length_samples=len(samples), min_speech_duration_ms=0, **options)
     return [(one["start"] / RATE, one["end"] / RATE) for one in found]
 
 

@@ -127,35 +127,45 @@ def transcribe_all(
 # ---------------------------------------------------------------------------------------------- parts
 def _parts(model: Any, recording: Recording, batched: bool, vad_filter: bool) -> list[Part]:
     """What is to be transcribed of a recording; none if nobody speaks."""
-    samples = recording.samples
+    samples, last = recording.samples, last_frame(recording.samples)
     if not (batched or vad_filter):
+        if (clips := recording.options.get("clip_timestamps")) is not None:
+            recording.options = {**recording.options, "clip_timestamps": within(clips, last)}
         return [Part(recording)]
     found = silences.parts(samples) if batched else silences.speech(samples)
     if found:
-        recording.options = {**recording.options, "language": _language(model, recording, *found[0])}
+        recording.options = {**recording.options, "language": _language(model, recording, found[0][0])}
     if batched:
         recording.options = {**recording.options, "condition_on_previous_text": False}
         return [Part(recording, start, end) for start, end in found]
-    last = last_frame(samples)
     clips = [(start, min(end, last)) for start, end in found if start < last]
     recording.options = {**recording.options, "clip_timestamps": [each for clip in clips for each in clip]}
     return [Part(recording)] if clips else []
 
 
+def within(clips: Any, last: float) -> list[float]:
+    """The ends of clips, `start,end,start,end,...` as whisper takes them, in seconds, none later than `last`."""
+    found = clips.split(",") if isinstance(clips, str) and clips else clips
+    return [min(float(each), last) for each in found]
+
+
 def _nothing(model: Any, recording: Recording) -> dict[str, Any]:
     """The result for a recording in which nobody speaks."""
-    return {"text": "", "segments": [], "language": _language(model, recording, 0.0, silences.WINDOW)}
+    return {"text": "", "segments": [], "language": _language(model, recording, 0.0)}
 
 
-def _language(model: Any, recording: Recording, start: float, end: float) -> str:
-    """The language that was given or that whisper finds, in the first 30 seconds of what lies between these times."""
+def _language(model: Any, recording: Recording, start: float) -> str:
+    """The language that was given or that whisper finds, in the 30 seconds from `start` on.
+
+    A stretch of speech may be a word, which says little.
+    """
     import torch
     from whisper.audio import N_FRAMES, N_SAMPLES, log_mel_spectrogram, pad_or_trim
 
     given: str | None = recording.options.get("language")
     if given is not None or not model.is_multilingual:
         return given or "en"
-    samples = _between(recording.samples, start, min(end, start + silences.WINDOW))
+    samples = _between(recording.samples, start, start + silences.WINDOW)
     mel = pad_or_trim(log_mel_spectrogram(samples, model.dims.n_mels, padding=N_SAMPLES), N_FRAMES)
     is_half = recording.options.get("fp16", True) and model.device.type != "cpu"
     _, chances = model.detect_language(mel.to(model.device, torch.float16 if is_half else torch.float32))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -115,6 +118,44 @@ def test_whose_rules(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decoding, "ApplyTimestampRules", Own)
     assert decode(beam_size=2) == {"update"}
+
+
+@contextlib.contextmanager
+def replaced_before_fastgen(kind: Any, name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside the block this rule is `replacement` of the host's, as if from before fastgen was imported."""
+    with fastgen.disabled():
+        real = vars(kind)[name]
+        setattr(kind, name, replacement(real))
+    try:
+        yield
+    finally:
+        with fastgen.disabled():
+            setattr(kind, name, real)
+
+
+@pytest.mark.parametrize("wraps", [functools.wraps, lambda _: lambda own: own], ids=["with its names", "without"])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(decoding.BeamSearchDecoder, "update"), (decoding.ApplyTimestampRules, "apply")]
+)
+def test_a_rule_that_was_replaced_before_fastgen(kind: Any, name: str, wraps: Any) -> None:
+    """The user's is called."""
+    seen: list[int] = []
+
+    def noting(real: Any) -> Any:
+        @wraps(real)
+        def own(*args: Any) -> Any:
+            seen.append(1)
+            return real(*args)
+
+        return own
+
+    model = tiny()
+    (expected,) = decode_by_host(model, SOUND[0], beam_size=3)
+    with replaced_before_fastgen(kind, name, noting):
+        (found,) = decode_by_host(model, SOUND[0], beam_size=3)
+    assert seen and found.tokens == expected.tokens
+    seen.clear()
+    assert decode_by_host(model, SOUND[0], beam_size=3)[0].tokens == expected.tokens and not seen
 
 
 def test_logits_that_a_user_has_replaced() -> None:

@@ -198,6 +198,21 @@ def test_a_users_own_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Mine.calls > 3 and not report.calls()
 
 
+@pytest.mark.parametrize("name", ["logits", "rearrange_kv_cache", "cleanup_caching"])
+def test_a_method_of_the_hosts_that_a_user_has_replaced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the class, after fastgen was imported: it is called."""
+    seen: list[int] = []
+    kind = whisper.decoding.PyTorchInference
+    real, (expected,) = getattr(kind, name), compare(MODEL, SOUND[0], beam_size=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, name, lambda *args: (seen.append(1), real(*args))[1])
+        (found,) = decode(MODEL, SOUND[0], beam_size=3)
+    assert seen and found.tokens == expected.tokens
+    call = report.calls()[-1]
+    assert (call.tier, call.reason) == ("stock", f"PyTorchInference has another {name} than whisper's")
+    compare(MODEL, SOUND[0], beam_size=3)
+
+
 def test_half_precision() -> None:
     """The host casts the weights to the type of the sound; tokens may differ, their likelihood hardly."""
     with fastgen.disabled():

@@ -231,6 +231,23 @@ def test_what_does_not_share_a_batch(pipeline: Any, steps: list[int]) -> None:
     assert not steps and max(rows) <= 3
 
 
+def test_an_assistant_drafts(pipeline: Any, steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's search with an assistant computes with all threads, as if it were alone."""
+    options = dict(generate_kwargs=dict(assistant_model=speech_kit.tiny(5).model, num_beams=1, max_new_tokens=20))
+    expected = alone(pipeline, sounds(SHORT), **options)
+    threads: set[Any] = set()
+    forward = type(pipeline.model).forward
+
+    @functools.wraps(forward)
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread())
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(pipeline.model), "forward", noting)
+    assert plain(expected) == together(pipeline, sounds(SHORT), **options)
+    assert threads == {threading.current_thread()} and not steps
+
+
 def test_verified(pipeline: Any, steps: list[int]) -> None:
     """The host searches again, each call by itself."""
     from fastgen.optimizer import verification
@@ -336,6 +353,34 @@ def test_no_room_for_what_a_search_needs(pipeline: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(joint_batch, "JointBatches", Kept)
     assert plain(expected) == together(pipeline, sounds(LONG), batch_size=3, **options)
     assert next(number) > 2 and kept and not any(kept)
+
+
+def test_batches_in_which_nobody_is_are_let_go(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches with other numbers of beams have batches of their own, whose places take memory."""
+    from fastgen.pipeline.transcription import pipelines
+    from fastgen.pipeline.transcription.calls import Call, run_all
+
+    batches: list[int] = []
+
+    class Watched(joint_batch.JointBatches):
+        def answer(self, needs: Any) -> Any:
+            found = super().answer(needs)
+            batches.append(len(self._batches))
+            return found
+
+    monkeypatch.setattr(joint_batch, "JointBatches", Watched)
+    recordings, found = sounds(LONG), dict[int, Any]()
+    options = [dict(TIMES, generate_kwargs=dict(num_beams=1 + number)) for number in range(len(recordings))]
+    expected = [alone(pipeline, [recording], **each)[0] for recording, each in zip(recordings, options, strict=True)]
+
+    def call(number: int) -> Call:
+        run = functools.partial(pipelines._transcribed, pipeline, recordings[number], options[number])
+        return Call(run, lambda result, error: found.update({number: error or result}))
+
+    with pipelines.sharing_steps(pipeline, 2) as (size, answer):
+        run_all([call(number) for number in range(len(recordings))], size, answer, pipeline.model.device)
+    assert plain(expected) == [found[number] for number in range(len(recordings))]
+    assert max(batches) == 2
 
 
 def test_as_many_as_are_asked_for(pipeline: Any, steps: list[int]) -> None:

@@ -176,6 +176,38 @@ def test_what_is_finished_is_not_done_again(
     assert "not allowed with argument" in capsys.readouterr().err
 
 
+def test_a_first_segment_without_text(
+    checkpoint: Path, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """whisper gives it words, none, whether somebody wants words or not, and its writers of subtitles then want all."""
+    empty = {"id": 0, "seek": 0, "start": 0.0, "end": 2.0, "text": "", "tokens": [], "words": []}
+    spoken = {"id": 1, "seek": 200, "start": 2.0, "end": 3.5, "text": " Yes --> no.", "tokens": [1]}
+    result = {"text": " Yes --> no.", "segments": [empty, spoken], "language": "en"}
+    monkeypatch.setattr(whisper, "transcribe", lambda *_, **__: result)
+    files, out = [sound("a.wav"), sound("b.wav")], tmp_path / "out"
+    assert command(checkpoint, files, out, "--quiet") == 0
+    found = contents(out)
+    assert len(found) == 10 and json.loads(found["a.json"]) == result
+    assert (
+        found["a.srt"].decode()
+        == "1\n00:00:00,000 --> 00:00:02,000\n\n\n2\n00:00:02,000 --> 00:00:03,500\nYes -> no.\n\n"
+    )
+    assert found["b.vtt"].decode() == "WEBVTT\n\n00:00.000 --> 00:02.000\n\n\n00:02.000 --> 00:03.500\nYes -> no.\n\n"
+
+
+@pytest.mark.parametrize("flags", [("--quiet",), ()])
+def test_files_are_looked_into_for_the_progress_line_alone(
+    flags: tuple[str, ...], checkpoint: Path, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes minutes where there are thousands."""
+    seen: list[Path] = []
+    monkeypatch.setattr(audio, "seconds_of", lambda path: seen.append(path))
+    monkeypatch.setattr(whisper, "transcribe", lambda *_, **__: {"text": "", "segments": [], "language": "en"})
+    files = [sound(f"{number}.wav") for number in range(3)]
+    assert command(checkpoint, files, tmp_path / "out", "-f", "txt", *flags) == 0
+    assert seen == ([] if flags else files[:1])  # one that does not say it is enough
+
+
 def test_standard_input_is_never_done(
     checkpoint: Path, sound: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,10 +321,28 @@ def test_other_models_of_transformers_are_refused(
     for config, said in (
         ({"model_type": "bart"}, "is a model of the type bart, not whisper"),
         ({"model_type": "whisper", "vocab_size": 99}, "has 99 tokens"),
+        ({"model_type": "whisper", "activation_function": "relu"}, "has activation_function 'relu': whisper's own"),
+        ({"model_type": "whisper", "max_source_positions": 750}, "has max_source_positions 750: whisper's own"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert command(tmp_path, [sound()], tmp_path / "out") == 1
         assert said in capsys.readouterr().err
+
+
+def test_a_model_whose_outputs_have_a_matrix_of_their_own(
+    sound: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """whisper's model has one for both: texts would be others."""
+    host = hosts_whisper()
+    host.config.tie_word_embeddings = False
+    host.proj_out.weight = torch.nn.Parameter(host.proj_out.weight.detach().clone())
+    host.save_pretrained(tmp_path / "same")
+    load.load(str(tmp_path / "same"), "cpu")
+    with torch.no_grad():
+        host.proj_out.weight.mul_(-1)
+    host.save_pretrained(tmp_path / "own")
+    assert command(tmp_path / "own", [sound()], tmp_path / "out") == 1
+    assert "has another matrix for its outputs than for its tokens" in capsys.readouterr().err
 
 
 def test_progress_in_seconds_of_sound(checkpoint: Path, sound: Any) -> None:

@@ -111,6 +111,8 @@ def test_files_and_tensors(model: Any, sound: Any, sounds: list[Any], tmp_path: 
             fastgen.transcribe(model, one, **FAST)
     with pytest.raises(ValueError, match="batch_size=0 is not 1 or more"):
         fastgen.transcribe(model, [path], batch_size=0)
+    with pytest.raises(ValueError, match="str is no model of the package whisper: give whisper"):
+        fastgen.transcribe("base", [path])
     with pytest.raises(ValueError, match="patience requires beam_size to be given"):  # whisper's own words
         fastgen.transcribe(model, [path], patience=2.0, **FAST)
 
@@ -127,6 +129,17 @@ def test_pipes_and_files_that_are_cut_off(model: Any, sound: Any, tmp_path: Path
     with pytest.warns(RuntimeWarning, match=r"half.wav is cut off: it says that it has 3.0 seconds of sound") as caught:
         fastgen.transcribe(model, [path], **FAST)
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("clips", ["1,2,2.5,9,20,30", [1, 2, 2.5, 9, 20.0, 30.0]], ids=["a text", "a list"])
+def test_clips_beyond_the_end(clips: Any, model: Any, sounds: list[Any]) -> None:
+    """They end with the sound: whisper itself would never end."""
+    (expected,) = alone(model, sounds[:1], **FAST, clip_timestamps=[1.0, 2.0, 2.5, 3.0])
+    (found,) = fastgen.transcribe(model, sounds[:1], **FAST, clip_timestamps=clips)
+    assert plain(expected) == found
+    expected = alone(model, sounds[:1], **FAST)[0]
+    for whole in ("", [], "0"):
+        assert plain(expected) == fastgen.transcribe(model, sounds[:1], **FAST, clip_timestamps=whole)[0]
 
 
 def test_off(model: Any, sounds: list[Any]) -> None:
@@ -215,13 +228,19 @@ def test_cut_at_silences(model: Any, sounds: list[Any], detector: dict[str, Any]
 def test_the_language(
     cut: str, model: Any, sounds: list[Any], detector: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is found out once, from the first speech, and not from the silence before."""
-    detector |= {41.0: [(2.0, 12.0), (13.0, 39.0)], 3.0: []}
-    (part,) = alone(model, [sounds[1][2 * 16000 : 12 * 16000]], **{**FAST, "language": None})
+    """It is found out once, in the 30 seconds from the first speech on: the first may be a word, which says little."""
+    detector |= {41.0: [(2.0, 2.5), (13.0, 39.0)], 3.0: []}
+    (part,) = alone(model, [sounds[1][2 * 16000 : 32 * 16000]], **{**FAST, "language": None})
+    heard: list[Any] = []
+    extract = whisper.audio.log_mel_spectrogram
+    monkeypatch.setattr(
+        whisper.audio, "log_mel_spectrogram", lambda *args, **more: (heard.append(args[0]), extract(*args, **more))[1]
+    )
     seen: list[Any] = []
     real = type(model).detect_language
     monkeypatch.setattr(type(model), "detect_language", lambda *args: (seen.append(1), real(*args))[1])
     found, nothing = fastgen.transcribe(model, [sounds[1], sounds[0]], **{cut: True}, **{**FAST, "language": None})
+    assert np.array_equal(heard[0], sounds[1][2 * 16000 : 32 * 16000])
     assert found["language"] == part["language"] and len(seen) == 2
     assert nothing == {"text": "", "segments": [], "language": nothing["language"]} and nothing["language"]
 
@@ -252,7 +271,8 @@ def test_a_language_that_does_not_fit_is_found_out_alone(
     options["condition_on_previous_text"] = cut == "vad_filter"
     expected = []
     for sound, seconds in ((sounds[1], 20), (sounds[2], 12)):
-        (part,) = alone(model, [sound[: seconds * 16_000]], **options)
+        (start,) = alone(model, [sound[: 30 * 16_000]], **options)
+        (part,) = alone(model, [sound[: seconds * 16_000]], **{**options, "language": start["language"]})
         own = {**options, "language": part["language"], "clip_timestamps": [0.0, float(seconds)]}
         expected += [part] if cut == "batched" else alone(model, [sound], **own)
     real, seen = type(model).detect_language, list[int]()
@@ -360,6 +380,24 @@ def test_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert silences.parts(np.zeros(1, np.float32)) == [(0.0, 29.0), (29.5, 59.5), (59.9, 71.0)]
     monkeypatch.setattr(silences, "_found", lambda samples, **_: [])
     assert silences.parts(np.zeros(1, np.float32)) == []
+
+
+def test_a_short_word_is_speech(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a "yes", with seconds of silence around it."""
+    silero = pytest.importorskip("silero_vad.utils_vad", reason="needs the extra transcribe")
+    chances = np.zeros(20 * 16_000 // 512, np.float32)
+    chances[200:206] = 0.9  # 0.19 s
+    chances[400:440] = 0.9
+
+    class Detector:
+        def audio_forward(self, samples: Any) -> Any:
+            return chances
+
+    monkeypatch.setattr(silences, "_detector", lambda: (Detector(), silero.get_speech_timestamps_from_probs))
+    samples = np.zeros(20 * 16_000, np.float32)
+    (first, second), (whole,) = silences.speech(samples), silences.parts(samples)
+    assert first == (pytest.approx(6.0), pytest.approx(6.992)) and second[0] == pytest.approx(12.4)
+    assert whole == (first[0], second[1])
 
 
 def test_where_somebody_speaks(shared: Path) -> None:

@@ -138,11 +138,17 @@ class JointBatches:
             return
         batch = self._batches.get(call.key)
         if batch is None:
+            self._close_idle()
             batch = ContinuousBatch(call.request.model, self._calls * call.request.batch, self._calls)
             self._batches[call.key] = batch
         if batch.has_room(call.request.batch):
             self._live[number] = call
             call.enter(batch, number)
+
+    def _close_idle(self) -> None:
+        """Let go of batches in which nobody is: the places that they have for keys and values take memory."""
+        for key in [key for key, batch in self._batches.items() if not batch.calls]:
+            self._batches.pop(key).close()
 
     def close(self) -> None:
         """Let go of all that is left."""
