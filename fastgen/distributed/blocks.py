@@ -72,7 +72,12 @@ def opened(path: str) -> tuple[fs.FileSystem, str]:
     try:
         return fs.FileSystem.from_uri(path)
     except (ValueError, OSError, ImportError) as error:
-        raise InputError(f"Cannot use {remote.shown(path)}: {remote.without_secrets(first_line(error))}.") from error
+        raise _failed("use", remote.shown(path), error) from error
+
+
+def _failed(what: str, name: str, error: Exception) -> InputError:
+    """The error for a file or folder that messages call `name`."""
+    return InputError(f"Cannot {what} {name}: {remote.without_secrets(first_line(error))}.")
 
 
 def _uri(path: str, inside: str) -> str:
@@ -99,7 +104,7 @@ def sources(path: str, form: str | None) -> list[Source]:
         is_file = info.type == fs.FileType.File
         infos = [info] if is_file else system.get_file_info(fs.FileSelector(inside))
     except OSError as error:
-        raise InputError(f"Cannot read {shown}: {remote.without_secrets(first_line(error))}.") from error
+        raise _failed("read", shown, error) from error
     found = [
         Source(
             _uri(path, info.path),
@@ -142,7 +147,7 @@ def cut(source: Source, window: int) -> list[Cut]:
         with system.open_input_stream(inside, compression=None) as stream:
             return _cut_lines(stream, window, source.name)
     except (OSError, pyarrow.ArrowException) as error:
-        raise InputError(f"Cannot read {source.name}: {remote.without_secrets(first_line(error))}.") from error
+        raise _failed("read", source.name, error) from error
 
 
 def _cut_lines(stream: Any, window: int, name: str) -> list[Cut]:

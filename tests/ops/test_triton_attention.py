@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from both_hosts import default_dtype
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from references import reference
@@ -173,11 +174,8 @@ def test_sums_are_float32_whatever_the_default_dtype(interpreted: Any) -> None:
     """Of parts of the keys, too: bfloat16 would round maxima and sums before they are joined."""
 
     def attend(*arguments: Any, **options: Any) -> Tensor:
-        torch.set_default_dtype(torch.bfloat16)
-        try:
+        with default_dtype(torch.bfloat16):
             return interpreted.beam_attention(*arguments, **options)
-        finally:
-            torch.set_default_dtype(torch.float32)
 
     case = dict(seed=4, batch=2, beams=3, key_heads=2, group=1, keys=300, size=16, value_size=16, bias="BHMK")
     check(attend, inputs(case | dict(hidden=0.0, layout="dense", dtype=torch.float32)), 3)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from both_hosts import default_dtype
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -152,11 +153,8 @@ def test_attention(interpreted: Any, case: dict[str, Any]) -> None:
 
 def test_the_output_is_float32_whatever_the_default_dtype(interpreted: Any) -> None:
     def attend(*arguments: Any, **options: Any) -> Tensor:
-        torch.set_default_dtype(torch.bfloat16)
-        try:
+        with default_dtype(torch.bfloat16):
             return interpreted.latent_attention(*arguments, **options)
-        finally:
-            torch.set_default_dtype(torch.float32)
 
     case = dict(seed=4, batch=2, beams=3, heads=2, keys=300, size=40, bias="BHMK", hidden=0.0, layout="dense")
     for splits in (1, 3):

@@ -69,10 +69,10 @@ def run(settings: Settings) -> int:
         if not settings.overwrite:
             _refuse_existing(settings, left, journal)
         if not left:
-            _say(f"{settings.output} is complete: nothing to resume.")
+            tell(f"{settings.output} is complete: nothing to resume.")
             return DONE
         if words := other_texts():
-            _say(words)
+            tell(words)
         model = load(settings.model, settings.device, settings.model_folder)
         _check_model_knows(model, settings)
         journal.begin()
@@ -80,7 +80,7 @@ def run(settings: Settings) -> int:
             shutil.rmtree(folder)
         failed = _transcribe_all(settings, model, left, journal)
     if failed:
-        _say(f"{counted(failed, 'file')} of {len(settings.files)} could not be transcribed.")
+        tell(f"{counted(failed, 'file')} of {len(settings.files)} could not be transcribed.")
     return INPUT_ERROR if failed else DONE
 
 
@@ -241,7 +241,3 @@ def _refuse_existing(settings: Settings, files: list[Path], journal: Journal) ->
             if path.exists():
                 other = "--resume goes on with the run that wrote it, " if is_own else ""
                 raise InputError(f"{path} exists; {other}--overwrite replaces it.")
-
-
-def _say(text: str) -> None:
-    tell(text)

@@ -13,6 +13,7 @@ import harness
 import pytest
 import torch
 import zoo
+from both_hosts import default_dtype
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteria
 from transformers.generation import utils
@@ -198,12 +199,9 @@ def test_shapes() -> None:
 
 def test_whatever_the_default_dtype() -> None:
     model, inputs = zoo.load("bart"), _inputs("bart")
-    expected, before = _run(model, inputs), torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    expected = _run(model, inputs)
+    with default_dtype(torch.float64):
         found = _run(model, inputs)
-    finally:
-        torch.set_default_dtype(before)
     assert torch.equal(found.sequences, expected.sequences)
     assert {each.dtype for each in found.scores} == {torch.float32}
 

@@ -8,6 +8,7 @@ import harness
 import pytest
 import torch
 import zoo
+from both_hosts import default_dtype
 
 from fastgen import ops
 from fastgen.optimizer.transformers.generate import multinomial
@@ -30,12 +31,8 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 def test_the_native_operator_is_used_whatever_torchs_defaults_are() -> None:
     """Where no native library could be had there is nothing to use."""
     multinomial.draws_as_torch.cache_clear()
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         assert multinomial.draws_as_torch() is ops.has_runtime()
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("warped", [{"top_k": 0}, {"top_k": 20, "top_p": 0.8}, {"top_k": 1}])

@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 import zoo
+from both_hosts import default_dtype
 from emulated_graph import Graph
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.bart import modeling_bart
@@ -564,9 +565,8 @@ def test_surroundings() -> None:
     torch.use_deterministic_algorithms(True)
     keys.append(store.surroundings(cpu))
     torch.use_deterministic_algorithms(False)
-    torch.set_default_dtype(torch.float64)
-    keys.append(store.surroundings(cpu))
-    torch.set_default_dtype(torch.float32)
+    with default_dtype(torch.float64):
+        keys.append(store.surroundings(cpu))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         keys.append(store.surroundings(cpu))
     assert len(set(keys)) == len(keys) and store.surroundings(cpu) == keys[0]
