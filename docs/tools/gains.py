@@ -16,7 +16,7 @@ _TASKS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("translation, many sentences", "peers", "ddtp", ("ctranslate2",)),
     ("translation, one sentence", "peers", "transformer-base-1", ("ctranslate2",)),
     ("summaries", "peers", "bart-base", ("ctranslate2",)),
-    ("text in images", "captions-trocr", "captions-trocr-base", ()),
+    ("text in images", "captions", "captions-trocr-base", ()),
     ("captions", "captions", "captions-blip-base", ()),
     ("captions, a large image tower", "captions", "captions-florence2-base", ()),
     ("retrieval, many beams over a trie", "wide", "t5-small-beams-400", ()),
