@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 import fastgen
 
 
@@ -21,17 +19,6 @@ def configured(**options: Any) -> Iterator[None]:
         yield
     finally:
         fastgen.configure(**before)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block tensors have this dtype where nobody names one."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def run_together(jobs: list[Callable[[], None]], rounds: int) -> None:

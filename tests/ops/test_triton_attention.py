@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from both_hosts import default_dtype
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from references import reference
@@ -24,6 +23,7 @@ from triton_kit import (
     run_outside_the_interpreter,
 )
 
+from fastgen.bench.soak.modes import default_dtype
 from fastgen.layers import attention, attention_kernels
 from fastgen.ops import attention as ops_attention
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from both_hosts import default_dtype
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,6 +22,7 @@ from triton_kit import (
     run_outside_the_interpreter,
 )
 
+from fastgen.bench.soak.modes import default_dtype
 from fastgen.cache.slim import latent
 from fastgen.cache.slim.latent import InputCache, Projections
 from fastgen.layers import attention, attention_kernels

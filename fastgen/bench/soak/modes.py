@@ -42,7 +42,8 @@ def _deterministic() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block tensors have this dtype where nobody names one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -221,8 +222,8 @@ MODES: dict[str, Mode] = {
         Mode("autocast_fp16", _autocast(torch.float16), half="float16"),
         Mode("autocast_between", _autocast(torch.bfloat16), half="bfloat16", is_left_between=True),
         Mode("deterministic", _deterministic),
-        Mode("default_float64", lambda: _default_dtype(torch.float64)),
-        Mode("default_bfloat16", lambda: _default_dtype(torch.bfloat16)),
+        Mode("default_float64", lambda: default_dtype(torch.float64)),
+        Mode("default_bfloat16", lambda: default_dtype(torch.bfloat16)),
         Mode("device_context", lambda: torch.device("cpu")),
         Mode("default_device", _default_device),
         Mode("threads_between", lambda: _threads(2), is_left_between=True),

@@ -13,13 +13,13 @@ import harness
 import pytest
 import torch
 import zoo
-from both_hosts import default_dtype
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, MaxLengthCriteria, StoppingCriteria
 from transformers.generation import utils
 
 import fastgen
 from fastgen import report
+from fastgen.bench.soak.modes import default_dtype
 from fastgen.decoding.diverse_beam_search import DiverseSearch
 from fastgen.optimizer.transformers import versions
 from fastgen.optimizer.transformers.generate import diverse_beam_search

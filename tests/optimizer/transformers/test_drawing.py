@@ -8,9 +8,9 @@ import harness
 import pytest
 import torch
 import zoo
-from both_hosts import default_dtype
 
 from fastgen import ops
+from fastgen.bench.soak.modes import default_dtype
 from fastgen.optimizer.transformers.generate import multinomial
 
 pytestmark = pytest.mark.native

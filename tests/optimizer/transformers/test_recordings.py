@@ -16,13 +16,13 @@ import numpy
 import pytest
 import torch
 import zoo
-from both_hosts import default_dtype
 from emulated_graph import Graph
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.bart import modeling_bart
 from transformers.models.llama import modeling_llama
 
 import fastgen
+from fastgen.bench.soak.modes import default_dtype
 from fastgen.cache.tree import BeamTree
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.decoding.beam_search import BeamSearch
