@@ -167,9 +167,11 @@ def generated(
     """Yield what `model.generate` returns for sources that were padded together, as soon as it is ready.
 
     Yields the sources' indices, in the order of the rows, the result, and the length that they were padded to. `refill`
-    needs calls for which `why_not_refilled` is None. Where padding would count, a call has sources of one length alone.
+    needs calls for which `why_not_refilled` is None. Where padding would count, a call has sources of one length alone;
+    where other sources would, it has one source.
     """
     size = max(1, batch_size // _PARTS) if refill else batch_size
+    size = 1 if sees_others(model, options) else size
     apart = sees_padding(model, options, sources)
     # The longest first: so a batch that doesn't fit into memory shows at once.
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))
@@ -306,13 +308,30 @@ def _is_word(pad: int, ends: Any, sources: Sequence[Any]) -> bool:
     return pad not in _listed(ends) or any(pad in source for source in sources)
 
 
+def sees_others(model: Any, options: dict[str, Any]) -> bool:
+    """Whether an output of the host depends on the other sources of a batch, even on such of the same length.
+
+    Older versions have the penalty on tokens of the sources reach as many rows as there are sources, be they beams of
+    the first source alone.
+    """
+    if _configured(model, options, "encoder_repetition_penalty") in (None, 1.0):
+        return False
+    rows = [_configured(model, options, name) or 1 for name in ("num_beams", "num_return_sequences")]
+    return max(rows) > 1 and not _is_new(lambda versions: versions.penalises_all_rows())
+
+
 def _penalises_padding() -> bool:
     """Whether the host's repetition penalty takes the padding of a prompt for tokens, as in older versions."""
+    return not _is_new(lambda versions: versions.penalty_ignores_padding())
+
+
+def _is_new(has: Callable[[Any], bool]) -> bool:
+    """What `has` says of the differences between versions of the host; False of one that fastgen leaves alone."""
     try:
         from fastgen.optimizer.transformers import versions
-    except ImportError:  # a version that fastgen leaves alone
-        return True
-    return not versions.penalty_ignores_padding()
+    except ImportError:
+        return False
+    return has(versions)
 
 
 def _stop_strings(model: Any, options: dict[str, Any]) -> Callable[[Tensor], bool] | None:

@@ -19,11 +19,14 @@ def call_of(model: Any, units: list[Unit]) -> dict[str, Any]:
 
 
 def groups(model: Any, units: list[Unit]) -> list[list[Unit]]:
-    """Split inputs into calls, the longest first: by length if the padding of a shorter input would count."""
+    """Split inputs into calls, the longest first: by length if the padding of a shorter input would count, and one by
+    one if other inputs would."""
     request, _ = units[0]
     units.sort(key=lambda unit: -_length(unit))
-    inputs = [one.inputs[index] for one, index in units]
-    if not offline.sees_padding(model, {"generation_config": request.config}, inputs):
+    inputs, options = [one.inputs[index] for one, index in units], {"generation_config": request.config}
+    if offline.sees_others(model, options):
+        return [[unit] for unit in units]
+    if not offline.sees_padding(model, options, inputs):
         return [units]
     return [list(group) for _, group in itertools.groupby(units, key=_length)]
 

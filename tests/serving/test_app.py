@@ -16,7 +16,9 @@ import torch
 from serving_kit import TEXTS, slowly, stock
 
 import fastgen
+from fastgen import report
 from fastgen.demo.job import SHIPPED_MODEL
+from fastgen.optimizer.transformers import versions
 from fastgen.pipeline.transformers import load, tokenizing
 from fastgen.serving import app as http
 from fastgen.serving import generation_request, metrics
@@ -53,6 +55,18 @@ def test_answers_are_those_of_generate(client: Any, options: dict[str, Any]) -> 
         texts, scores = stock(text, seed or 0, **options)
         assert [one["text"] for one in outputs] == texts
         assert [one["score"] for one in outputs] == pytest.approx(scores, abs=1e-4)
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["", "old"])
+def test_a_penalty_reaches_no_other_text(client: Any, is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In versions of the host that have it reach other texts of a call, each text has a call of its own."""
+    if is_old:
+        monkeypatch.setattr(versions, "penalises_all_rows", lambda: False)
+    texts, options = ["1 2 3", "4 5 6", "7 8 9"], dict(num_beams=2, encoder_repetition_penalty=1.5, max_new_tokens=12)
+    report.reset()
+    outputs = ask(client, text=texts, **options).json()["outputs"]
+    assert [one[0]["text"] for one in outputs] == [stock(text, **options)[0][0] for text in texts]
+    assert sorted(call.batch for call in report.calls() if call.tier != "stock") == ([1, 1, 1] if is_old else [3])
 
 
 def test_a_seed_that_is_told_draws_the_same(client: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor
+from transformers.generation.logits_process import EncoderRepetitionPenaltyLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
@@ -84,6 +85,12 @@ def penalty_ignores_padding() -> bool:
     """Whether the host's repetition penalty leaves out the padding of a prompt, as newer versions do."""
     code = _code_of("_get_logits_processor")
     return code is not None and "padding_lengths" in code.co_varnames
+
+
+def penalises_all_rows() -> bool:
+    """Whether the host's penalty on tokens of the source reaches all rows of a source, as in newer versions."""
+    code = getattr(EncoderRepetitionPenaltyLogitsProcessor.__call__, "__code__", None)
+    return code is not None and "repeat_interleave" in code.co_names
 
 
 def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:

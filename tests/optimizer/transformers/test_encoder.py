@@ -258,6 +258,7 @@ def test_no_mask_but_padding() -> None:
     assert_left_alone(zoo.load("bart"), {"input_ids": mixed("bart")["input_ids"]})
 
 
+@pytest.mark.skipif(zoo.MAJOR < 5, reason="BERT falls back on this version of transformers")
 def test_a_length_that_the_host_divides() -> None:
     """The feed-forward part reads so many positions at a time, and raises an error for other lengths."""
     chunked = zoo._model("BertModel", "BertConfig", zoo.CAUSAL, chunk_size_feed_forward=17)

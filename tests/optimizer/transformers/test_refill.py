@@ -21,7 +21,7 @@ import fastgen
 from fastgen import report
 from fastgen.cache.batch_tree import BatchTree
 from fastgen.cache.tree import BeamTree
-from fastgen.optimizer.transformers import families
+from fastgen.optimizer.transformers import families, versions
 from fastgen.optimizer.transformers.generate import batch_decoder, continuous_batch, shareable
 
 FAMILIES = sorted(set(zoo.ACCELERATED) & families.SHARE_BATCHES)
@@ -330,6 +330,25 @@ def test_padding_is_no_token_of_a_prompt(options: dict[str, Any]) -> None:
     end = model.generation_config.eos_token_id
     options = options | dict(pad_token_id=end if isinstance(end, int) else end[0])
     results = fastgen.generate(model, sources, batch_size=6, **options)
+    assert_equal([_alone(model, source, **options) for source in sources], results)
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["", "old"])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_a_penalty_reaches_no_other_source(
+    family: str, beams: int, is_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In older versions of the host it reaches as many rows as there are sources, be they beams of the first."""
+    if is_old:
+        monkeypatch.setattr(versions, "penalises_all_rows", lambda: False)
+    model, generator = zoo.load(family), torch.Generator().manual_seed(7)
+    sources = torch.randint(zoo.FIRST_WORD, zoo.VOCAB - 1, (5, 7), generator=generator).tolist()
+    options = dict(num_beams=beams, max_new_tokens=10, encoder_repetition_penalty=6.0)
+    report.reset()
+    results = fastgen.generate(model, sources, batch_size=6, **options)
+    alone = beams > 1 and not versions.penalises_all_rows()
+    assert [call.batch for call in report.calls()] == ([1] * 5 if alone else [5])
     assert_equal([_alone(model, source, **options) for source in sources], results)
 
 

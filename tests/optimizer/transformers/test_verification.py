@@ -11,6 +11,7 @@ import harness
 import pytest
 import torch
 import zoo
+from disguise import disguised
 from transformers import GPT2Config, GPT2LMHeadModel, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import BaseModelOutput
@@ -219,6 +220,7 @@ class _Alternating(LogitsProcessor):
 
 
 _Alternating.__module__ = "transformers.generation.logits_process"
+_Alternating.__call__ = disguised(_Alternating.__call__, _Alternating)  # type: ignore[method-assign]
 
 
 def test_a_processor_of_the_hosts_with_a_state() -> None:
