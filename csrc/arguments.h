@@ -224,7 +224,7 @@ inline void check_quantized(
   check_linear_bias(bias, width, rows);
 }
 
-constexpr int64_t kLongestSum = (int64_t{1} << 31) / (127 * 127); // of products of codes, in 32 bits
+constexpr int64_t kLongestSum = ((int64_t{1} << 31) - 1) / (127 * 128); // of products of codes, in 32 bits
 
 inline void check_dynamic(
     const Tensor& rows, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& bias) {

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
+
+from fastgen.locks import ForkSafeLock
 
 TIERS = ("auto", "fast", "compat", "stock")
 PACKING = REPLAY = ("auto", "always", "off")
@@ -134,7 +135,7 @@ def from_environment() -> Config:
         raise ValueError(f"FASTGEN_{option.upper()} {rest}{hint}") from None
 
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _current = from_environment()
 
 
@@ -156,7 +157,7 @@ def configure(**options: Any) -> Config:
     _check_names(options)
     with _lock:
         changed = replace(_current, **options)
-        for block in _blocks:
+        for block in list(_blocks):
             try:
                 replace(changed, **block)
             except ValueError as error:  # else each call in that block would raise it
@@ -185,7 +186,7 @@ def configured(**options: Any) -> Iterator[Config]:
 def everywhere(name: str) -> list[Any]:
     """The values of a setting that are in force now: the process's, and those of open blocks of any thread."""
     with _lock:
-        return [getattr(_current, name), *(options[name] for options in _blocks if name in options)]
+        return [getattr(_current, name), *(options[name] for options in list(_blocks) if name in options)]
 
 
 def _check_names(options: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ import contextvars
 import logging
 import sys
 import textwrap
-import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from fastgen import config
+from fastgen.locks import ForkSafeLock
 
 TIERS = ("fast", "compat", "stock")
 _WIDTH = 100
@@ -179,7 +179,7 @@ def size(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _is_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_is_silent", default=False)
 _calls: deque[Call] = deque()
 _counters: Counter[str] = Counter()

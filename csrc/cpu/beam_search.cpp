@@ -65,6 +65,7 @@ bool merge_beams(const RowsBest& best, const float* scores, int64_t sentence, in
   std::priority_queue<Next> queue;
   for (int64_t beam = 0; beam < beams; ++beam) {
     is_clear = is_clear && std::abs(best.log_sum_exp[sentence * beams + beam]) < std::numeric_limits<float>::infinity();
+    is_clear = is_clear && !std::isnan(total(beam, 0)); // which no queue can order
     queue.push({total(beam, 0), beam, 0});
   }
   float before = 0;

@@ -4,6 +4,7 @@
 #include "products.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <type_traits>
@@ -20,7 +21,15 @@ constexpr int64_t kWorthMeasuring = 1 << 20; // numbers of a weight: with fewer,
 // Whether one row of a weight after another is read faster here than several at once. On some processors it is, by up to
 // a third; on others by as much the other way. Sums are added in the same order: products are the same, bit for bit.
 bool is_faster_in_order() {
-  static const bool is_faster = [] {
+  // Two threads may measure at once. A static variable that one of them is about to initialise would never be, in a
+  // process that is forked meanwhile.
+  enum : int { kUnknown, kNo, kYes };
+  static std::atomic<int> found{kUnknown};
+  const int known = found.load(std::memory_order_relaxed);
+  if (known != kUnknown) {
+    return known == kYes;
+  }
+  const bool is_faster = [] {
     constexpr int64_t kWidth = 1 << 14, kSize = 512; // 32 MB: more than second-level caches hold
     const std::vector<float> weight(kWidth * kSize, 1.0f), row(kSize, 1.0f);
     std::vector<float> output(kWidth);
@@ -38,6 +47,7 @@ bool is_faster_in_order() {
     }
     return in_order < at_once;
   }();
+  found.store(is_faster ? kYes : kNo, std::memory_order_relaxed);
   return is_faster;
 }
 

@@ -7,7 +7,6 @@ import contextvars
 import functools
 import importlib
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fastgen import config, phases
+from fastgen.locks import ForkSafeLock
 from fastgen.memory import cuda_graph
 
 __phase__ = phases.ATTENTION
@@ -30,7 +30,7 @@ _WARM_UP, _TRIALS = 3, 9
 _IN_A_GRAPH = 8  # calls, so that the graph's own launch counts little
 
 _are_captured: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_steps_are_captured", default=False)
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 Verdicts = dict[tuple[Any, ...], bool]  # kernel and kind of arguments -> whether our kernel is better
 _verdicts: Verdicts = {}
 _of_weights: dict[StorageWeakRef, Verdicts] = {}  # of trials that depend on a weight, by the weight's storage

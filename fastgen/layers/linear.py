@@ -24,6 +24,7 @@ from fastgen.layers.input_fusion import FusionGroup, unfusable
 from fastgen.layers.product_plan import ProductPlan, bias_of
 from fastgen.layers.quantized import Way
 from fastgen.layers.timing import Product, is_faster
+from fastgen.locks import ForkSafeLock
 from fastgen.memory import arena, limits
 from fastgen.ops import native_operator
 
@@ -35,11 +36,10 @@ _FEW_ROWS = 32  # one timing of packed products up to here, another from here on
 _MIN_ELEMENTS, _MIN_PRODUCTS = 2**16, 2**20  # below both, calling costs as much as multiplying
 _TRIAL_ROWS = 512  # at most, in a timing
 
-
 # (out, in, rows up to which it holds, threads, "" or what is timed against our own operator) -> whether that operator,
 # packing, 16 bits or screening pay
 _verdicts: dict[tuple[int, int, int | None, int, str], bool] = {}
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 
 
 class LinearDispatcher:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from fastgen import report
 from fastgen.layers.fingerprints import State, state_of
 from fastgen.layers.input_fusion import unfusable
+from fastgen.locks import ForkSafeLock
 from fastgen.memory import arena, limits
 from fastgen.memory.release import keeper
 from fastgen.ops import native_operator
@@ -79,7 +79,7 @@ class _Packed:
         return tuple(source.layer() for source in self.sources)
 
 
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()  # by the first of the siblings
 _halves: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()

@@ -8,7 +8,6 @@ allocator (csrc/runtime/arena.cpp) keeps memory that this thread frees, and give
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from typing import Any
 
@@ -16,10 +15,11 @@ import torch
 from torch import nn
 
 from fastgen import ops
+from fastgen.locks import ForkSafeLock
 from fastgen.memory import limits
 from fastgen.memory.release import keeper
 
-_lock = threading.RLock()  # reentrant: a model may die, or a search be abandoned, anywhere
+_lock = ForkSafeLock()  # reentrant: a model may die, or a search be abandoned, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, Arena] = weakref.WeakKeyDictionary()
 _outside: Arena | None = None
 

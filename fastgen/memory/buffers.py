@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import math
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from fastgen import report
+from fastgen.locks import ForkSafeLock
 from fastgen.memory import arena, limits
 from fastgen.memory.release import keeper
 
 _MIN_BYTES = 2**17  # smaller blocks are kept by the C library
 
-_lock = threading.RLock()  # reentrant: a model may die, and its buffers with it, anywhere
+_lock = ForkSafeLock()  # reentrant: a model may die, and its buffers with it, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()  # uint8 [size], by size
 
 

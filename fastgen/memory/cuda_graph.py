@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-_capturing = threading.Lock()  # one at a time: they share a stream, and exchange the generator's state
+from fastgen.locks import ForkSafeLock
+
+_capturing = ForkSafeLock(reentrant=False)  # one at a time: they share a stream, and exchange the generator's state
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # a stream for each would have libraries' workspaces of its own
 
 

@@ -98,7 +98,7 @@ def folded_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | N
         rows = query.reshape(batch * key_heads, group * beams, size)
         scores = torch.baddbmm(_NOTHING, rows, keys.transpose(1, 2), beta=0, alpha=scale)
         if bias is not None:
-            scores.view(batch, key_heads, group, beams, -1).add_(_per_group(bias, key_heads, group))
+            scores.view(batch, key_heads, group, beams, key.shape[2]).add_(_per_group(bias, key_heads, group))
         output = torch.bmm(scores.softmax(-1), value.flatten(0, 1))
     return output.view(batch, key_heads, group, beams, value.shape[-1])
 

@@ -14,12 +14,12 @@ import contextlib
 import os
 import platform
 import sys
-import threading
 from pathlib import Path
 
 import torch
 
 from fastgen import config, report
+from fastgen.locks import ForkSafeLock
 from fastgen.ops import builder, library_cache
 
 _UNWRITTEN = {  # operators without a kernel, and what runs instead
@@ -40,18 +40,8 @@ _UNWRITTEN = {  # operators without a kernel, and what runs instead
 
 _OF_RUNTIME = ("multinomial",)  # operators for the CPU that are in the library "runtime"
 
-_lock = threading.Lock()
+_lock = ForkSafeLock(reentrant=False)
 _loaded: dict[str, str] | None = None  # library -> "" if it is loaded, else why not
-
-
-def _begin_anew() -> None:
-    """In a forked process there is no thread that would release the lock: another may have been compiling."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_begin_anew)
 
 
 class _Incomplete(Exception):

@@ -65,6 +65,8 @@ def reference_path_attention(
     query: Tensor, key: Tensor, value: Tensor, paths: Tensor, bias: Tensor | None, scale: float, shared: int
 ) -> Tensor:
     check_path_attention(query, key, value, paths, bias, shared)
+    if shared + paths.shape[1] == 0:  # no row sees a slot
+        return fake_path_attention(query, key, value, paths, bias, scale, shared).fill_(torch.nan)
     (rows, heads), (batch, key_heads) = query.shape[:2], key.shape[:2]
     beams, group = rows // batch, heads // key_heads
     prompt = torch.arange(shared, device=paths.device).expand(rows, -1)

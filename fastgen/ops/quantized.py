@@ -12,7 +12,7 @@ from fastgen.ops.checks import check_codes, check_floats, check_width
 from fastgen.ops.operator import define
 
 _ROWS = 1024  # of a weight, at a time: temporaries stay small
-LONGEST_SUM = 2**31 // 127**2  # of products of codes, in 32 bits
+LONGEST_SUM = (2**31 - 1) // (127 * 128)  # of products of codes, in 32 bits: of rows up to 127, of weights to -128
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ def dynamic_quantized_linear(rows: Tensor, codes: Tensor, scales: Tensor, bias: 
         https://arxiv.org/abs/1712.05877, section 2, with zero points of 0); no gradient passes through it.
 
     Raises:
-        ValueError: for shapes or devices other than these, and for a size above 133,144, whose sums need more bits.
+        ValueError: for shapes or devices other than these, and for a size above 132,104, whose sums need more bits.
         TypeError: for other dtypes.
     """
     output: Tensor = _dynamic_quantized_linear(rows, codes, scales, bias)

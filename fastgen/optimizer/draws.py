@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_watching = threading.Lock()  # only one thread at a time replaces torch's function
+from fastgen.locks import ForkSafeLock
+
+_watching = ForkSafeLock(reentrant=False)  # only one thread at a time replaces torch's function
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+_PATIENCE = 1.0  # s
+
 
 class _Abandoned(BaseException):  # no `except Exception` of the host is to catch it
     """Raised in a suspended function to end it, when nobody waits for the result any more."""
@@ -69,10 +71,14 @@ class Suspendable:
         return answer
 
     def close(self) -> None:
-        """End the function where it is suspended."""
+        """End the function where it is suspended.
+
+        It is waited for, but not for long: the garbage collector may close this in a thread that holds what the
+        function's thread needs.
+        """
         if self._thread.is_alive():
             self._answers.put(_Abandoned())
-            self._thread.join()
+            self._thread.join(_PATIENCE)
         self.ended = True
 
     def _run(self) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 import platform
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from fastgen import config, report
+from fastgen.locks import ForkSafeLock
 from fastgen.memory import limits
 from fastgen.version import __version__
 
@@ -27,7 +27,7 @@ GAP = 1e-5  # two candidates closer than this count as equal
 TOLERANCE = 1e-4  # for scores
 SAME, NEAR_TIE, DIFFERENT, UNVERIFIED = "same", "near-ties", "different", "not verified"
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _counts: Counter[str] = Counter()
 _unverified: Counter[str] = Counter()  # by reason
 _waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since the last comparison

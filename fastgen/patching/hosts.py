@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-import threading
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from fastgen import report
+from fastgen.locks import ForkSafeLock
+from fastgen.patching import redirection
 from fastgen.patching.import_hook import cancel, when_imported
 from fastgen.patching.patch_set import ForeignSeam, PatchSet, SeamMismatch
 from fastgen.report import HostStatus
 
 # Guards the switch and every host's patches. Never held while a module is imported: another thread
 # may hold that module's import lock and wait for this one.
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 
 
 class Leaf:
@@ -135,6 +136,8 @@ _hosts = (
 def _follow() -> None:
     for host in _hosts:
         host.follow()
+    if not _switch.on:
+        redirection.put_back()
 
 
 def enable() -> None:

@@ -9,10 +9,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from fastgen.locks import ForkSafeLock
+
 Callback = Callable[[ModuleType], None]
 
 # Guards the two tables below; never held while foreign code (a host's import, a callback) runs.
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 _callbacks: dict[str, list[Callback]] = {}
 _executing: set[str] = set()  # names whose module body runs under our loader
 _looking = threading.local()  # per thread: names whose real spec is being looked up

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple
+
+from fastgen.locks import ForkSafeLock
 
 
 class _Missing:
@@ -23,7 +24,7 @@ class SeamMismatch(Exception):
 
 
 # While an attribute is set and noted; reentrant, as the garbage collector may end somebody's replacement anywhere.
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 _all: weakref.WeakSet[PatchSet] = weakref.WeakSet()
 
 
@@ -48,7 +49,7 @@ class PatchSet:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = ForkSafeLock()
         self._saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, raw original, ours
         self._covered: list[_Covered] = []  # undone but for what others have put over it
         self.fault = ""  # why the replacements were undone, if `give_up` was called
@@ -68,8 +69,8 @@ class PatchSet:
             if self._cover_of(owner, name) is not None:
                 return
             original = vars(owner).get(name, MISSING)
+            self._saved.append((owner, name, original, value))  # first: an interrupt may come between the two
             setattr(owner, name, value)
-            self._saved.append((owner, name, original, value))
 
     def stock(self, owner: Any, name: str) -> Any:
         """`owner.name` as it would be without our replacement, and without what others have put over that."""
@@ -107,14 +108,15 @@ class PatchSet:
         foreign = []
         with self._lock, _lock:
             self.fault = ""
-            while self._saved:
-                owner, name, original, ours = self._saved.pop()
+            while self._saved:  # which an interrupt leaves so that this can be done again
+                owner, name, original, ours = self._saved[-1]
                 found = vars(owner).get(name, MISSING)
-                if found is not ours:
+                if found is ours:
+                    _put_back(owner, name, original)
+                elif found is not original:
                     self._covered.append(_Covered(owner, name, original, ours, found))
                     foreign.append(f"{getattr(owner, '__name__', owner)}.{name}")
-                else:
-                    _put_back(owner, name, original)
+                self._saved.pop()
             for each in self._covered:
                 self._cover_of(each.owner, each.name)
         return tuple(foreign)

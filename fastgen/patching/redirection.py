@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from fastgen.locks import ForkSafeLock
 from fastgen.patching.patch_set import PatchSet
 
 Wrapper = Callable[[Any], Any]
 
-_lock = threading.Lock()
-_redirections: dict[tuple[Any, str], tuple[set[object], PatchSet]] = {}  # (owner, name) -> users, patches
+
+class _User:
+    """A block that needs the wrappers; it lives as long as the frame of the block, however that ends."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
+_lock = ForkSafeLock()
+# (owner, name) -> users, patches
+_redirections: dict[tuple[Any, str], tuple[weakref.WeakSet[_User], PatchSet]] = {}
 
 
 @contextlib.contextmanager
@@ -21,11 +33,11 @@ def redirected(wrappers: Mapping[Any, Wrapper]) -> Iterator[None]:
 
     The owners are classes or modules. Whatever ends the block, or keeps it from beginning, they are put back.
     """
-    user = object()
+    user = _User()
     try:
         with _lock:
             for (owner, name), wrap in wrappers.items():
-                users, patches = _redirections.setdefault((owner, name), (set(), PatchSet()))
+                users, patches = _redirections.setdefault((owner, name), (weakref.WeakSet(), PatchSet()))
                 if not len(patches):
                     patches.replace(owner, name, wrap(getattr(owner, name)))
                 users.add(user)
@@ -34,8 +46,27 @@ def redirected(wrappers: Mapping[Any, Wrapper]) -> Iterator[None]:
         with _lock:
             for seam in wrappers:
                 if seam in _redirections:
-                    users, patches = _redirections[seam]
-                    users.discard(user)
-                    if not users:
-                        patches.revert()
-                        del _redirections[seam]
+                    _redirections[seam][0].discard(user)
+            put_back()
+
+
+def put_back() -> None:
+    """Put back what no block needs any more; that some is left is the doing of an interrupt."""
+    with _lock:
+        for seam, (users, patches) in list(_redirections.items()):
+            if not users:
+                patches.revert()
+                del _redirections[seam]
+
+
+def _begin_anew() -> None:
+    """In a forked process: the blocks of other threads will not end, as there are no such threads."""
+    for users, _ in _redirections.values():
+        for user in list(users):
+            if user.thread != threading.get_ident():
+                users.discard(user)
+    put_back()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastgen import config
+from fastgen.pipeline.batch_effects import configured, listed, padding_token, sees_others, sees_padding
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,10 +18,10 @@ REFILL = {"auto": None, "on": True, "off": False}  # the commands' names for `re
 # A resumed run begins a stretch anew, so that the same sentences share a batch and scores are equal to the last digit.
 STRETCH = 16
 _PARTS = 4  # a batch is refilled in so many parts
-DEFAULT_TOKENS = 20  # that the host generates where nobody says how many
 _NOT_OPTIONS = """inputs input_ids attention_mask inputs_embeds decoder_input_ids encoder_outputs cache
     past_key_values return_dict_in_generate streamer""".split()
 _ALLOWED = "prefix_allowed_tokens_fn"
+_PER_SOURCE = ("latents", "decoder_start_token_id")  # may have a part for each source
 
 
 def generate(
@@ -55,11 +56,11 @@ def generate(
     """
     from fastgen.pipeline.progress import Progress
 
-    _check(sources, batch_size, options)
+    _check(model, sources, batch_size, options)
     found: list[Any] = [None] * len(sources)
     show = Progress(len(sources), enabled=progress)
-    pad, ends = _padding(model, options), _listed(_configured(model, options, "eos_token_id"))
-    is_stopped = _stop_strings(model, options)
+    pad, ends = padding_token(model, options), listed(configured(model, options, "eos_token_id"))
+    is_stopped, ends_early = _stop_strings(model, options), _ends_early(model, options)
     refilling = len(sources) > 0 and why_not_refilled(model, min(sources, key=len), refill, options) is None
     try:
         for part, result, width in generated(model, sources, options, batch_size=batch_size, refill=refilling):
@@ -68,27 +69,28 @@ def generate(
                 prompt, own = 1, hypotheses
                 if not model.config.is_encoder_decoder:
                     prompt, own = len(sources[index]), hypotheses[:, width - len(sources[index]) :]
-                found[index] = _without_padding(own, prompt, pad, ends, is_stopped)
+                found[index] = _without_padding(own, prompt, pad if ends_early else None, ends, is_stopped)
                 show.update(1, int(found[index].numel()))
     finally:
         show.close()
     return found
 
 
-def _check(sources: Sequence[Any], batch_size: int, options: dict[str, Any]) -> None:
+def _check(model: Any, sources: Sequence[Any], batch_size: int, options: dict[str, Any]) -> None:
     """Raise ValueError for arguments of `generate` that cannot be used."""
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is not 1 or more")
     for name in _NOT_OPTIONS:
         if options.get(name) is not None:
             raise ValueError(f"{name} is not for fastgen.generate; call model.generate instead")
-    if (latents := options.get("latents")) is not None and len(latents) != len(sources):
-        raise ValueError(f"latents has {len(latents)} rows for {len(sources)} sources")
+    for name in _PER_SOURCE:
+        if _is_per_source(value := configured(model, options, name)) and len(value) != len(sources):
+            raise ValueError(f"{name} has {len(value)} rows for {len(sources)} sources")
     allowed = options.get(_ALLOWED)
     if (count := getattr(allowed, "num_sentences", None)) not in (None, len(sources)):
         raise ValueError(f"{_ALLOWED} is a trie for {count} sources, and there are {len(sources)}")
     for name, value in options.items():
-        if name != "latents" and getattr(value, "ndim", 0) > 1 and len(sources) > 1:
+        if name not in _PER_SOURCE and getattr(value, "ndim", 0) > 1 and len(sources) > 1:
             raise ValueError(f"{name} has rows, and fastgen.generate sorts the sources; call model.generate instead")
     for index, source in enumerate(sources):
         if len(source) == 0:
@@ -193,10 +195,12 @@ def generated(
 def _options_of(model: Any, sources: Sequence[Any], part: list[int], options: dict[str, Any]) -> dict[str, Any]:
     """The options of these sources, the longest first: where one has a part for each source, only theirs.
 
-    Such are latents, a trie, and a function of allowed tokens, which may go by the number of the source.
+    Such are latents, start tokens, a trie, and a function of allowed tokens, which may go by the number of the source.
     """
-    if (latents := options.get("latents")) is not None:
-        options = {**options, "latents": latents[part]}
+    for name in _PER_SOURCE:
+        if _is_per_source(value := configured(model, options, name)):
+            some = [value[number] for number in part] if isinstance(value, (list, tuple)) else value[part]
+            options = {**options, name: some}
     if (allowed := options.get(_ALLOWED)) is None:
         return options
     each = _numbers_per_source(model, options)
@@ -206,6 +210,10 @@ def _options_of(model: Any, sources: Sequence[Any], part: list[int], options: di
     longest = 0 if model.config.is_encoder_decoder else len(sources[part[0]])
     padding = [max(longest - len(sources[number]), 0) for number in numbers]
     return {**options, _ALLOWED: _AsIfAlone(allowed, numbers, padding)}
+
+
+def _is_per_source(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0
 
 
 class _AsIfAlone:
@@ -236,107 +244,13 @@ def _numbers_per_source(model: Any, options: dict[str, Any]) -> int:
     code = getattr(inspect.unwrap(GenerationMixin._get_logits_processor), "__code__", None)
     if code is None or "num_return_sequences" in code.co_names:
         return 1
-    beams, samples = (_configured(model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
+    beams, samples = (configured(model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
     return 1 if beams > 1 else int(samples)
-
-
-def _configured(model: Any, options: dict[str, Any], name: str) -> Any:
-    """What `generate` takes for an option: the user's, else what the user's configuration has, else the model's."""
-    if name in options:
-        return options[name]
-    configs = options.get("generation_config"), getattr(model, "generation_config", None)
-    return next((value for config in configs if (value := getattr(config, name, None)) is not None), None)
-
-
-def _padding(model: Any, options: dict[str, Any]) -> int:
-    """The padding token that `generate` will use, or any."""
-
-    def first(name: str) -> Any:
-        found = _configured(model, options, name)
-        return getattr(model.config, name, None) if found is None else found
-
-    pad = first("pad_token_id")
-    return int([*_listed(first("eos_token_id")), 0][0] if pad is None else pad)
-
-
-def _counts_prompts(model: Any, options: dict[str, Any]) -> bool:
-    """Whether a length that is asked for counts the tokens of a prompt, and so the padding before it."""
-    if model.config.is_encoder_decoder:
-        return False
-    from transformers import GenerationConfig
-
-    unset = GenerationConfig()  # of some versions 20 tokens, which then count without the prompt
-    for total, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-        value = _configured(model, options, total)
-        is_set = value and (total in options or value != getattr(unset, total))
-        if is_set and _configured(model, options, new) is None:
-            return True
-    return False
-
-
-def sees_padding(model: Any, options: dict[str, Any], sources: Sequence[Any]) -> bool:
-    """Whether the host counts the padding beside these sources, or takes it for tokens of theirs.
-
-    Lengths that count a prompt do, n-grams and penalties may: an output would depend on what shares the batch.
-    """
-
-    def asked(name: str) -> Any:
-        return _configured(model, options, name)
-
-    if asked("encoder_repetition_penalty") not in (None, 1.0):
-        return True
-    if model.config.is_encoder_decoder:  # whose other processors see the output, or ban the padding, which is no word
-        return False
-    sizes = [size for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size") if (size := asked(name))]
-    return (
-        _counts_prompts(model, options)
-        or (bool(sizes) and (1 in sizes or _is_word(_padding(model, options), asked("eos_token_id"), sources)))
-        or (asked("forced_bos_token_id") is not None and 1 in map(len, sources))  # behind such a prompt alone
-        or (asked("repetition_penalty") not in (None, 1.0) and _penalises_padding())
-        or (asked("max_new_tokens") is None and _outgrows_positions(model, sources))
-    )
-
-
-def _outgrows_positions(model: Any, sources: Sequence[Any]) -> bool:
-    """Whether the host cuts the tokens that it generates by default at the model's last position, padding counted."""
-    positions = getattr(model.config, "max_position_embeddings", None)
-    return positions is not None and max(map(len, sources), default=0) + DEFAULT_TOKENS > positions
-
-
-def _is_word(pad: int, ends: Any, sources: Sequence[Any]) -> bool:
-    """Whether the padding token may stand in a text that goes on: in a source, or behind it if it is no end token."""
-    return pad not in _listed(ends) or any(pad in source for source in sources)
-
-
-def sees_others(model: Any, options: dict[str, Any]) -> bool:
-    """Whether an output of the host depends on the other sources of a batch, even on such of the same length.
-
-    Older versions have the penalty on tokens of the sources reach as many rows as there are sources, be they beams of
-    the first source alone.
-    """
-    if _configured(model, options, "encoder_repetition_penalty") in (None, 1.0):
-        return False
-    rows = [_configured(model, options, name) or 1 for name in ("num_beams", "num_return_sequences")]
-    return max(rows) > 1 and not _is_new(lambda versions: versions.penalises_all_rows())
-
-
-def _penalises_padding() -> bool:
-    """Whether the host's repetition penalty takes the padding of a prompt for tokens, as in older versions."""
-    return not _is_new(lambda versions: versions.penalty_ignores_padding())
-
-
-def _is_new(has: Callable[[Any], bool]) -> bool:
-    """What `has` says of the differences between versions of the host; False of one that fastgen leaves alone."""
-    try:
-        from fastgen.optimizer.transformers import versions
-    except ImportError:
-        return False
-    return has(versions)
 
 
 def _stop_strings(model: Any, options: dict[str, Any]) -> Callable[[Tensor], bool] | None:
     """Says whether a hypothesis, int64 `[length]`, ends in one of the `stop_strings`; None without any."""
-    strings, tokenizer = _configured(model, options, "stop_strings"), options.get("tokenizer")
+    strings, tokenizer = configured(model, options, "stop_strings"), options.get("tokenizer")
     if not strings or tokenizer is None:
         return None
     from transformers.generation import StopStringCriteria
@@ -345,15 +259,11 @@ def _stop_strings(model: Any, options: dict[str, Any]) -> Callable[[Tensor], boo
     return lambda hypothesis: bool(criterion(hypothesis[None], None)[0])
 
 
-def _listed(tokens: Any) -> list[int]:
-    return [] if tokens is None else [tokens] if isinstance(tokens, int) else list(tokens)
-
-
 def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `model.generate` for these sources, padded together; a trie begins after the padded prompt."""
     import torch
 
-    pad = _padding(model, options)
+    pad = padding_token(model, options)
     longest = max(map(len, sources))
     allowed: Any = options.get(_ALLOWED)
     if _is_trie(allowed) and not model.config.is_encoder_decoder:
@@ -368,12 +278,18 @@ def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), **options}
 
 
-def _without_padding(
-    hypotheses: Tensor, prompt: int, pad: int, ends: list[int], is_stopped: Callable[[Tensor], bool] | None
-) -> Tensor:
-    """Cut off columns after the end of every hypothesis, `[n, length]`; without an end token it ends before padding.
+def _ends_early(model: Any, options: dict[str, Any]) -> bool:
+    """Whether a hypothesis may end before the longest, and not with an end token."""
+    return bool(options.get("stopping_criteria") or configured(model, options, "stop_strings"))
 
-    `is_stopped`: see `_stop_strings`.
+
+def _without_padding(
+    hypotheses: Tensor, prompt: int, pad: int | None, ends: list[int], is_stopped: Callable[[Tensor], bool] | None
+) -> Tensor:
+    """Cut off columns after the end of every hypothesis, `[n, length]`.
+
+    Without an end token it ends before the padding or, with `pad` None, with the batch: what looks like padding is then
+    what the model has generated. `is_stopped`: see `_stop_strings`.
     """
     import torch
 
@@ -388,6 +304,8 @@ def _without_padding(
         ]
         return hypotheses[:, : prompt + max(lengths)]
     length = hypotheses.shape[1]
+    if pad is None:
+        return hypotheses
     padded = (hypotheses == pad).all(0).tolist()
     while length and padded[length - 1]:
         length -= 1

@@ -7,7 +7,6 @@ captured on them are kept, too, and the next call moves to them. Steps captured 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -21,6 +20,7 @@ from fastgen import config
 from fastgen.cache.tree import BeamTree
 from fastgen.layers import precision
 from fastgen.layers.linear import LinearDispatcher
+from fastgen.locks import ForkSafeLock
 from fastgen.memory import limits
 from fastgen.memory.release import keeper
 from fastgen.replay.replayer import Captured, Replayer
@@ -87,7 +87,7 @@ class _Kept:
         self.guards = None
 
 
-_lock = threading.RLock()  # reentrant: a model may die, and its recordings with it, anywhere
+_lock = ForkSafeLock()  # reentrant: a model may die, and its recordings with it, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from fastgen.pipeline import offline
+from fastgen.pipeline import batch_effects, offline
 from fastgen.serving.generation_request import GenerationRequest
 
 Unit = tuple[GenerationRequest, int]  # an input of a request
@@ -24,9 +24,9 @@ def groups(model: Any, units: list[Unit]) -> list[list[Unit]]:
     request, _ = units[0]
     units.sort(key=lambda unit: -_length(unit))
     inputs, options = [one.inputs[index] for one, index in units], {"generation_config": request.config}
-    if offline.sees_others(model, options):
+    if batch_effects.sees_others(model, options):
         return [[unit] for unit in units]
-    if not offline.sees_padding(model, options, inputs):
+    if not batch_effects.sees_padding(model, options, inputs):
         return [units]
     return [list(group) for _, group in itertools.groupby(units, key=_length)]
 

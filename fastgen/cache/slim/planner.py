@@ -7,7 +7,6 @@ need in their place. The rates come from timings on the device, a few millisecon
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from fastgen.cache.slim.latent import Choice, InputCache, Projections, Slim, wor
 from fastgen.cache.tree import FIRST_STEPS
 from fastgen.layers import packed_weights
 from fastgen.layers.attention import beam_attention
+from fastgen.locks import ForkSafeLock
 from fastgen.memory import arena, limits
 from fastgen.report import size
 
@@ -213,7 +213,7 @@ def _free(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + idle
 
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _rates: dict[tuple[str, torch.dtype, int], Rates] = {}
 
 

@@ -7,11 +7,12 @@ import collections
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from fastgen.locks import ForkSafeLock
 
 # Plain holders of options and state: a checkpoint may have them built, and no other code runs.
 # A module that isn't loaded can't be needed: its classes would have to come from this process's fairseq.
@@ -32,7 +33,7 @@ _LISTED = {
     "fairseq.logging.meters": ("AverageMeter", "StopwatchMeter", "SumMeter", "TimeMeter"),
 }
 _NUMBERS = ("float64", "float32", "float16", "int64", "int32", "bool")
-_lock = threading.RLock()
+_lock = ForkSafeLock()
 
 
 def loading(stock: Callable[..., Any]) -> Callable[..., Any]:

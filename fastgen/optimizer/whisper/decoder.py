@@ -7,7 +7,6 @@ head size, `V` vocabulary.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 from fastgen.cache.tree import BeamTree
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import beam_attention
+from fastgen.locks import ForkSafeLock
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.whisper.blocks import Blocks
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _heads: weakref.WeakKeyDictionary[nn.Module, nn.Linear] = weakref.WeakKeyDictionary()  # by the embedding they share
 
 

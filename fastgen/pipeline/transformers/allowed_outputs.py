@@ -7,8 +7,8 @@ from typing import Any
 from transformers import GenerationConfig
 
 from fastgen.decoding.trie import Trie
+from fastgen.pipeline.batch_effects import DEFAULT_TOKENS
 from fastgen.pipeline.errors import InputError, counted, first_line
-from fastgen.pipeline.offline import DEFAULT_TOKENS
 from fastgen.pipeline.transformers.generation_fields import token_ids
 from fastgen.pipeline.transformers.load import decoder_room
 

@@ -702,3 +702,22 @@ def test_a_corpus(name: str, beams: int, refill: bool, steps: Counter[str]) -> N
         assert asked == 0 and bool(steps["among"]) == (beams > 1)
     with pytest.raises(ValueError, match="a trie for 9 sources, and there are 2"):
         fastgen.generate(model, sources[:2], prefix_allowed_tokens_fn=trie, **options)
+
+
+@pytest.mark.parametrize("kind", ["list", "tensor", "array"])
+def test_an_answer_that_is_filled_again(kind: str, steps: Counter[str]) -> None:
+    """The host is done with an answer before it asks for the next."""
+    model = model_of("llama")
+    inputs, words = zoo.text(model, seed=3, batch=3), torch.arange(12)
+    kept: Any = {"list": [], "tensor": torch.zeros(12, dtype=torch.int64), "array": np.zeros(12, dtype=np.int64)}[kind]
+
+    def allowed(sentence: int, tokens: torch.Tensor) -> Any:
+        found = ((words * 31 + int(tokens[-1]) * 7 + sentence * 13) % (WORDS - 5) + 5).unique()
+        if kind == "list":
+            kept[:] = found.tolist()
+            return kept
+        kept[: len(found)] = found if kind == "tensor" else found.numpy()
+        return kept[: len(found)]
+
+    compare(model, inputs, num_beams=4, max_new_tokens=8, prefix_allowed_tokens_fn=allowed)
+    assert steps["among"] if kind == "list" else steps["all"]

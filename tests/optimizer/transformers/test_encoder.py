@@ -409,3 +409,15 @@ def test_the_best_split() -> None:
         assert all(max(lengths[row] for row in rows) == length for rows, length in groups)
         cost = sum(len(rows) * length + fixed for rows, length in groups)
         assert cost == pytest.approx(min(costs)) and cost <= 0.9 * (len(lengths) * width + fixed)
+
+
+def test_no_sentences() -> None:
+    """The host's error."""
+    model, inputs = zoo.load("bart"), {name: value[:0] for name, value in mixed("bart").items()}
+    errors = []
+    for beams in (1, 3):
+        for run in (harness.run_stock, harness.run_fastgen):
+            with pytest.raises(Exception) as caught:  # whichever the host raises
+                run(model, inputs, num_beams=beams, max_new_tokens=4)
+            errors.append((type(caught.value), str(caught.value)))
+    assert errors[0] == errors[1] and errors[2] == errors[3]

@@ -20,6 +20,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation import logits_process, stopping_criteria
 from transformers.modeling_outputs import BaseModelOutput
 
+from fastgen.decoding.beam_search import BeamSearch
 from fastgen.optimizer.transformers import request
 from fastgen.optimizer.transformers.versions import CACHE
 
@@ -443,3 +444,39 @@ def test_no_token_left_to_renormalise(family: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(request.Request, "_may_divide_by_nothing", False)
     others = harness.run_fastgen(model, inputs, **options, return_dict_in_generate=False)[0]
     assert not torch.equal(tokens, others)  # or nothing is shown
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_new_tokens=20, exponential_decay_length_penalty=(2, 8.0), no_repeat_ngram_size=1),
+        dict(max_new_tokens=44, exponential_decay_length_penalty=(2, 2.0)),
+        dict(max_new_tokens=16, sequence_bias={(42, 11, 37, 2, 25): 1e12}),
+        dict(max_new_tokens=16, sequence_bias={(42, 11): 4e3}, length_penalty=-4.0),
+    ],
+    ids=["decay", "decay alone", "bias", "bias times length"],
+)
+def test_scores_that_rise_above_finished_hypotheses(options: dict[str, Any]) -> None:
+    """The host puts a finished sentence 1e9 above what comes later, while another sentence goes on."""
+    harness.compare(
+        zoo.load("llama"), zoo.inputs_for("llama", batch=6), num_beams=3, early_stopping=True, **TOKENS, **options
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(exponential_decay_length_penalty=(15, 1.01)),
+        dict(sequence_bias={(9,): 3.0}),
+        dict(bad_words_ids=[[9]], length_penalty=-2.0),
+    ],
+)
+def test_what_raises_scores_a_little_lets_sentences_leave(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaving: list[bool] = []
+    evict = BeamSearch.evict
+    monkeypatch.setattr(BeamSearch, "evict", lambda *args: leaving.append(True) or evict(*args))
+    inputs = zoo.inputs_for("llama", batch=6)
+    harness.compare(zoo.load("llama"), inputs, num_beams=3, max_new_tokens=30, early_stopping=True, **TOKENS, **options)
+    assert leaving

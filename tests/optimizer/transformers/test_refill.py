@@ -395,3 +395,51 @@ def test_kinds_of_sources_and_none(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bad_input(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fastgen.generate(zoo.load("bart"), **{"sources": [[5, 6]], "num_beams": 2, **arguments})
+
+
+@pytest.mark.parametrize("refill", [False, True])
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_a_start_token_for_each_source(kind: Any, beams: int, refill: bool) -> None:
+    """Sources are sorted by length, and their start tokens with them."""
+    model, sources = zoo.load("bart"), _sources("bart")[:7]
+    starts, options = [7, 9, 11, 13, 15, 17, 19], dict(num_beams=beams, max_new_tokens=4)
+    results = fastgen.generate(
+        model, sources, batch_size=3, refill=refill, decoder_start_token_id=kind(starts), **options
+    )
+    alone = [
+        _alone(model, source, decoder_start_token_id=start, **options)
+        for source, start in zip(sources, starts, strict=True)
+    ]
+    assert_equal(alone, results)
+    with pytest.raises(ValueError, match="decoder_start_token_id has 6 rows for 7 sources"):
+        fastgen.generate(model, sources, decoder_start_token_id=kind(starts[:6]))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("family", ["bart", "llama"])
+def test_padding_that_the_model_generates(family: str, ends: bool) -> None:
+    model, sources = zoo.load(family), _sources(family)
+    pad = model.generation_config.pad_token_id
+    options: dict[str, Any] = dict(num_beams=2, num_return_sequences=2, max_new_tokens=6, sequence_bias={(pad,): 4.0})
+    options |= {} if ends else dict(eos_token_id=None, pad_token_id=None)
+    results = fastgen.generate(model, sources, batch_size=6, **options)
+    assert any(bool((result[:, -1] == pad).all()) for result in results)
+    assert_equal([_alone(model, source, **options) for source in sources], results)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(watermarking_config=transformers.WatermarkingConfig(context_width=4, bias=5.0), num_beams=2),
+        dict(watermarking_config=dict(context_width=2, seeding_scheme="selfhash", bias=5.0)),
+        dict(bad_words_ids=[[1, word, end] for word in (20, 36) for end in range(5, 50)]),
+        dict(sequence_bias=[[[1, 36, 20], 9.0]], num_beams=2),
+    ],
+    ids=["watermark", "watermark of the context", "bad words", "bias"],
+)
+def test_padding_is_no_part_of_a_sequence(options: dict[str, Any]) -> None:
+    model, sources = zoo.load("llama"), [[20], *_sources("llama")]
+    assert model.generation_config.pad_token_id == 1
+    results = fastgen.generate(model, sources, batch_size=6, max_new_tokens=8, **options)
+    assert_equal([_alone(model, source, max_new_tokens=8, **options) for source in sources], results)

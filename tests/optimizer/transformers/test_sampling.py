@@ -13,7 +13,13 @@ import torch
 import transformers
 import zoo
 from disguise import disguised
-from transformers import MaxLengthCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 from transformers.generation import logits_process
 from transformers.generation.streamers import BaseStreamer
 
@@ -278,3 +284,21 @@ def test_trying_a_model_out_draws_no_random_numbers() -> None:
         harness.compare(
             model, inputs_for("gpt2"), num_beams=1, max_new_tokens=8, do_sample=True, num_return_sequences=3
         )
+
+
+class _Raising(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, 7] += 3.0
+        return scores
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("options", [dict(min_new_tokens=2), dict(no_repeat_ngram_size=9), dict(suppress_tokens=[])])
+def test_logits_that_a_processor_writes_to(options: dict[str, Any], sampled: bool) -> None:
+    """Whether the host's processors before it have copied the logits, the output tells."""
+    options = {**options, **DETAILS, "max_new_tokens": 6, "do_sample": sampled, "num_beams": 1}
+    processors = LogitsProcessorList([_Raising()])
+    stock = harness.run_stock(zoo.load("llama"), inputs_for("llama"), **options, logits_processor=processors)
+    found, _ = harness.run_fastgen(zoo.load("llama"), inputs_for("llama"), **options, logits_processor=processors)
+    assert torch.equal(stock.sequences, found.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(stock.logits), rtol=1e-4, atol=1e-4)

@@ -31,7 +31,9 @@ class AskedRows:
         function, beams = processor._prefix_allowed_tokens_fn, processor._num_beams
         answers: list[Any] = []
         for row in range(input_ids.shape[0]):
-            answers.append(function(row // beams, input_ids[row]))
+            answer = function(row // beams, input_ids[row])
+            # The host uses an answer before it asks for the next, for which a function may fill the same list.
+            answers.append(answer.clone() if isinstance(answer, Tensor) else copy.copy(answer))
             if len(answers[-1]) == 0:
                 break  # here the host raises its error, and asks no further
         self._following = _following(answers, input_ids, vocabulary)

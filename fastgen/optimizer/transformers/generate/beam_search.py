@@ -204,8 +204,10 @@ def compat(request: Request, decoder: Decoder, stock: Callable[..., Any]) -> Any
     """
     request = dataclasses.replace(request, generation_config=chunked_prefill.configuration(request))
     is_chunked = request.generation_config.prefill_chunk_size is not None
-    if not request.is_beam_search and type(request.logits_processor) is LogitsProcessorList:
-        config = request.generation_config
+    config = request.generation_config
+    # The host's processors copy the logits, or do not: then a user's that writes to scores writes to what is returned.
+    keeps_logits = config.output_logits and config.return_dict_in_generate and request.calls_back
+    if not (request.is_beam_search or keeps_logits) and type(request.logits_processor) is LogitsProcessorList:
         draws = config.do_sample and not config.output_scores
         request = dataclasses.replace(request, logits_processor=Banning(request.logits_processor, draws))
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable
@@ -31,6 +30,7 @@ from fastgen.decoding.search import Search
 from fastgen.decoding.speculation import CHECK, DRAFT, LOOK_UP, PLAIN, SpeculationPolicy
 from fastgen.layers import quantized
 from fastgen.layers.linear import LinearDispatcher
+from fastgen.locks import ForkSafeLock
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.memory.release import keeper
@@ -50,7 +50,7 @@ _DRAFTS = 4  # of a round, where the user has not said how many
 _MIN_STEPS = 32  # for fewer tokens a call captures steps for too little
 _KEY = "speculation"  # of recordings
 
-_lock = threading.Lock()
+_lock = ForkSafeLock()
 _policies: weakref.WeakKeyDictionary[Any, dict[Hashable, SpeculationPolicy]] = weakref.WeakKeyDictionary()
 
 

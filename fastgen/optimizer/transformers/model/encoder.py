@@ -66,7 +66,7 @@ def encode(
 
         def read_groups(inputs: Tensor, mask: Tensor) -> Any:
             groups = _split_by_length(model.get_encoder(), mask)
-            if groups is None:
+            if not groups:  # none of their own, or no rows at all
                 return read(inputs, mask)
             return _joined(lambda rows, length: read(inputs[rows, :length], mask[rows, :length]), groups, inputs, model)
 
