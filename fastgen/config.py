@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fastgen.locks import ForkSafeLock
+from fastgen import locks
 
 TIERS = ("auto", "fast", "compat", "stock")
 PACKING = REPLAY = ("auto", "always", "off")
@@ -135,7 +135,7 @@ def from_environment() -> Config:
         raise ValueError(f"FASTGEN_{option.upper()} {rest}{hint}") from None
 
 
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _current = from_environment()
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
 
-from fastgen import config
-from fastgen.locks import ForkSafeLock
+from fastgen import config, locks
 
 TIERS = ("fast", "compat", "stock")
 _WIDTH = 100
@@ -179,7 +178,7 @@ def size(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _is_silent: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_is_silent", default=False)
 _calls: deque[Call] = deque()
 _counters: Counter[str] = Counter()

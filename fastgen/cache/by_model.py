@@ -8,16 +8,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from fastgen import config, report
+from fastgen import config, locks, report
 from fastgen.cache.prefix_cache import PrefixCache, Tensors
-from fastgen.locks import ForkSafeLock
 from fastgen.memory import limits
 from fastgen.memory.release import keeper
 
 _STATES = 4  # of one model: adapters may take turns
 
 prefixes = PrefixCache()
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _numbers = itertools.count()
 # By model: the keys under which something is stored, by the model's state; least recently used first.
 _keys: weakref.WeakKeyDictionary[Any, OrderedDict[Hashable, int]] = weakref.WeakKeyDictionary()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fastgen.locks import ForkSafeLock
+from fastgen import locks
 from fastgen.memory import arena
 
 Tensors = tuple[Tensor, ...]  # with one slot for each token along the last dimension but one
@@ -48,7 +48,7 @@ class PrefixCache:
     def __init__(self, limit: int = 0) -> None:
         """`limit`: the most bytes to keep."""
         self._limit = limit
-        self._lock = ForkSafeLock()  # reentrant: a model may die, and be dropped, anywhere
+        self._lock = locks.reentrant_lock()  # reentrant: a model may die, and be dropped, anywhere
         self._roots: dict[Hashable, _Node] = {}
         # Least recently used first. A node comes before its parent, so that the first one has no children.
         self._nodes: OrderedDict[_Node, None] = OrderedDict()

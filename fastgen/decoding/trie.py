@@ -110,6 +110,9 @@ class Trie:
         self._tokens = tokens  # int32 [nodes]: the token that leads to each; -1 for roots, which come first
         self._first_child = first_child  # int32 [nodes + 1]
         self.eos_token_id, self.prompt_length = int(eos_token_id), int(prompt_length)
+        # Whether nothing may follow an end token. transformers raises an error then; fairseq goes on with ended beams,
+        # which would take the places of other sequences.
+        self.ends_once = False
         self._num_roots = roots
         self._roots: np.ndarray | None = None  # of each sentence; None: all begin at the first
         # Any end of a sequence stands for whatever is outside of the trie: it has no children either.
@@ -158,7 +161,10 @@ class Trie:
 
     def __call__(self, batch_id: int, input_ids: Tensor) -> list[int]:
         """The tokens that may follow `input_ids`, int64 `[length]`, prompt included, in ascending order."""
-        return self.allowed(input_ids[self.prompt_length :].tolist(), int(batch_id))
+        prefix = input_ids[self.prompt_length :].tolist()
+        if self.ends_once and self.eos_token_id in prefix:
+            return []
+        return self.allowed(prefix, int(batch_id))
 
     def allowed(self, prefix: Iterable[int], sentence: int = 0) -> list[int]:
         """The tokens that may follow a prefix without prompt, in ascending order; never none.

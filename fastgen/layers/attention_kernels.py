@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen import config, phases
-from fastgen.locks import ForkSafeLock
+from fastgen import config, locks, phases
 from fastgen.memory import cuda_graph
 
 __phase__ = phases.ATTENTION
@@ -30,7 +29,7 @@ _WARM_UP, _TRIALS = 3, 9
 _IN_A_GRAPH = 8  # calls, so that the graph's own launch counts little
 
 _are_captured: contextvars.ContextVar[bool] = contextvars.ContextVar("fastgen_steps_are_captured", default=False)
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 Verdicts = dict[tuple[Any, ...], bool]  # kernel and kind of arguments -> whether our kernel is better
 _verdicts: Verdicts = {}
 _of_weights: dict[StorageWeakRef, Verdicts] = {}  # of trials that depend on a weight, by the weight's storage

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fastgen import config
+from fastgen import config, locks
 from fastgen.layers import checked_products, packed_weights, precision, quantized
 from fastgen.layers.input_fusion import FusionGroup, unfusable
 from fastgen.layers.product_plan import ProductPlan, bias_of
 from fastgen.layers.quantized import Way
 from fastgen.layers.timing import Product, is_faster
-from fastgen.locks import ForkSafeLock
 from fastgen.memory import arena, limits
 from fastgen.ops import native_operator
 
@@ -39,7 +38,7 @@ _TRIAL_ROWS = 512  # at most, in a timing
 # (out, in, rows up to which it holds, threads, "" or what is timed against our own operator) -> whether that operator,
 # packing, 16 bits or screening pay
 _verdicts: dict[tuple[int, int, int | None, int, str], bool] = {}
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 
 
 class LinearDispatcher:

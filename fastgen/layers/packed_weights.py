@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastgen import report
+from fastgen import locks, report
 from fastgen.layers.fingerprints import State, state_of
 from fastgen.layers.input_fusion import unfusable
-from fastgen.locks import ForkSafeLock
 from fastgen.memory import arena, limits
 from fastgen.memory.release import keeper
 from fastgen.ops import native_operator
@@ -79,7 +78,7 @@ class _Packed:
         return tuple(source.layer() for source in self.sources)
 
 
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _copies: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()
 _joint: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()  # by the first of the siblings
 _halves: weakref.WeakKeyDictionary[nn.Module, _Packed] = weakref.WeakKeyDictionary()

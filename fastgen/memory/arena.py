@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastgen import ops
-from fastgen.locks import ForkSafeLock
+from fastgen import locks, ops
 from fastgen.memory import limits
 from fastgen.memory.release import keeper
 
-_lock = ForkSafeLock()  # reentrant: a model may die, or a search be abandoned, anywhere
+_lock = locks.reentrant_lock()  # reentrant: a model may die, or a search be abandoned, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, Arena] = weakref.WeakKeyDictionary()
 _outside: Arena | None = None
 

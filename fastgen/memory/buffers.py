@@ -15,14 +15,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from fastgen import report
-from fastgen.locks import ForkSafeLock
+from fastgen import locks, report
 from fastgen.memory import arena, limits
 from fastgen.memory.release import keeper
 
 _MIN_BYTES = 2**17  # smaller blocks are kept by the C library
 
-_lock = ForkSafeLock()  # reentrant: a model may die, and its buffers with it, anywhere
+_lock = locks.reentrant_lock()  # reentrant: a model may die, and its buffers with it, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, list[Tensor]] = weakref.WeakKeyDictionary()  # uint8 [size], by size
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fastgen.locks import ForkSafeLock
+from fastgen import locks
 
-_capturing = ForkSafeLock(reentrant=False)  # one at a time: they share a stream, and exchange the generator's state
+_capturing = locks.lock()  # one at a time: they share a stream, and exchange the generator's state
 _streams: dict[torch.device, torch.cuda.Stream] = {}  # a stream for each would have libraries' workspaces of its own
 
 

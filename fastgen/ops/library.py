@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from fastgen import config, report
-from fastgen.locks import ForkSafeLock
+from fastgen import config, locks, report
 from fastgen.ops import builder, library_cache
 
 _UNWRITTEN = {  # operators without a kernel, and what runs instead
@@ -40,7 +39,7 @@ _UNWRITTEN = {  # operators without a kernel, and what runs instead
 
 _OF_RUNTIME = ("multinomial",)  # operators for the CPU that are in the library "runtime"
 
-_lock = ForkSafeLock(reentrant=False)
+_lock = locks.lock()
 _loaded: dict[str, str] | None = None  # library -> "" if it is loaded, else why not
 
 

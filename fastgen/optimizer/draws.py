@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastgen.locks import ForkSafeLock
+from fastgen import locks
 
-_watching = ForkSafeLock(reentrant=False)  # only one thread at a time replaces torch's function
+_watching = locks.lock()  # only one thread at a time replaces torch's function
 
 
 @contextlib.contextmanager

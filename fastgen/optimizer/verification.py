@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from fastgen import config, report
-from fastgen.locks import ForkSafeLock
+from fastgen import config, locks, report
 from fastgen.memory import limits
 from fastgen.version import __version__
 
@@ -27,7 +26,7 @@ GAP = 1e-5  # two candidates closer than this count as equal
 TOLERANCE = 1e-4  # for scores
 SAME, NEAR_TIE, DIFFERENT, UNVERIFIED = "same", "near-ties", "different", "not verified"
 
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _counts: Counter[str] = Counter()
 _unverified: Counter[str] = Counter()  # by reason
 _waiting: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # calls since the last comparison

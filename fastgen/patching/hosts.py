@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from fastgen import report
-from fastgen.locks import ForkSafeLock
+from fastgen import locks, report
 from fastgen.patching import redirection
 from fastgen.patching.import_hook import cancel, when_imported
 from fastgen.patching.patch_set import ForeignSeam, PatchSet, SeamMismatch
@@ -18,7 +17,7 @@ from fastgen.report import HostStatus
 
 # Guards the switch and every host's patches. Never held while a module is imported: another thread
 # may hold that module's import lock and wait for this one.
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 
 
 class Leaf:

@@ -9,12 +9,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from fastgen.locks import ForkSafeLock
+from fastgen import locks
 
 Callback = Callable[[ModuleType], None]
 
 # Guards the two tables below; never held while foreign code (a host's import, a callback) runs.
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _callbacks: dict[str, list[Callback]] = {}
 _executing: set[str] = set()  # names whose module body runs under our loader
 _looking = threading.local()  # per thread: names whose real spec is being looked up

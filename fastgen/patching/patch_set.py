@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-from fastgen.locks import ForkSafeLock
+from fastgen import locks
 
 
 class _Missing:
@@ -24,7 +24,7 @@ class SeamMismatch(Exception):
 
 
 # While an attribute is set and noted; reentrant, as the garbage collector may end somebody's replacement anywhere.
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _all: weakref.WeakSet[PatchSet] = weakref.WeakSet()
 
 
@@ -49,7 +49,7 @@ class PatchSet:
     """
 
     def __init__(self) -> None:
-        self._lock = ForkSafeLock()
+        self._lock = locks.reentrant_lock()
         self._saved: list[tuple[Any, str, Any, Any]] = []  # owner, name, raw original, ours
         self._covered: list[_Covered] = []  # undone but for what others have put over it
         self.fault = ""  # why the replacements were undone, if `give_up` was called

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fastgen.locks import ForkSafeLock
+from fastgen import locks
 from fastgen.patching.patch_set import PatchSet
 
 Wrapper = Callable[[Any], Any]
@@ -22,7 +22,7 @@ class _User:
         self.thread = threading.get_ident()
 
 
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 # (owner, name) -> users, patches
 _redirections: dict[tuple[Any, str], tuple[weakref.WeakSet[_User], PatchSet]] = {}
 
@@ -36,6 +36,7 @@ def redirected(wrappers: Mapping[Any, Wrapper]) -> Iterator[None]:
     user = _User()
     try:
         with _lock:
+            put_back()
             for (owner, name), wrap in wrappers.items():
                 users, patches = _redirections.setdefault((owner, name), (weakref.WeakSet(), PatchSet()))
                 if not len(patches):

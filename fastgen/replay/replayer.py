@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fastgen import report
+from fastgen import locks, report
 from fastgen.layers import attention_kernels
-from fastgen.locks import ForkSafeLock
 from fastgen.memory import cuda_graph, limits
 from fastgen.replay.tape import Drawing, Noting, Tape
 
-_capturing = ForkSafeLock(reentrant=False)  # torch's dispatch modes have flags for the whole process
+_capturing = locks.lock()  # torch's dispatch modes have flags for the whole process
 NO_MEMORY = "there was no memory to capture its steps"  # which may pass
 _PATIENCE = 4  # so many times more steps run uncaptured before each further capture of a call
 

@@ -6,8 +6,7 @@ import weakref
 
 from torch import nn
 
-from fastgen import config, report
-from fastgen.locks import ForkSafeLock
+from fastgen import config, locks, report
 from fastgen.memory.release import keeper
 from fastgen.replay import store
 from fastgen.replay.replayer import NO_MEMORY, Counts, Replayer
@@ -16,7 +15,7 @@ from fastgen.replay.replayer import NO_MEMORY, Counts, Replayer
 # recorded anew each time, which costs as much as some ten replays save.
 _FEW_ROWS, _MIN_STEPS = 32, 12
 
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _counts: weakref.WeakKeyDictionary[nn.Module, Counts] = weakref.WeakKeyDictionary()
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 _failed_equivalences: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

@@ -16,11 +16,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from fastgen import config
+from fastgen import config, locks
 from fastgen.cache.tree import BeamTree
 from fastgen.layers import precision
 from fastgen.layers.linear import LinearDispatcher
-from fastgen.locks import ForkSafeLock
 from fastgen.memory import limits
 from fastgen.memory.release import keeper
 from fastgen.replay.replayer import Captured, Replayer
@@ -87,7 +86,7 @@ class _Kept:
         self.guards = None
 
 
-_lock = ForkSafeLock()  # reentrant: a model may die, and its recordings with it, anywhere
+_lock = locks.reentrant_lock()  # reentrant: a model may die, and its recordings with it, anywhere
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 

@@ -101,3 +101,18 @@ def test_samples_without_a_hypothesis(capsys: pytest.CaptureFixture[str]) -> Non
     generator = Generator()
     first, second = fastgen.generate_samples(generator, [{}, {}], progress=True)
     assert first[1] == second[1] == [] and first[0][0]["tokens"].tolist() == [5, 2]
+
+
+def test_no_output_is_written_twice(job: list[str], allowed: Path) -> None:
+    """fairseq goes on with beams that have ended, which may end again if the end may follow the end."""
+    allowed.write_text("".join(f"{word}\n" for word in WORDS[:12]), "utf-8")
+    lines = fairseq_kit.run_fastgen(
+        *job, "--beam", "4", "--nbest", "4", "--workers", "0", "--lenpen", "2", "--allowed-outputs", allowed
+    )
+    outputs: dict[str, list[str]] = {}
+    for line in lines:
+        if line.startswith("H-"):
+            sentence, score, text = line.split("\t")
+            outputs.setdefault(sentence, []).append(text)
+    assert len(outputs) == fairseq_kit.SENTENCES
+    assert all(len(set(texts)) == len(texts) == 4 and set(texts) <= set(WORDS[:12]) for texts in outputs.values())

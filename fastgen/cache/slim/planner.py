@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastgen import locks
 from fastgen.cache.slim.latent import Choice, InputCache, Projections, Slim, word_for
 from fastgen.cache.tree import FIRST_STEPS
 from fastgen.layers import packed_weights
 from fastgen.layers.attention import beam_attention
-from fastgen.locks import ForkSafeLock
 from fastgen.memory import arena, limits
 from fastgen.report import size
 
@@ -213,7 +213,7 @@ def _free(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + idle
 
 
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _rates: dict[tuple[str, torch.dtype, int], Rates] = {}
 
 

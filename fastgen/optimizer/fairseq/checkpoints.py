@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastgen.locks import ForkSafeLock
+from fastgen import locks
 
 # Plain holders of options and state: a checkpoint may have them built, and no other code runs.
 # A module that isn't loaded can't be needed: its classes would have to come from this process's fairseq.
@@ -33,7 +33,7 @@ _LISTED = {
     "fairseq.logging.meters": ("AverageMeter", "StopwatchMeter", "SumMeter", "TimeMeter"),
 }
 _NUMBERS = ("float64", "float32", "float16", "int64", "int32", "bool")
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 
 
 def loading(stock: Callable[..., Any]) -> Callable[..., Any]:

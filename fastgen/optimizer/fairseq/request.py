@@ -127,7 +127,9 @@ def unsupported_reason(request: Request) -> str | None:
         return f"a mode of yours ({mode}) sees each operation"
     if type(generator.model) not in _ENSEMBLES:
         return f"the models are held by {type(generator.model).__name__}, not by fairseq's EnsembleModel"
-    if request.source is None or request.batch == 0:
+    if was_changed(generator.model):
+        return "the models of the ensemble were exchanged after it was made"
+    if request.source is None or request.source.numel() == 0:
         return "the batch is empty"
     strategy = generator.search
     if type(strategy) not in _STRATEGIES:
@@ -244,6 +246,18 @@ def unsupported_attention(attention: Any, known: Any = MultiheadAttention) -> st
     return None
 
 
+def was_changed(ensemble: Any) -> bool:
+    """Whether the models are others than those that the host's ensemble was made of, and keeps further names for."""
+    models = list(ensemble.models)
+    return len(models) != ensemble.models_size or not models or models[0] is not ensemble.single_model
+
+
+def has_own_scale(module: Any) -> bool:
+    """Whether somebody has set a scale of attention, which the host ignores where it keeps no keys of earlier steps."""
+    attentions = (each for each in module.modules() if isinstance(each, MultiheadAttention))
+    return any(each.scaling != each.head_dim**-0.5 for each in attentions)
+
+
 def foldable_language_model(request: Request) -> bool:
     """Whether the fused language model can run over the tree; if not, the host runs it as usual."""
     model = request.generator.lm_model
@@ -252,6 +266,7 @@ def foldable_language_model(request: Request) -> bool:
         and type(model).forward is FairseqLanguageModel.forward
         and unsupported_decoder(model.decoder) is None
         and model.decoder.padding_idx == request.generator.pad
+        and not has_own_scale(model.decoder)
         and foreign_code.unsupported_model(model) is None
         and foreign_code.watched(model, model.decoder) is None
         and foreign_code.own_name(model) is None

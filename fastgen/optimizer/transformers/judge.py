@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
-from fastgen.locks import ForkSafeLock
+from fastgen import locks
 from fastgen.optimizer import draws
 from fastgen.optimizer.verification import GAP, TOLERANCE, least_gap
 
@@ -38,7 +38,7 @@ HALF_TOLERANCE = {"bfloat16": 0.1, "float16": 0.02}
 DETAILS = {"return_dict_in_generate": True, "output_scores": True}
 _SCORES = ("sequences_scores", "scores", "logits")
 Run = Callable[..., Any]  # runs the call with further options, and returns the output
-_recording = ForkSafeLock(reentrant=False)  # only one thread at a time replaces the host's functions
+_recording = locks.lock()  # only one thread at a time replaces the host's functions
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastgen import locks
 from fastgen.cache.tree import BeamTree
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import beam_attention
-from fastgen.locks import ForkSafeLock
 from fastgen.memory.buffers import Buffers
 from fastgen.optimizer.whisper.blocks import Blocks
 
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _heads: weakref.WeakKeyDictionary[nn.Module, nn.Linear] = weakref.WeakKeyDictionary()  # by the embedding they share
 
 

@@ -26,9 +26,11 @@ def load(path: str, dictionary: Any, codecs: list[Any]) -> Trie:
     if dictionary is None:
         raise InputError("--allowed-outputs needs a task whose outputs are texts.")
     try:
-        return Trie(_sequences(path, dictionary, codecs), eos_token_id=dictionary.eos())
+        trie = Trie(_sequences(path, dictionary, codecs), eos_token_id=dictionary.eos())
     except (OSError, ValueError) as error:
         raise InputError(f"Cannot use --allowed-outputs {path}: {first_line(error).rstrip('.')}.") from error
+    trie.ends_once = True
+    return trie
 
 
 def _sequences(path: str, dictionary: Any, codecs: list[Any]) -> Iterator[list[int]]:

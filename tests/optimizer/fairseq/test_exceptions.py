@@ -170,3 +170,53 @@ def test_errors_in_one_of_several_searches(kind: type[BaseException], refill: bo
     found = fastgen.generate_samples(generator, samples, refill=refill)
     judge.assert_same([one for each in samples for one in judge.stock(lambda s=each: generator.generate([model], s))],
                       [one for each in found for one in each])  # fmt: skip
+
+
+def _outcome(run: Callable[[], Any]) -> Any:
+    """The tokens, or the error."""
+    try:
+        return [[hypothesis["tokens"].tolist() for hypothesis in sentence] for sentence in run()]
+    except (AssertionError, RuntimeError, IndexError) as error:
+        return type(error), str(error).splitlines()[0]
+
+
+_PADDED = torch.tensor([[1, 1, 1, 1], [5, 6, 7, 2]])
+_STRATEGIES = {
+    "beams": None,
+    "samples": functools.partial(search.Sampling, sampling_topk=4),
+    "constrained": functools.partial(
+        search.PrefixConstrainedBeamSearch, prefix_allowed_tokens_fn=lambda batch, tokens: [2, 5, 6, 7]
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [_PADDED, _PADDED[:1], _PADDED[:, :0]], ids=["one of two", "alone", "no width"])
+@pytest.mark.parametrize("strategy", _STRATEGIES)
+@pytest.mark.parametrize("name", ["post-norm", "pre-norm", "bart", "no-cross"])
+def test_a_source_of_padding_alone(name: str, strategy: str, rows: torch.Tensor) -> None:
+    """The host's scores are NaN there, which no search goes on with."""
+    inputs = {"src_tokens": rows, "src_lengths": rows.ne(1).sum(1), "prev_output_tokens": rows[:, :1]}
+    sample = {"id": torch.arange(len(rows)), "nsentences": len(rows), "target": None, "net_input": inputs}
+
+    def run() -> Any:
+        torch.manual_seed(1)
+        return models.generate(name, sample, strategy=_STRATEGIES[strategy])
+
+    with fastgen.disabled():
+        expected = _outcome(run)
+    for tier in ("auto", "fast"):
+        with fastgen.configured(tier=tier):
+            assert _outcome(run) == expected
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 16])
+def test_a_prefix_of_another_number_of_rows(rows: int) -> None:
+    def run() -> Any:
+        return models.generate("post-norm", models.batch(), prefix=torch.arange(5, 5 + rows)[:, None])
+
+    with fastgen.disabled():
+        expected = _outcome(run)
+    assert expected[0] in (IndexError, RuntimeError)
+    for tier in ("auto", "fast"):
+        with fastgen.configured(tier=tier):
+            assert _outcome(run) == expected

@@ -689,3 +689,50 @@ def test_a_mode_of_the_users(name: str, tier: str) -> None:
 
     with judge.configured(tier=tier, packing="always"):
         judge.compare_fallback(run, "a mode of yours")
+
+
+class _Halved(type(models.load("post-norm"))):  # type: ignore[misc]
+    def get_normalized_probs(self, *args: Any, **options: Any) -> torch.Tensor:
+        found: torch.Tensor = super().get_normalized_probs(*args, **options) * 0.5
+        return found
+
+
+def _with_own_softmax(model: Any) -> None:
+    model.__class__ = _Halved
+
+
+@pytest.mark.parametrize("replacement", ["adaptive", "own"])
+def test_a_model_that_takes_the_place_of_another_in_the_ensemble(replacement: str) -> None:
+    """The host decodes with the models, and asks others of the ensemble's attributes for the first of once."""
+    other = models.load("adaptive") if replacement == "adaptive" else changed(_with_own_softmax)
+
+    def run() -> Any:
+        generator = SequenceGenerator([models.load("post-norm")], models.dictionary(), beam_size=4, max_len_b=20)
+        generator.model.models[0] = other
+        return generator.generate(None, models.batch())
+
+    judge.assert_same(judge.stock(run), judge.ours(run, strict=False)[0])
+    assert "exchanged" in str(judge.ours(run, strict=False)[1][-1].reason)
+
+
+def test_a_model_that_joins_the_ensemble_later() -> None:
+    generator = SequenceGenerator([models.load("post-norm")], models.dictionary(), beam_size=4)
+    generator.model.models.append(models.load("pre-norm"))
+    with pytest.raises(IndexError):  # as in stock
+        generator.generate(None, models.batch())
+
+
+@pytest.mark.parametrize("part", ["encoder", "language model"])
+def test_a_scale_that_the_host_ignores(part: str) -> None:
+    """Where attention keeps no keys of earlier steps the host's has a scale of its own."""
+
+    def scaled(module: Any) -> None:
+        for each in module.modules():
+            if isinstance(each, MultiheadAttention):
+                each.scaling *= 4
+
+    if part == "encoder":
+        model, options = changed(lambda model: scaled(model.encoder), "pre-norm"), {}
+    else:
+        model, options = models.load("pre-norm"), {"lm_model": changed(scaled, "lm"), "lm_weight": 0.5}
+    judge.compare(lambda: models.generate(model, models.batch(), **options))

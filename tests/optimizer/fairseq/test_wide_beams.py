@@ -175,3 +175,11 @@ def test_a_path_that_is_not_followed_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(WideTree, "reorder", lambda self, parents: None)
     with pytest.raises(AssertionError):
         judge.compare(lambda: models.generate("pre-norm", models.batch(), beam_size=32, max_len_b=7))
+
+
+@pytest.mark.parametrize("beams", [WIDE_FROM - 1, WIDE_FROM])
+def test_a_prefix_that_ends(beams: int) -> None:
+    """All beams end there, those too that have no probability; the attention is that of each."""
+    words = models.batch([6])
+    prefix = torch.tensor([[23, models.EOS]])
+    judge.compare(lambda: models.generate("post-norm", words, prefix=prefix, beam_size=beams, max_len_b=8))

@@ -421,7 +421,7 @@ def test_a_start_token_for_each_source(kind: Any, beams: int, refill: bool) -> N
 def test_padding_that_the_model_generates(family: str, ends: bool) -> None:
     model, sources = zoo.load(family), _sources(family)
     pad = model.generation_config.pad_token_id
-    options: dict[str, Any] = dict(num_beams=2, num_return_sequences=2, max_new_tokens=6, sequence_bias={(pad,): 4.0})
+    options: dict[str, Any] = dict(num_beams=2, num_return_sequences=2, max_new_tokens=6, sequence_bias={(pad,): 12.0})
     options |= {} if ends else dict(eos_token_id=None, pad_token_id=None)
     results = fastgen.generate(model, sources, batch_size=6, **options)
     assert any(bool((result[:, -1] == pad).all()) for result in results)
@@ -432,7 +432,7 @@ def test_padding_that_the_model_generates(family: str, ends: bool) -> None:
     "options",
     [
         dict(watermarking_config=transformers.WatermarkingConfig(context_width=4, bias=5.0), num_beams=2),
-        dict(watermarking_config=dict(context_width=2, seeding_scheme="selfhash", bias=5.0)),
+        dict(watermarking_config=transformers.WatermarkingConfig(context_width=2, seeding_scheme="selfhash", bias=5.0)),
         dict(bad_words_ids=[[1, word, end] for word in (20, 36) for end in range(5, 50)]),
         dict(sequence_bias=[[[1, 36, 20], 9.0]], num_beams=2),
     ],

@@ -39,6 +39,8 @@ def unsupported_reason(request: Request) -> str | None:
     if 2 * request.beams >= generator.vocab_size:
         return "there are more candidates than tokens"
     prefix = request.prefix_tokens
+    if prefix is not None and len(prefix) != request.batch:
+        return "the prefix has not one row per sentence"
     if prefix is not None and bool((prefix.eq(generator.pad).cumsum(1) * prefix.eq(generator.eos)).any()):
         return "a prefix leaves a token open and ends the hypothesis later"
     return None

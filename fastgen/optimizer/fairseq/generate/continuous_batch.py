@@ -21,7 +21,7 @@ from fastgen.optimizer import together
 from fastgen.optimizer.fairseq import foreign_code, seams
 from fastgen.optimizer.fairseq.generate.batch_decoder import BatchDecoder
 from fastgen.optimizer.fairseq.generate.joining import Part, source_of
-from fastgen.optimizer.fairseq.request import has_own_blocker, has_own_search, unsupported_decoder
+from fastgen.optimizer.fairseq.request import has_own_blocker, has_own_search, unsupported_decoder, was_changed
 
 _PARTS = 4  # a batch is refilled in so many parts
 _MOST_SAMPLES = 8  # at once: each adds its own few small operations to a step
@@ -35,6 +35,8 @@ def unrefillable(generator: Any) -> str | None:
         return "fastgen is disabled, or another tier is configured"
     if generator.model.models_size > 1 or generator.lm_model is not None:
         return "several models decode together"
+    if was_changed(generator.model):
+        return "the models of the ensemble were exchanged after it was made"
     if not generator.model.has_encoder():
         return "the model has no encoder"
     if generator.match_source_len:  # first: with it, the search is not fairseq's plain one either

@@ -20,7 +20,7 @@ from fastgen.optimizer.fairseq.model.views import (
     with_layers,
     with_products,
 )
-from fastgen.optimizer.fairseq.request import own_method, unsupported_attention
+from fastgen.optimizer.fairseq.request import has_own_scale, own_method, unsupported_attention
 
 
 def with_own_products(ensemble: Any) -> Any:
@@ -52,7 +52,7 @@ def _layer(layer: Any, products: LinearDispatcher) -> Any:
 
 
 def _is_known(attention: Any) -> bool:
-    return unsupported_attention(attention) is None and own_name(attention) is None
+    return unsupported_attention(attention) is None and own_name(attention) is None and not has_own_scale(attention)
 
 
 def _drops(attention: Any) -> bool:
@@ -94,9 +94,11 @@ class _Attention:
             projection(x).unflatten(2, (module.num_heads, module.head_dim)).permute(1, 2, 0, 3)
             for projection, x in ((module.q_proj, query), (module.k_proj, key), (module.v_proj, value))
         ]  # [B, H, N, D]
-        bias = None
-        if key_padding_mask is not None:  # as the host makes it: a row of padding alone gives NaN
+        bias = hidden = None
+        if key_padding_mask is not None:
             hidden = key_padding_mask.bool()[:, None, None]
             bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
         output = F.scaled_dot_product_attention(queries, keys, values, bias, scale=module.scaling)
+        if hidden is not None:  # a row of padding alone is NaN in the host, and 0 in some of torch's kernels
+            output = output.masked_fill(hidden.all(-1, keepdim=True), torch.nan)
         return module.out_proj(output.permute(2, 0, 1, 3).flatten(2)), None

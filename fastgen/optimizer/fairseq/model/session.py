@@ -42,7 +42,7 @@ class Session:
         tree = self.tree
         tree.advance()
         if isinstance(tree, WideTree):
-            return  # paths hide nothing: only beams with a score of -inf are fed padding, and nobody sees those
+            return  # paths hide nothing: beams that are fed padding have a score of -inf, and no end (`tree_class`)
         # A beam that was fed padding writes keys that no beam may see, not even the beam itself.
         own = tree.ancestry()[:, :, tree.used - tree.beams : tree.used]
         own &= last.ne(self._pad).view(tree.batch, 1, tree.beams)

@@ -25,6 +25,8 @@ def tree_class(request: Request, choice: Choice) -> type[BeamTree]:
         return BeamTree
     if native_operator("path_attention") is None:
         return BeamTree
+    if (prefix := request.prefix_tokens) is not None and bool(prefix.eq(request.generator.eos).any()):
+        return BeamTree  # all beams end there, also those that are fed padding, which a path does not hide
     return WideTree if all(_is_plain(model.decoder) for model in request.generator.model.models) else BeamTree
 
 

@@ -23,14 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessorList
 
-from fastgen import config, phases, report
+from fastgen import config, locks, phases, report
 from fastgen.cache.path_tree import AT_ONCE, PathTree
 from fastgen.decoding.prompt_lookup import PromptLookup
 from fastgen.decoding.search import Search
 from fastgen.decoding.speculation import CHECK, DRAFT, LOOK_UP, PLAIN, SpeculationPolicy
 from fastgen.layers import quantized
 from fastgen.layers.linear import LinearDispatcher
-from fastgen.locks import ForkSafeLock
 from fastgen.memory import arena
 from fastgen.memory.buffers import Buffers
 from fastgen.memory.release import keeper
@@ -50,7 +49,7 @@ _DRAFTS = 4  # of a round, where the user has not said how many
 _MIN_STEPS = 32  # for fewer tokens a call captures steps for too little
 _KEY = "speculation"  # of recordings
 
-_lock = ForkSafeLock()
+_lock = locks.reentrant_lock()
 _policies: weakref.WeakKeyDictionary[Any, dict[Hashable, SpeculationPolicy]] = weakref.WeakKeyDictionary()
 
 
