@@ -16,6 +16,7 @@ pytestmark = pytest.mark.always  # also where CI draws a part of the tests
 ROOT = Path(__file__).resolve().parents[1]
 # From the bottom to the top; what is in one line is on one floor. "fastgen" is the package's own `__init__`.
 FLOORS = [
+    "locks",
     "version config files installing phases",
     "report",
     "patching",

@@ -112,7 +112,7 @@ def test_no_output_is_written_twice(job: list[str], allowed: Path) -> None:
     outputs: dict[str, list[str]] = {}
     for line in lines:
         if line.startswith("H-"):
-            sentence, score, text = line.split("\t")
+            sentence, _, text = line.split("\t")
             outputs.setdefault(sentence, []).append(text)
     assert len(outputs) == fairseq_kit.SENTENCES
     assert all(len(set(texts)) == len(texts) == 4 and set(texts) <= set(WORDS[:12]) for texts in outputs.values())

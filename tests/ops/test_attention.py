@@ -203,6 +203,8 @@ def test_no_keys_and_no_rows(operators: Any) -> None:
     query, key = torch.ones(4, 2, 1, 8), torch.ones(2, 2, 0, 8)
     assert torch.equal(operators.beam_attention(query, key, key, None, 1.0), torch.zeros(4, 1, 2, 8))
     assert operators.beam_attention(query[:0], key, key, None, 1.0).shape == (0, 1, 2, 8)
+    keys = torch.ones(2, 2, 3, 8)
+    assert operators.beam_attention(query[:0], keys, keys, torch.zeros(2, 1, 1, 3), 1.0).shape == (0, 1, 2, 8)
 
 
 QUERY, KEY = torch.zeros(6, 4, 1, 8), torch.zeros(3, 2, 5, 8)

@@ -217,3 +217,12 @@ def test_bad_arguments_of_advancing(operators: Any) -> None:
     ):
         with pytest.raises(error, match=sentence):
             operators.advance_beams_(*{**copied(good), name: value}.values())
+
+
+def test_a_beam_whose_score_is_nan(operators: Any) -> None:
+    """torch.topk ranks it first, wherever it stands: that is not to be said to be clear."""
+    logits, scores = torch.randn(6, 11, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 6)
+    for beam in range(6):
+        broken = torch.tensor([[-0.5, -0.7, -0.3, -0.3, -2.0, 0.05]]).index_fill_(1, torch.tensor([beam]), torch.nan)
+        assert not bool(operators.beam_candidates(logits, broken, 3)[3])
+    assert bool(operators.beam_candidates(logits, scores, 3)[3])

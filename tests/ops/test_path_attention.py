@@ -125,6 +125,8 @@ def test_a_row_that_sees_nothing_is_nan(native: Any) -> None:
     for operators in (native, reference):
         output = operators.path_attention(query, key, key, paths, None, 1.0, 0)
         assert output[0].isnan().all() and output[1].eq(1).all()
+        nothing = operators.path_attention(query, key, key, paths[:, :0], None, 1.0, 0)
+        assert nothing.shape == output.shape and nothing.isnan().all()
 
 
 def test_bad_arguments(operators: Any) -> None:

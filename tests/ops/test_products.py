@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from typing import Any
@@ -211,3 +212,30 @@ assert (ops.skinny_linear(rows, [weight], None) == 2048).all()
 def test_the_first_product_of_a_process_whatever_the_default_dtype(native: Any) -> None:
     """It times which way of reading weights is faster here."""
     subprocess.run([sys.executable, "-c", _FIRST_PRODUCT], check=True, timeout=120)
+
+
+FORKED = """
+import os, signal, threading, time, torch
+from fastgen import ops
+
+torch.set_num_threads(1)
+assert ops.is_native(torch.device("cpu"))
+rows, weight = torch.randn(1, 512), torch.randn(4096, 512)
+first = threading.Thread(target=ops.skinny_linear, args=(rows, [weight]))
+first.start()
+time.sleep(0.01)  # it is measuring how weights are read here
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    ops.skinny_linear(rows, [weight])
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+first.join()
+raise SystemExit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_process_that_is_forked_during_the_first_product(native: Any) -> None:
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

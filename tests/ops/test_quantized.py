@@ -247,9 +247,10 @@ def test_dynamic_product(operators: Any, threads: Any, case: dict[str, Any], cou
 def test_dynamic_products_of_the_largest_codes_are_exact(operators: Any) -> None:
     """All pairs of products have the largest sum there is, which 16 bits do not hold."""
     for size in (1, 16, 31, 500, LONGEST_SUM):
-        codes, scales = torch.full((5, size), -127, dtype=torch.int8), torch.ones(5)
-        output = operators.dynamic_quantized_linear(torch.full((4, size), 127.0), codes, scales, None)
-        assert (output == float(torch.tensor(-127.0 * 127 * size))).all()
+        for code in (-127, -128):
+            codes, scales = torch.full((5, size), code, dtype=torch.int8), torch.ones(5)
+            output = operators.dynamic_quantized_linear(torch.full((4, size), 127.0), codes, scales, None)
+            assert (output == float(torch.tensor(127.0 * code * size))).all()
 
 
 def test_dynamic_rows_are_the_same_whatever_the_others_are(native: Any, threads: Any) -> None:

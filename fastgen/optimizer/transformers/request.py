@@ -173,7 +173,7 @@ class Request:
             and self.users_cache is None  # which gets all rows in the end
             and not rotates_by_length(self)
             and not self._may_divide_by_nothing
-            and not self._may_outrank_finished
+            and not (self.is_beam_search and _may_outrank_finished(self.logits_processor, self.generation_config))
         )
 
     def _has_all_sentences(self, processor: Any) -> bool:
@@ -196,23 +196,6 @@ class Request:
             return False
         vocabulary = getattr(self.model.config.get_text_config(decoder=True), "vocab_size", 0)
         return sum(map(self._bans_at_most, processors)) >= vocabulary
-
-    @property
-    def _may_outrank_finished(self) -> bool:
-        """Whether a score may rise so far that a hypothesis ranks above finished ones, which stand 1e9 above all that
-        the host accepts no more. A rising score of the end becomes NaN where another processor has banned the end."""
-        config, kind = self.generation_config, getattr(logits_process, "ExponentialDecayLengthPenalty", None)
-        steps, most = config.max_length, 0.0
-        for processor in self.logits_processor if self.is_beam_search else ():
-            if isinstance(processor, logits_process.SequenceBiasLogitsProcessor):
-                most += max([0.0, *map(float, processor.sequence_bias.values())])
-            elif type(processor) is kind and (factor := processor.regulation_factor) > 1:
-                growth = max(steps - processor.regulation_start, 0) * math.log(factor)
-                if len(self.logits_processor) > 1 or growth > math.log(_FAR):
-                    return True
-                most += _LOW * math.exp(growth)
-        # The sum of all steps, divided by the length to the power of the penalty.
-        return most > 0 and math.log(most) + math.log(steps) * max(1, 1 - config.length_penalty) > math.log(_FAR)
 
     def _bans_at_most(self, processor: Any) -> int:
         """The most tokens that a processor may ban in one row."""
@@ -324,3 +307,20 @@ def _is_row_local(processor: Any) -> bool:
 
 def _is_of_unilm(processor: Any) -> bool:
     return type(processor).__module__ == "fastgen.models.unilm.processors"
+
+
+def _may_outrank_finished(processors: Any, config: Any) -> bool:
+    """Whether a score may rise so far that a hypothesis ranks above finished ones, which stand 1e9 above all that the
+    host accepts no more. A rising score of the end becomes NaN where another processor has banned the end."""
+    kind = getattr(logits_process, "ExponentialDecayLengthPenalty", None)
+    steps, most = config.max_length, 0.0
+    for processor in processors:
+        if isinstance(processor, logits_process.SequenceBiasLogitsProcessor):
+            most += max([0.0, *map(float, processor.sequence_bias.values())])
+        elif type(processor) is kind and (factor := processor.regulation_factor) > 1:
+            growth = max(steps - processor.regulation_start, 0) * math.log(factor)
+            if len(processors) > 1 or growth > math.log(_FAR):
+                return True
+            most += _LOW * math.exp(growth)
+    # The sum of all steps, divided by the length to the power of the penalty.
+    return most > 0 and math.log(most) + math.log(steps) * max(1, 1 - config.length_penalty) > math.log(_FAR)
