@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import zlib
@@ -104,6 +105,7 @@ def clean_slate() -> Iterator[None]:
     fastgen.enable()
     config.reset()
     report.reset()
+    logging.disable(logging.NOTSET)  # a benchmark's runner, which has a process of its own elsewhere, wants less said
     if (ray := sys.modules.get("ray")) is not None:
         ray.shutdown()  # or the next test would use that cluster, whatever it asks for
 

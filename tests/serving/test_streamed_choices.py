@@ -160,7 +160,7 @@ def test_a_client_that_leaves_frees_all_rows(
     asked |= dict(search, extra_body=dict(search.get("extra_body", {}), min_tokens=40))
     stream = gpt2.client().completions.create(stream=True, **asked)
     next(iter(stream))
-    assert counts.running == 6
+    until(lambda: counts.running == 6)
     stream.close()
     until(lambda: not gpt2.service.running and not counts.running)
     assert (counts.freed_rows, counts.cancelled) == (before.freed_rows + 6, before.cancelled + 1)
