@@ -12,6 +12,7 @@ import pytest
 
 import fastgen
 from fastgen import config, locks
+from fastgen.optimizer.suspending import Suspendable
 
 FORKED = """
 import os, signal, threading, sys
@@ -45,7 +46,7 @@ child = os.fork()
 if child == 0:
     signal.alarm(60)
     model.generate(**inputs, **options)
-    fastgen.stream(model, **inputs, **options)
+    assert list(fastgen.stream(model, **inputs, **options))
     with fastgen.configured(strict=True):
         model.generate(**inputs, **options)
     os._exit(0 if torch.nn.Linear.forward is own else 3)
@@ -105,3 +106,36 @@ def test_a_block_that_ends_while_settings_change(monkeypatch: pytest.MonkeyPatch
     assert not done.is_alive() and not config._blocks
     monkeypatch.undo()
     fastgen.configure(history=before)
+
+
+def test_a_call_that_ends_in_a_thread_that_holds_what_it_needs() -> None:
+    """As where the garbage collector ends a stream."""
+    held, has_ended = locks.lock(), threading.Event()
+
+    def function() -> None:
+        try:
+            call.ask("anything")
+        finally:
+            with held:
+                has_ended.set()
+
+    call = Suspendable(function)
+    assert call.resume() == "anything"
+    with held:
+        call.close()
+        assert call.ended and not has_ended.is_set()
+    assert has_ended.wait(20)
+
+
+def test_a_cached_property_is_computed_once() -> None:
+    class Holder:
+        count = 0
+
+        @locks.cached_property
+        def value(self) -> int:
+            """What it is."""
+            self.count += 1
+            return self.count
+
+    holder = Holder()
+    assert (holder.value, holder.value, holder.count) == (1, 1, 1) and Holder.value.__doc__ == "What it is."

@@ -13,6 +13,8 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
+from fastgen import locks
+
 PLAIN, DRAFT, CHECK = "plain", "draft", "check"  # a step without drafts, a drafting step, one of several tokens
 LOOK_UP = "look up"  # a round whose drafts take no steps
 _TIMINGS, _ROUNDS = 3, 6  # of each kind, and of drafting, before anything is decided
@@ -47,7 +49,7 @@ class SpeculationPolicy:
     lengths: deque[int] = field(default_factory=lambda: deque(maxlen=_CALLS))  # steps of the last calls
     failure: str | None = None  # why steps of rounds are not replayed
     refused: int = 0  # calls that could have drafted since drafting was found not to pay
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _lock: threading.RLock = field(default_factory=locks.reentrant_lock, repr=False)
 
     @property
     def room(self) -> int:

@@ -41,6 +41,10 @@ class Trie:
     its token and 4 for its first child. Where fastgen runs the search, each beam carries its node.
     """
 
+    # Whether nothing may follow an end token. transformers raises an error then; fairseq goes on with ended beams,
+    # which would take the places of other sequences.
+    ends_once = False
+
     def __init__(self, sequences: Iterable[Any], *, eos_token_id: int, prompt_length: int = 1) -> None:
         """Build a trie of some sequences, or of millions.
 
@@ -110,9 +114,6 @@ class Trie:
         self._tokens = tokens  # int32 [nodes]: the token that leads to each; -1 for roots, which come first
         self._first_child = first_child  # int32 [nodes + 1]
         self.eos_token_id, self.prompt_length = int(eos_token_id), int(prompt_length)
-        # Whether nothing may follow an end token. transformers raises an error then; fairseq goes on with ended beams,
-        # which would take the places of other sequences.
-        self.ends_once = False
         self._num_roots = roots
         self._roots: np.ndarray | None = None  # of each sentence; None: all begin at the first
         # Any end of a sequence stands for whatever is outside of the trie: it has no children either.

@@ -27,7 +27,10 @@ class Stopped(Exception):
 
 
 class Suspendable:
-    """A function in a thread of its own; either that thread or the one that resumes it runs, never both."""
+    """A function in a thread of its own; either that thread or the one that resumes it runs, never both.
+
+    Once it is closed the function's thread may still be ending, beside the one that has closed it.
+    """
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.ended = False

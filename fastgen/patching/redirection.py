@@ -16,15 +16,16 @@ Wrapper = Callable[[Any], Any]
 
 
 class _User:
-    """A block that needs the wrappers; it lives as long as the frame of the block, however that ends."""
+    """A block that needs the wrappers. It lives no longer than the frame of the block, however that ends."""
 
     def __init__(self) -> None:
-        self.thread = threading.get_ident()
+        self.thread, self.has_ended = threading.get_ident(), False
 
+
+_Seam = tuple[Any, str]  # owner, name
 
 _lock = locks.reentrant_lock()
-# (owner, name) -> users, patches
-_redirections: dict[tuple[Any, str], tuple[weakref.WeakSet[_User], PatchSet]] = {}
+_redirections: dict[_Seam, tuple[weakref.WeakSet[_User], PatchSet]] = {}
 
 
 @contextlib.contextmanager
@@ -36,36 +37,37 @@ def redirected(wrappers: Mapping[Any, Wrapper]) -> Iterator[None]:
     user = _User()
     try:
         with _lock:
-            put_back()
             for (owner, name), wrap in wrappers.items():
-                users, patches = _redirections.setdefault((owner, name), (weakref.WeakSet(), PatchSet()))
+                _put_back_unused((owner, name))
+                users, patches = _redirections.get((owner, name)) or (weakref.WeakSet(), PatchSet())
+                users.add(user)  # first: the garbage collector may end another block of this thread at any moment
+                _redirections[owner, name] = users, patches
                 if not len(patches):
                     patches.replace(owner, name, wrap(getattr(owner, name)))
-                users.add(user)
         yield
     finally:
-        with _lock:
-            for seam in wrappers:
-                if seam in _redirections:
-                    _redirections[seam][0].discard(user)
-            put_back()
+        user.has_ended = True  # first: if an interrupt ends this, too, a later block or `put_back` does the rest
+        put_back()
 
 
 def put_back() -> None:
-    """Put back what no block needs any more; that some is left is the doing of an interrupt."""
+    """Put back what no block needs any more: only an interrupt leaves any."""
     with _lock:
-        for seam, (users, patches) in list(_redirections.items()):
-            if not users:
-                patches.revert()
-                del _redirections[seam]
+        for seam in list(_redirections):
+            _put_back_unused(seam)
+
+
+def _put_back_unused(seam: _Seam) -> None:
+    if (found := _redirections.get(seam)) is not None and all(user.has_ended for user in found[0]):
+        found[1].revert()
+        _redirections.pop(seam, None)
 
 
 def _begin_anew() -> None:
     """In a forked process: the blocks of other threads will not end, as there are no such threads."""
     for users, _ in _redirections.values():
         for user in list(users):
-            if user.thread != threading.get_ident():
-                users.discard(user)
+            user.has_ended = user.has_ended or user.thread != threading.get_ident()
     put_back()
 
 

@@ -21,15 +21,16 @@ def sees_padding(model: Any, options: dict[str, Any], sources: Sequence[Any]) ->
         return True
     if model.config.is_encoder_decoder:  # whose other processors see the output, or ban the padding, which is no word
         return False
+    shortest = min(map(len, sources), default=1)
     sizes = [size for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size") if (size := asked(name))]
     return (
         _counts_prompts(model, options)
         or (bool(sizes) and (1 in sizes or _is_word(padding_token(model, options), asked("eos_token_id"), sources)))
-        or (asked("forced_bos_token_id") is not None and 1 in map(len, sources))  # behind such a prompt alone
+        or (asked("forced_bos_token_id") is not None and shortest == 1)  # behind such a prompt alone
         or (asked("repetition_penalty") not in (None, 1.0) and _penalises_padding())
         or (asked("max_new_tokens") is None and _outgrows_positions(model, sources))
-        or _width_of(asked("watermarking_config")) > 1
-        or any(padding_token(model, options) in tokens for tokens in _sequences(asked))
+        or _width_of(asked("watermarking_config")) > shortest
+        or any(len(one) > shortest and padding_token(model, options) in one for one in _sequences(asked))
     )
 
 

@@ -69,7 +69,7 @@ def generate(
                 prompt, own = 1, hypotheses
                 if not model.config.is_encoder_decoder:
                     prompt, own = len(sources[index]), hypotheses[:, width - len(sources[index]) :]
-                found[index] = _without_padding(own, prompt, pad if ends_early else None, ends, is_stopped)
+                found[index] = _without_padding(own, prompt, pad, ends, is_stopped, ends_early)
                 show.update(1, int(found[index].numel()))
     finally:
         show.close()
@@ -284,12 +284,17 @@ def _ends_early(model: Any, options: dict[str, Any]) -> bool:
 
 
 def _without_padding(
-    hypotheses: Tensor, prompt: int, pad: int | None, ends: list[int], is_stopped: Callable[[Tensor], bool] | None
+    hypotheses: Tensor,
+    prompt: int,
+    pad: int,
+    ends: list[int],
+    is_stopped: Callable[[Tensor], bool] | None,
+    ends_early: bool,
 ) -> Tensor:
     """Cut off columns after the end of every hypothesis, `[n, length]`.
 
-    Without an end token it ends before the padding or, with `pad` None, with the batch: what looks like padding is then
-    what the model has generated. `is_stopped`: see `_stop_strings`.
+    Without an end token it ends before the padding if it `ends_early`, else with the batch: what looks like padding is
+    then what the model has generated. `is_stopped`: see `_stop_strings`.
     """
     import torch
 
@@ -304,7 +309,7 @@ def _without_padding(
         ]
         return hypotheses[:, : prompt + max(lengths)]
     length = hypotheses.shape[1]
-    if pad is None:
+    if not ends_early:
         return hypotheses
     padded = (hypotheses == pad).all(0).tolist()
     while length and padded[length - 1]:

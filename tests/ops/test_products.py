@@ -215,7 +215,7 @@ def test_the_first_product_of_a_process_whatever_the_default_dtype(native: Any) 
 
 
 FORKED = """
-import os, signal, threading, time, torch
+import os, signal, sys, threading, time, torch
 from fastgen import ops
 
 torch.set_num_threads(1)
@@ -223,7 +223,7 @@ assert ops.is_native(torch.device("cpu"))
 rows, weight = torch.randn(1, 512), torch.randn(4096, 512)
 first = threading.Thread(target=ops.skinny_linear, args=(rows, [weight]))
 first.start()
-time.sleep(0.01)  # it is measuring how weights are read here
+time.sleep(float(sys.argv[1]))  # it is measuring how weights are read here
 child = os.fork()
 if child == 0:
     signal.alarm(60)
@@ -236,6 +236,8 @@ raise SystemExit(os.waitstatus_to_exitcode(status))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_process_that_is_forked_during_the_first_product(native: Any) -> None:
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.02])
+def test_a_process_that_is_forked_during_the_first_product(native: Any, seconds: float) -> None:
+    words = [sys.executable, "-c", FORKED, str(seconds)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

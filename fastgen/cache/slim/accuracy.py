@@ -6,12 +6,12 @@ of the weight that has to be inverted; the error is measured, as bounds overesti
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fastgen import locks
 from fastgen.cache.slim.latent import HybridCache, Projections, Slim, condition, rotated, slim_cache
 from fastgen.layers.attention import as_beams, beam_attention
 
@@ -32,7 +32,7 @@ class Sample:
     rotation: tuple[Tensor, Tensor] | None = None  # cosine and sine of the keys' positions, [B, 1, K, R]
     first: Projections | None = None  # those of the first cross-attention layer, if this layer is one
 
-    @functools.cached_property
+    @locks.cached_property
     def exact(self) -> Tensor:
         """The attention's output `[B*P, 1, H, Dv]` in float64."""
         its = self.projections
@@ -42,12 +42,12 @@ class Sample:
         bias = None if self.bias is None else self.bias.double()
         return beam_attention(as_beams(self.query.double()), _turned(keys, self), values, bias, self.scale)
 
-    @functools.cached_property
+    @locks.cached_property
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """Keys and values in the model's dtype, `[B, Hkv, K, D]` each; the keys are not rotated."""
         return self.projections.keys_and_values(self.inputs)
 
-    @functools.cached_property
+    @locks.cached_property
     def plain_error(self) -> float:
         """The error of attention to keys and values, in the dtype of the model."""
         keys, values = self.keys_and_values

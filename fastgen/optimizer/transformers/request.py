@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process, stopping_criteria
 
+from fastgen import locks
 from fastgen.optimizer.transformers import criteria, expansion, foreign_code, replaced_processors
 from fastgen.optimizer.transformers.generate import tries
 from fastgen.optimizer.transformers.model.facts import ModelFacts, facts_of
-from fastgen.optimizer.transformers.versions import CACHE
+from fastgen.optimizer.transformers.versions import CACHE, decays_finite_scores
 from fastgen.patching.foreign_code import Finding
 
 # Processors that treat every row by itself, wherever it is in the batch, so that sentences may leave.
@@ -84,24 +84,24 @@ class Request:
         config = self.generation_config
         return int(config.num_beams if self.is_beam_search else config.num_return_sequences or 1)
 
-    @functools.cached_property
+    @locks.cached_property
     def all_inputs(self) -> tuple[str, ...]:
         """Names of all inputs of the model, in alphabetical order."""
         return tuple(sorted(name for name, value in self.model_kwargs.items() if not _is_absent(value)))
 
-    @functools.cached_property
+    @locks.cached_property
     def multimodal(self) -> tuple[str, ...]:
         """Names of the inputs that only some models take: images, grids of patches, clips."""
         return tuple(name for name in self.all_inputs if name not in expansion.BY_ROW)
 
-    @functools.cached_property
+    @locks.cached_property
     def arrangement(self) -> Hashable:
         """How images, clips and the like are spread over the sentences: see `expansion.arrangement`."""
         if not self.multimodal:
             return None
         return expansion.arrangement(self.input_ids[:: self.beams], self.unexpanded, self.model.config)
 
-    @functools.cached_property
+    @locks.cached_property
     def facts(self) -> ModelFacts:
         """Facts about the model, as it is when the call begins."""
         return facts_of(self.model)
@@ -311,16 +311,17 @@ def _is_of_unilm(processor: Any) -> bool:
 
 def _may_outrank_finished(processors: Any, config: Any) -> bool:
     """Whether a score may rise so far that a hypothesis ranks above finished ones, which stand 1e9 above all that the
-    host accepts no more. A rising score of the end becomes NaN where another processor has banned the end."""
-    kind = getattr(logits_process, "ExponentialDecayLengthPenalty", None)
-    steps, most = config.max_length, 0.0
+    host accepts no more. In older versions a decayed score becomes NaN where another processor has banned the end."""
+    steps, bias, growth = config.max_length, 0.0, 0.0
     for processor in processors:
         if isinstance(processor, logits_process.SequenceBiasLogitsProcessor):
-            most += max([0.0, *map(float, processor.sequence_bias.values())])
-        elif type(processor) is kind and (factor := processor.regulation_factor) > 1:
-            growth = max(steps - processor.regulation_start, 0) * math.log(factor)
-            if len(processors) > 1 or growth > math.log(_FAR):
+            bias += max([0.0, *map(float, processor.sequence_bias.values())])
+        elif type(processor) is logits_process.ExponentialDecayLengthPenalty and processor.regulation_factor > 1:
+            if len(processors) > 1 and not decays_finite_scores():
                 return True
-            most += _LOW * math.exp(growth)
-    # The sum of all steps, divided by the length to the power of the penalty.
-    return most > 0 and math.log(most) + math.log(steps) * max(1, 1 - config.length_penalty) > math.log(_FAR)
+            growth = max(steps - processor.regulation_start, 0) * math.log(processor.regulation_factor)
+    if growth > math.log(_FAR):
+        return True
+    # What all steps may add, and what the end may, which is added once, over the length to the power of the penalty.
+    most = bias * steps + (_LOW + bias) * math.expm1(growth)
+    return most > 0 and math.log(most) + math.log(steps) * max(0, -config.length_penalty) > math.log(_FAR)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from torch import Tensor
-from transformers.generation.logits_process import EncoderRepetitionPenaltyLogitsProcessor
+from transformers.generation import logits_process
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.modeling_utils import AttentionInterface
 
@@ -89,8 +89,14 @@ def penalty_ignores_padding() -> bool:
 
 def penalises_all_rows() -> bool:
     """Whether the host's penalty on tokens of the source reaches all rows of a source, as in newer versions."""
-    code = getattr(EncoderRepetitionPenaltyLogitsProcessor.__call__, "__code__", None)
+    code = getattr(logits_process.EncoderRepetitionPenaltyLogitsProcessor.__call__, "__code__", None)
     return code is not None and "repeat_interleave" in code.co_names
+
+
+def decays_finite_scores() -> bool:
+    """Whether the host's exponential decay leaves banned ends alone, as in newer versions; else they become NaN."""
+    code = getattr(logits_process.ExponentialDecayLengthPenalty.__call__, "__code__", None)
+    return code is not None and "isfinite" in code.co_names
 
 
 def started(model: Any, input_ids: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:

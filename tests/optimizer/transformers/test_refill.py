@@ -443,3 +443,20 @@ def test_padding_is_no_part_of_a_sequence(options: dict[str, Any]) -> None:
     assert model.generation_config.pad_token_id == 1
     results = fastgen.generate(model, sources, batch_size=6, max_new_tokens=8, **options)
     assert_equal([_alone(model, source, max_new_tokens=8, **options) for source in sources], results)
+
+
+def test_places_that_beam_search_does_not_fill() -> None:
+    """With a trie of fewer sequences than beams the host goes on to the end, alone as beside others."""
+    model = zoo.load("bart")
+    trie = fastgen.Trie.per_sentence([[[9], [11]], [[9] * 9, [11] * 9, [13] * 9, [15] * 9]], eos_token_id=2)
+    options = dict(num_beams=4, num_return_sequences=4, length_penalty=-1.0, max_new_tokens=14)
+    sources = [[5, 6, 7], [8, 9, 10, 11]]
+    results = fastgen.generate(model, sources, batch_size=2, prefix_allowed_tokens_fn=trie, **options)
+    alone = [
+        _alone(model, source, prefix_allowed_tokens_fn=trie.select([number]), **options)
+        for number, source in enumerate(sources)
+    ]
+    assert not (alone[0][:, 1:] == 2).any(1).all(), "all places are filled"
+    assert results[0].shape == alone[0].shape and torch.equal(results[0][:2], alone[0][:2])
+    width = results[1].shape[1]
+    assert torch.equal(results[1], alone[1][:, :width]) and bool((alone[1][:, width:] != 9).all())

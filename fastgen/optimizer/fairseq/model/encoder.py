@@ -100,5 +100,5 @@ class _Attention:
             bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
         output = F.scaled_dot_product_attention(queries, keys, values, bias, scale=module.scaling)
         if hidden is not None:  # a row of padding alone is NaN in the host, and 0 in some of torch's kernels
-            output = output.masked_fill(hidden.all(-1, keepdim=True), torch.nan)
+            output.masked_fill_(hidden.all(-1, keepdim=True), torch.nan)
         return module.out_proj(output.permute(2, 0, 1, 3).flatten(2)), None
