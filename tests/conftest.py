@@ -105,7 +105,7 @@ def clean_slate() -> Iterator[None]:
     fastgen.enable()
     config.reset()
     report.reset()
-    logging.disable(logging.NOTSET)  # a benchmark's runner, which has a process of its own elsewhere, wants less said
+    logging.disable(logging.NOTSET)  # which some folders' tests, and benchmarks' runners, set to something else
     if (ray := sys.modules.get("ray")) is not None:
         ray.shutdown()  # or the next test would use that cluster, whatever it asks for
 

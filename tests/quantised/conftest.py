@@ -23,4 +23,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    logging.disable(logging.NOTSET)

@@ -30,7 +30,6 @@ def _undisturbed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-    logging.disable(logging.NOTSET)  # other folders' tests, in the same process, read what is logged
     assert fastgen.status().enabled, "a test left fastgen disabled"
 
 
