@@ -327,7 +327,9 @@ WRONG: dict[str, Any] = {
     "floats": [5.0, 6.0],
     "words": ["a", "b"],
     "ragged": [[5], [6, 7]],
-    "generator": (number for number in MANY),
+    "generator": (number for number in MANY),  # has no length
+    "keys": dict.fromkeys(MANY).keys(),  # has a length, and cannot be copied
+    "view": memoryview(bytes(range(5, 45))),
 }
 
 

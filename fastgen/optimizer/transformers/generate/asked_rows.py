@@ -32,10 +32,10 @@ class AskedRows:
         answers: list[Any] = []
         for row in range(input_ids.shape[0]):
             answer = function(row // beams, input_ids[row])
-            # The host uses an answer before it asks for the next, for which a function may fill the same list.
-            answers.append(answer.clone() if isinstance(answer, Tensor) else copy.copy(answer))
-            if len(answers[-1]) == 0:
-                break  # here the host raises its error, and asks no further
+            is_last = len(answer) == 0  # here the host raises its error, and asks no further
+            answers.append(_kept(answer))
+            if is_last:
+                break
         self._following = _following(answers, input_ids, vocabulary)
         left = iter(answers)
         answered = copy.copy(processor)
@@ -58,6 +58,16 @@ class AskedRows:
     def select(self, rows: Tensor) -> None:
         """Rows are dropped of no search that asks a function: it is asked about all of them, as the host does."""
         raise AssertionError("a search that asks a function keeps the rows of all sentences")
+
+
+def _kept(answer: Any) -> Any:
+    """The answer as it is now: the host uses an answer before it asks for the next, which may fill the same list."""
+    if isinstance(answer, Tensor):
+        return answer.clone()
+    try:
+        return copy.copy(answer)
+    except (TypeError, copy.Error):  # such as the keys of a dict: the host says what it makes of them
+        return answer
 
 
 def _following(answers: list[Any], input_ids: Tensor, vocabulary: int) -> Following | None:
