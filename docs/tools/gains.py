@@ -19,7 +19,7 @@ _TASKS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("text in images", "captions", "captions-trocr-base", ()),
     ("captions", "captions", "captions-blip-base", ()),
     ("captions, a large image tower", "captions", "captions-florence2-base", ()),
-    ("retrieval, many beams over a trie", "wide", "t5-small-beams-400", ()),
+    ("retrieval, many beams over a trie", "wide-zen4", "t5-small-beams-400", ()),
     ("chat, one prompt, greedy", "peers", "greedy-smollm-64", ("ctranslate2", "llamacpp", "openvino")),
 )
 
@@ -35,6 +35,8 @@ class Gain:
 
 
 def gains(result: Result) -> list[Gain]:
+    machines = {suite: result(suite)["machine"]["cpu"] for suite in ("speech", *(suite for _, suite, _, _ in _TASKS))}
+    assert len(set(machines.values())) == 1, f"the README says that all rows are of one machine: {machines}"
     rows = [_of_suite(result(suite), who, name, peers) for who, suite, name, peers in _TASKS]
     rows.insert(-1, _of_speech(result("speech")))
     return rows
@@ -74,3 +76,23 @@ def shown(result: Result) -> str:
         stock = f"{facts.seconds(gain.seconds)} ({gain.stock})"
         rows.append((gain.who, gain.what, stock, others or "–", f"**{facts.times(gain.fastgen)}**"))
     return table(("who", "task, float32", "stock", "what else one would install", "fastgen"), rows)
+
+
+def of_other_hosts(result: Result) -> str:
+    """A sentence on fairseq and whisper: the least and the largest medians."""
+    tasks = [task for task in result("peers")["tasks"] if {"fairseq", "fastgen-fairseq"} <= task["sides"].keys()]
+    fairseq = []
+    for sides in (task["sides"] for task in tasks):  # the reference, of which there is no ratio, is 1
+        stock, ours = (sides[side].get("ratio", {"median": 1})["median"] for side in ("fairseq", "fastgen-fairseq"))
+        fairseq.append(ours / stock)
+    whisper, peer = [], []
+    for task in result("speech")["tasks"]:
+        for against, found in (("whisper", whisper), ("faster-whisper", peer)):
+            rounds = [one for one in task["rounds"] if against in one]
+            found.append(statistics.median(one[against]["seconds"] / one["fastgen"]["seconds"] for one in rounds))
+    (a, b), (c, d), (e, f) = ((f"{min(some):.1f}", f"{max(some):.1f}") for some in (fairseq, whisper, peer))
+    return (
+        f"fairseq is {a} to {b} times as fast with fastgen there, and whisper's `transcribe` {c} to {d} times, one "
+        f"recording after the other, which is {e} to {f} times as fast as faster-whisper: see "
+        "[whisper](whisper.md#speed)."
+    )

@@ -411,6 +411,12 @@ def results_gains() -> str:
     return gains.shown(_result)
 
 
+def results_other_hosts() -> str:
+    import gains
+
+    return gains.of_other_hosts(_result)
+
+
 def _suite(name: str) -> str:
     import suites
 
@@ -677,6 +683,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "results-gains": results_gains,
     "results-phases": results_phases,
     "results-short": results_short,
+    "results-other-hosts": results_other_hosts,
     "results-slots": results_slots,
     "results-sources": results_sources,
     "results-speech": results_speech,
