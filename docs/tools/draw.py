@@ -19,11 +19,16 @@ class Colours:
     beams: tuple[str, str, str]
     dead: str
     on_colour: str  # text on any of these
+    fastgen: str  # its bars, beside those of others
 
 
 THEMES = {
-    "light": Colours("#1f2933", "#5f6b76", "#b9dfd8", ("#9ecbff", "#ffd08a", "#e3b5f0"), "#e4e7eb", "#1f2933"),
-    "dark": Colours("#e6eaef", "#a3adba", "#1f6b60", ("#2a5f9e", "#8a5a12", "#74408a"), "#3a404b", "#f2f5f8"),
+    "light": Colours(
+        "#1f2933", "#5f6b76", "#b9dfd8", ("#9ecbff", "#ffd08a", "#e3b5f0"), "#e4e7eb", "#1f2933", "#0f9d8a"
+    ),
+    "dark": Colours(
+        "#e6eaef", "#a3adba", "#1f6b60", ("#2a5f9e", "#8a5a12", "#74408a"), "#3a404b", "#f2f5f8", "#2bb5a0"
+    ),
 }
 
 # The example: three beams, four steps. Each step's tokens, and the beam that each of them continues.
@@ -229,7 +234,7 @@ def gain(colours: Colours) -> Picture:
             one,
             [
                 *((name, ratio, colours.beams[0]) for name, ratio in one.peers.items()),
-                ("fastgen", one.fastgen, colours.shared),
+                ("fastgen", one.fastgen, colours.fastgen),
             ],
         )
         for one in rows
