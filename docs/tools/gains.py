@@ -81,15 +81,13 @@ def shown(result: Result) -> str:
 def of_other_hosts(result: Result) -> str:
     """A sentence on fairseq and whisper: the least and the largest medians."""
     tasks = [task for task in result("peers")["tasks"] if {"fairseq", "fastgen-fairseq"} <= task["sides"].keys()]
-    fairseq = []
-    for sides in (task["sides"] for task in tasks):  # the reference, of which there is no ratio, is 1
-        stock, ours = (sides[side].get("ratio", {"median": 1})["median"] for side in ("fairseq", "fastgen-fairseq"))
-        fairseq.append(ours / stock)
+    rounds = [[one["seconds"] for one in task["rounds"]] for task in tasks]
+    fairseq = [statistics.median(one["fairseq"] / one["fastgen-fairseq"] for one in each) for each in rounds]
     whisper, peer = [], []
     for task in result("speech")["tasks"]:
         for against, found in (("whisper", whisper), ("faster-whisper", peer)):
-            rounds = [one for one in task["rounds"] if against in one]
-            found.append(statistics.median(one[against]["seconds"] / one["fastgen"]["seconds"] for one in rounds))
+            shared = [one for one in task["rounds"] if against in one]
+            found.append(statistics.median(one[against]["seconds"] / one["fastgen"]["seconds"] for one in shared))
     (a, b), (c, d), (e, f) = ((f"{min(some):.1f}", f"{max(some):.1f}") for some in (fairseq, whisper, peer))
     return (
         f"fairseq is {a} to {b} times as fast with fastgen there, and whisper's `transcribe` {c} to {d} times, one "

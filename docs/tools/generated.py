@@ -372,7 +372,7 @@ def _result(name: str) -> dict[str, Any]:
 
 
 _SHORT = "bart-base gpt2 transformer-base-32 transformer-base-1 ddtp whisper smollm".split()
-_SUITES = """peers longer captions int8 int8-zen5-avx2 int8-intel int8-intel-more fastseq-table1
+_SUITES = """peers fairseq-gpt2 longer captions int8 int8-zen5-avx2 int8-intel int8-intel-more fastseq-table1
     fastseq-table2 fastseq-table3 fastseq-table4 slim-whisper lightseq-fig5 lightseq-fig6 scale wide
     wide-qwen3 wide-qwen3-400 wide-zen4""".split()
 

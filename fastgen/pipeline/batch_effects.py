@@ -108,14 +108,15 @@ def configured(model: Any, options: dict[str, Any], name: str) -> Any:
 
 
 def padding_token(model: Any, options: dict[str, Any]) -> int:
-    """The padding token that `generate` will use, or any."""
+    """The padding token that `generate` will use, or any; below 0, as in some old configurations, there is none."""
 
     def first(name: str) -> Any:
         found = configured(model, options, name)
         return getattr(model.config, name, None) if found is None else found
 
     pad = first("pad_token_id")
-    return int([*listed(first("eos_token_id")), 0][0] if pad is None else pad)
+    tokens = [pad, *listed(first("eos_token_id")), 0]
+    return int(next(token for token in tokens if token is not None and token >= 0))
 
 
 def listed(tokens: Any) -> list[int]:

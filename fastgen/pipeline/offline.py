@@ -263,7 +263,9 @@ def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[
     """The arguments of `model.generate` for these sources, padded together; a trie begins after the padded prompt."""
     import torch
 
-    pad = padding_token(model, options)
+    pad, known = padding_token(model, options), configured(model, options, "pad_token_id")
+    if known is not None and known < 0:  # no embedding has this number, and rows that have finished are fed it
+        options = {**options, "pad_token_id": pad}
     longest = max(map(len, sources))
     allowed: Any = options.get(_ALLOWED)
     if _is_trie(allowed) and not model.config.is_encoder_decoder:

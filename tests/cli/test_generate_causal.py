@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,20 @@ def test_a_prompt_of_all_positions(folder: Path, tmp_path: Path, count: int) -> 
     first, last = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines())
     assert first["outputs"][0]["text"] == alone(folder, ["room 12"])[0]
     assert ("error" in last) is (count == POSITIONS)
+
+
+@pytest.mark.parametrize("of_the_model", [-1, None])
+def test_padding_tokens_that_the_model_does_not_know(
+    folder: Path, source: Path, texts: list[str], tmp_path: Path, of_the_model: int | None
+) -> None:
+    """-1 in the model's configuration, and a tokenizer with a token more than the model has."""
+    shutil.copytree(folder, tmp_path / "model")
+    config = tmp_path / "model" / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | {"pad_token_id": of_the_model}), "utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<one more>"})
+    assert tokenizer.pad_token_id == size
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert run(tmp_path / "model", source, tmp_path / "out.txt", *FLAGS, "--max-new-tokens", "12") == 0
+    assert (tmp_path / "out.txt").read_text("utf-8").splitlines() == alone(folder, texts, max_new_tokens=12)

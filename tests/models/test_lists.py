@@ -142,3 +142,28 @@ def test_t5_pads_with_0(beams: int) -> None:
     alone = [model.generate(torch.tensor([source]), **options)[0].tolist() for source in sources]
     assert len(set(map(len, alone))) > 1
     assert [output[0].tolist() for output in fastgen.generate(model, sources, **options)] == alone
+
+
+@pytest.mark.parametrize("refill", [True, False])
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bart"])
+@pytest.mark.parametrize("where", ["model", "configuration", "option"])
+def test_a_padding_token_below_zero_is_none(where: str, family: str, beams: int, refill: bool) -> None:
+    """Old configurations say -1, which no embedding has: stock cannot decode two sources of two lengths with it."""
+    model = copy.deepcopy(zoo.load(family))
+    options: dict[str, Any] = dict(num_beams=beams, max_new_tokens=7, eos_token_id=[-1, *range(12, 22), *range(45, 60)])
+    if where == "model":
+        model.config.pad_token_id = model.generation_config.pad_token_id = -1
+    elif where == "option":
+        options["pad_token_id"] = -1
+    else:
+        options["generation_config"] = copy.deepcopy(model.generation_config)
+        options["generation_config"].pad_token_id = -1
+    alone = []
+    for source in SOURCES:
+        ids = torch.tensor([source])
+        with fastgen.disabled():
+            alone.append(model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist())
+    found = fastgen.generate(model, SOURCES, batch_size=3, refill=refill, **options)
+    assert len({len(row) for row in alone}) > 1
+    assert [output[0].tolist() for output in found] == alone

@@ -191,7 +191,7 @@ def generation_config(
     merged = _merged(model.generation_config, flags)
     if language is not None and "forced_bos_token_id" not in flags:
         merged.forced_bos_token_id = language
-    if merged.pad_token_id is None:
+    if merged.pad_token_id is None or not _is_fed(merged.pad_token_id, model):
         merged.pad_token_id = _pad_token(tokenizer, model)
     if "max_new_tokens" in flags and "max_length" not in flags:
         merged.max_length = None  # with both given, transformers warns at every batch
@@ -236,6 +236,12 @@ def _check_length(model: Any, config: GenerationConfig, shown: Callable[[str], s
 def _pad_token(tokenizer: Any, model: Any) -> int:
     """A token to pad with. If there is no padding token, any token will do: the mask hides it."""
     for candidate in (tokenizer.pad_token_id, model.config.pad_token_id, tokenizer.eos_token_id):
-        if candidate is not None:
+        if candidate is not None and _is_fed(candidate, model):
             return int(candidate)
     return 0
+
+
+def _is_fed(token: int, model: Any) -> bool:
+    """Whether the model has an embedding for it: the padding token of an old configuration may be -1, and that of a
+    tokenizer may be one more than the model knows."""
+    return bool(0 <= token < model.get_input_embeddings().num_embeddings)
