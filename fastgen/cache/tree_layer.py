@@ -65,8 +65,10 @@ class TreeLayer:
         """
         tree = self.tree
         start, used = tree.used - tree.beams, tree.used
-        for stored, tensor in zip(self._stored, tensors, strict=True):
-            new = _beams_as_positions(tensor, tree.beams)
+        added = tuple(_beams_as_positions(tensor, tree.beams) for tensor in tensors)
+        if any(stored.dtype != new.dtype for stored, new in zip(self._stored, added, strict=True)):
+            added = self._promoted(added)
+        for stored, new in zip(self._stored, added, strict=True):
             if tree.is_static:
                 stored.index_copy_(2, tree.slots, new)
             else:
@@ -150,6 +152,13 @@ class TreeLayer:
             larger[:, :, :length] = tensor
         self._clear_from(length, *grown)
         return grown
+
+    def _promoted(self, added: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Code between two steps has turned autocast on or off: go on in the wider dtype of both, as `torch.cat` does,
+        by which the hosts add to a cache. Such steps are never captured."""
+        dtypes = [torch.promote_types(old.dtype, new.dtype) for old, new in zip(self._stored, added, strict=True)]
+        self._stored = tuple(stored.to(dtype) for stored, dtype in zip(self._stored, dtypes, strict=True))
+        return tuple(new.to(dtype) for new, dtype in zip(added, dtypes, strict=True))
 
     def _clear_from(self, slot: int, *tensors: Tensor) -> None:
         if self.tree.is_static:  # no beam sees those slots yet, but zero times uninitialised memory may be NaN

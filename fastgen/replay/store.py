@@ -94,6 +94,8 @@ def surroundings(device: torch.device) -> Hashable:
     """The settings of torch and fastgen that a step depends on; None where they cannot be told."""
     if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
         return None  # somebody's mode sees each operation
+    if torch.is_autocast_enabled(device.type):
+        return None  # it casts weights once in a call, which a later replay would not do again
     return (
         config.current().packing,
         config.current().weights,

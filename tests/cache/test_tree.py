@@ -180,6 +180,25 @@ def test_a_prompt_in_parts() -> None:
     Run(prompt, tree).step()
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_autocast_that_changes_between_steps(first: torch.dtype, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hosts concatenate what they store, which goes on in the wider dtype and rounds nothing."""
+    monkeypatch.setattr(tree_module, "FIRST_STEPS", 2)  # so that the tree grows, too
+    other = torch.float32 if first == torch.bfloat16 else torch.bfloat16
+    tree = BeamTree(2, 3, 9, DirtyBuffers(), static)
+    tree.layers.append(TreeLayer(tree))
+    expected = torch.randn(2, 2, 4, 5, 6).to(first)  # keys and values
+    tree.layers[0].prefill(*expected)
+    tree.begin_decoding()
+    for dtype in (first, other, other, first, other, first):
+        tree.advance()
+        new = torch.randn(2, 2, 4, 3, 6).to(dtype)
+        expected = torch.cat([expected, new], 3)
+        found = torch.stack(tree.layers[0].append(*new))[:, :, :, : tree.used]
+        assert found.dtype == expected.dtype and found.equal(expected)
+
+
 # ---------------------------------------------------------------------------------------------- the next call
 @pytest.mark.parametrize("kept", [[(0, 16), (0, 64)], [(0, 16)]], ids=str)
 @pytest.mark.parametrize("length", [0, 4])

@@ -297,6 +297,37 @@ def test_autocast_sees_the_model() -> None:
     assert _counts(model) == (0, 0)
 
 
+class Autocast(transformers.LogitsProcessor):
+    """Turns autocast on or off at the third step."""
+
+    def __init__(self, on: bool) -> None:
+        self.on, self.steps = on, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        torch.set_autocast_enabled("cpu", self.on if self.steps == 3 else torch.is_autocast_enabled("cpu"))
+        return scores
+
+
+@pytest.mark.parametrize("setting", ["always", "off"])
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_autocast_that_is_turned_on_or_off_between_steps(family: str, on: bool, beams: int, setting: str) -> None:
+    """Logits of the same tokens are stock's within the precision's tolerance; captured steps end there."""
+    model, inputs = copy.deepcopy(zoo.load(family)), _inputs(family)
+    logits, options = [], dict(num_beams=beams, max_new_tokens=12, **DETAILS)
+    for how in (fastgen.disabled(), fastgen.configured(replay=setting, strict=True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not on), torch.no_grad(), how:
+            processor = Autocast(on)
+            found = model.generate(**inputs, logits_processor=[processor], **options)
+            assert processor.steps > 5 and torch.is_autocast_enabled("cpu") == on
+        logits.append(torch.stack(found.logits[:4]).float())  # of these steps alone the tokens are certainly the same
+    if on or beams == 1:  # else rounding has decided the order of beams before
+        assert torch.dist(*logits) < 0.03 * logits[0].norm()  # bfloat16 rounds by up to 0.004
+    assert fastgen.status().calls[-1].tier in ("fast", "compat") and _counts(model)[1] <= 2
+
+
 def test_settings() -> None:
     model = copy.deepcopy(zoo.load("gpt2"))
     one, few = _inputs("gpt2", batch=1), _inputs("gpt2", batch=3)
