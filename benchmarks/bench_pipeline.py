@@ -16,7 +16,6 @@ import argparse
 import io
 import logging
 import math
-import platform
 import statistics
 import sys
 import tempfile
@@ -27,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # the workers import this file again, and should start as quickly as the command's
-    import torch
-    from measuring import RESULTS, cpu_model, write
+    from measuring import RESULTS, environment, write
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import fairseq
         from fairseq import utils
         from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
@@ -211,19 +210,14 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3, help="times the hypotheses are replayed")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=("post-processing", "whole"))
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="DIR", help="where the JSON goes")
     args = parser.parse_args()
-    result: dict[str, Any] = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": cpu_model(),
-        "threads": torch.get_num_threads(),
-    }
+    result: dict[str, Any] = environment(fairseq)
     if args.only != "whole":
         result["post_processing"] = post_processing(args)
     if args.only != "post-processing":
         result["whole"] = whole_command(args)
-    RESULTS.mkdir(exist_ok=True)
-    path = write(RESULTS, f"pipeline{f'-{args.only}' if args.only else ''}", result, indent=1)
+    path = write(args.output, f"pipeline{f'-{args.only}' if args.only else ''}", result, indent=1)
     print(f"Written to {path}.")
 
 
