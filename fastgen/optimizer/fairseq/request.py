@@ -131,6 +131,8 @@ def unsupported_reason(request: Request) -> str | None:
         return "the models of the ensemble were exchanged after it was made"
     if request.source is None or request.source.numel() == 0:
         return "the batch is empty"
+    if _has_padding_alone(request):
+        return "a source is padding alone, where the host's scores are NaN"
     strategy = generator.search
     if type(strategy) not in _STRATEGIES:
         return f"the search strategy {type(strategy).__name__} has not been proven"
@@ -244,6 +246,14 @@ def unsupported_attention(attention: Any, known: Any = MultiheadAttention) -> st
     if attention._forward_hooks or attention._forward_pre_hooks:
         return "hooks watch its attention"
     return None
+
+
+def _has_padding_alone(request: Request) -> bool:
+    """Whether the decoder would attend to a source of which nothing can be seen."""
+    tokens, generator = request.source, request.generator
+    if tokens is None or tokens.is_floating_point() or not generator.model.has_encoder():
+        return False
+    return bool(tokens.eq(generator.pad).all(1).any())
 
 
 def was_changed(ensemble: Any) -> bool:

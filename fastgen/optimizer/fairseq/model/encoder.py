@@ -94,11 +94,9 @@ class _Attention:
             projection(x).unflatten(2, (module.num_heads, module.head_dim)).permute(1, 2, 0, 3)
             for projection, x in ((module.q_proj, query), (module.k_proj, key), (module.v_proj, value))
         ]  # [B, H, N, D]
-        bias = hidden = None
+        bias = None
         if key_padding_mask is not None:
             hidden = key_padding_mask.bool()[:, None, None]
             bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
         output = F.scaled_dot_product_attention(queries, keys, values, bias, scale=module.scaling)
-        if hidden is not None:  # a row of padding alone is NaN in the host, and 0 in some of torch's kernels
-            output.masked_fill_(hidden.all(-1, keepdim=True), torch.nan)
         return module.out_proj(output.permute(2, 0, 1, 3).flatten(2)), None
