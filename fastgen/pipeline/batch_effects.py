@@ -19,8 +19,8 @@ def sees_padding(model: Any, options: dict[str, Any], sources: Sequence[Any]) ->
 
     if asked("encoder_repetition_penalty") not in (None, 1.0):
         return True
-    if model.config.is_encoder_decoder:  # whose other processors see the output, or ban the padding, which is no word
-        return False
+    if model.config.is_encoder_decoder:  # whose other processors see the output, or ban the padding behind padding
+        return asked("encoder_no_repeat_ngram_size") in (1, 2)  # also where the decoder may begin with padding
     shortest = min(map(len, sources), default=1)
     sizes = [size for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size") if (size := asked(name))]
     return (
@@ -29,6 +29,7 @@ def sees_padding(model: Any, options: dict[str, Any], sources: Sequence[Any]) ->
         or (asked("forced_bos_token_id") is not None and shortest == 1)  # behind such a prompt alone
         or (asked("repetition_penalty") not in (None, 1.0) and _penalises_padding())
         or (asked("max_new_tokens") is None and _outgrows_positions(model, sources))
+        or rotates_by_longest(model, options, sources)
         or _width_of(asked("watermarking_config")) > shortest
         or any(len(one) > shortest and padding_token(model, options) in one for one in _sequences(asked))
     )
@@ -44,6 +45,22 @@ def sees_others(model: Any, options: dict[str, Any]) -> bool:
         return False
     rows = [configured(model, options, name) or 1 for name in ("num_beams", "num_return_sequences")]
     return max(rows) > 1 and not _is_new(lambda versions: versions.penalises_all_rows())
+
+
+def rotates_by_longest(model: Any, options: dict[str, Any], sources: Sequence[Any]) -> bool:
+    """Whether positions of all sources would be rotated as the longest says, with its padding and new tokens.
+
+    So it is with rotations of the types `longrope` and `dynamic`, from some length on.
+    """
+    try:
+        from fastgen.optimizer.transformers.model.modules import rotates_by_length_from
+    except ImportError:  # the host is not installed, or left alone
+        return False
+    longest, new = max(map(len, sources), default=0), configured(model, options, "max_new_tokens")
+    total = longest + DEFAULT_TOKENS if new is None else longest + int(new)
+    if new is None:
+        total = max(total, int(configured(model, options, "max_length") or 0))
+    return bool(total >= rotates_by_length_from(model.modules()))
 
 
 def _counts_prompts(model: Any, options: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from fastgen.memory.limits import is_out_of_memory
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
 from fastgen.optimizer.transformers.generate.shareable import unrefillable
 from fastgen.optimizer.transformers.generate.suspended_call import Call, Decided, Found
+from fastgen.pipeline.batch_effects import rotates_by_longest
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.transformers.hypotheses import Hypotheses, hypotheses_of, own_tokens
 from fastgen.serving.apart import generate_apart
@@ -59,6 +60,9 @@ class Engine(BaseEngine):
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request, whose listener gets each result. Raises Full or, if the engine has ended, Stopped."""
+        if not self._model.config.is_encoder_decoder:
+            options = {"generation_config": request.config}
+            request.key = request.key, rotates_by_longest(self._model, options, request.inputs)
         with self._changed:
             queued = sum(len(one.waiting) for one in self._requests if not one.is_over)
             is_full = queued > 0 and queued + len(request.inputs) > self._most_queued
@@ -205,13 +209,14 @@ class Engine(BaseEngine):
         return None
 
     def _find_out(self, request: GenerationRequest) -> None:
-        """Find out whether requests with these options can share a batch; one input is enough for that."""
+        """Find out whether requests with these options can share a batch; the longest input is enough for that."""
         if request.key in self._apart:
             return
         if len(self._apart) > _MOST_OPTIONS:
             self._apart.clear()
         try:
-            call = call_of(self._model, [(request, 0)])
+            longest = max(range(len(request.inputs)), key=lambda index: len(request.inputs[index]))
+            call = call_of(self._model, [(request, longest)])
             is_apart = bool(request.stop) or unrefillable(self._model, call, tokens=True) is not None
             self._apart[request.key] = is_apart
         except Exception as error:

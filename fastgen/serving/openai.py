@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from fastgen.pipeline.transformers.tokenizing import Encode, EncodeChat
 from fastgen.serving import metrics, openai_schema
 from fastgen.serving.observed import work_of
-from fastgen.serving.openai_answers import CHAT, CONTEXT, TEXT, Answer, Form, Inputs, streamed, whole
+from fastgen.serving.openai_answers import CHAT, TEXT, Answer, Form, Inputs, streamed, whole
 from fastgen.serving.openai_schema import RENAMED
 from fastgen.serving.openai_search import search_of
 from fastgen.serving.options import STREAMS
@@ -101,8 +101,7 @@ async def _prompts(service: Service, body: Any) -> Inputs:
         service.check_tokens(prompts, names)
         tokens = prompts
         prefixes = await asyncio.to_thread(service.decoded, prompts) if body.echo else []
-    contexts = [row[-CONTEXT:] for row in tokens] if service.continues and not service.cleans_up else []
-    return Inputs(tokens, names, prefixes if body.echo else [], contexts)
+    return Inputs(tokens, names, prefixes if body.echo else [], service.continues and not service.cleans_up)
 
 
 def _check_vocabulary(service: Service, prompts: list[list[int]], names: Names) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastgen.pipeline.transformers.growing_text import GrowingText, stable, stop_in, tokens_until
+from fastgen.pipeline.transformers.growing_text import GrowingText, stop_in, tokens_until
 from fastgen.pipeline.transformers.hypotheses import Hypotheses
 from fastgen.serving.generation_request import Finished, Grown
 from fastgen.serving.observed import Work
@@ -20,6 +20,7 @@ from fastgen.serving.openai_search import SearchRequest
 from fastgen.serving.options import finite
 from fastgen.serving.service import Names, Refusal, Service
 
+_CUT = "\ufffd"  # what stands for a character of which bytes are missing
 CONTEXT = 5  # tokens of a prompt that are decoded with the new ones: some tokenizers drop a space at the beginning
 
 
@@ -42,7 +43,7 @@ class Inputs:
     tokens: list[list[int]]
     names: Names
     prefixes: list[str] = field(default_factory=list)  # what each text begins with, if anything
-    contexts: list[list[int]] = field(default_factory=list)  # the last tokens of each prompt, if the text goes on there
+    goes_on: bool = False  # whether each text goes on from that of the prompt
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Answer:
         count = len(inputs.tokens) * search.n
         self._texts = [GrowingText(search.stop, cleans_up=service.cleans_up) for _ in range(count)]
         self._counts: list[int | None] = [None] * count  # of the new tokens of choices that have ended
+        self._contexts: list[list[int]] = []  # the last tokens of each prompt, if the text goes on there
         self._bases: list[str] = []  # the texts of the contexts
         self._prefixes = [inputs.prefixes[i // search.n] if inputs.prefixes else "" for i in range(count)]
         self._logprobs: list[Logprobs] = []  # of the choices, if asked for
@@ -100,8 +102,9 @@ class Answer:
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Yield the choices' texts as they grow; closing it frees the rows."""
         try:
-            if self._inputs.contexts:
-                self._bases = await asyncio.to_thread(self._service.decoded, self._inputs.contexts)
+            if self._inputs.goes_on:
+                found = await asyncio.to_thread(lambda: [self._context_of(row) for row in self._inputs.tokens])
+                self._contexts, self._bases = [list(some) for some in zip(*found, strict=True)]
             async for event in self._service.events_of(self._request, self._events):
                 if isinstance(event, Finished):
                     pieces = await asyncio.to_thread(self._finished, event)
@@ -192,12 +195,22 @@ class Answer:
         """The number of tokens in a row that were not generated: the start token of a decoder with an encoder."""
         return 0 if self._service.continues else 1
 
+    def _context_of(self, row: list[int]) -> tuple[list[int], str]:
+        """The last tokens of a prompt, and their text, in which no character is cut: a token may be one byte."""
+        for size in range(CONTEXT, CONTEXT + 4):  # a character has four bytes at most
+            (text,) = self._service.decoded([row[-size:]])
+            if not text.startswith(_CUT):
+                break
+        return row[-size:], text
+
     def _end(self, row: list[int]) -> tuple[str, int]:
         """Why a row ends, and the number of new tokens, an end token among them that was cut off as padding."""
         config, ends = self._request.config, self._ends
         count = len(row) - self._begun
         if count > 0 and row[-1] in ends:
-            return "stop", count
+            # The host forces the last token of all to be this one, whatever the model would have said.
+            is_forced = config.forced_eos_token_id is not None and count >= int(config.max_new_tokens)
+            return "length" if is_forced else "stop", count
         if count >= int(config.max_new_tokens):
             return "length", count
         return "stop", count + (config.pad_token_id in ends)
@@ -216,7 +229,7 @@ class Answer:
 
         def is_enough(tokens: list[int]) -> bool:
             (text,) = self._decoded(which, [tokens])
-            return has(stable(text, cleans_up=self._service.cleans_up))
+            return has(text.rstrip(_CUT))
 
         return tokens_until(row, is_enough)
 
@@ -226,9 +239,9 @@ class Answer:
 
     def _decoded(self, which: int, rows: list[list[int]]) -> list[str]:
         """The text of each row, as it goes on from the prompt of this input."""
-        if not self._bases or self._bases[which].endswith("\ufffd"):
+        if not self._bases or self._bases[which].endswith(_CUT):
             return self._service.decoded(rows)
-        context, base = self._inputs.contexts[which], self._bases[which]
+        context, base = self._contexts[which], self._bases[which]
         return [text[len(base) :] for text in self._service.decoded([[*context, *row] for row in rows])]
 
 

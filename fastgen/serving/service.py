@@ -123,7 +123,7 @@ class Service(BaseService):
         self._default_tokens = min(self._most_new, _DEFAULT_TOKENS)
         self.own_generation_config = self._model.generation_config
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
-        self.cleans_up = bool(getattr(known.tokenizer, "clean_up_tokenization_spaces", False))
+        self.cleans_up = _cleans_up(known.tokenizer)
         self.special_tokens = frozenset[int](known.tokenizer.all_special_ids)
         self.has_chat_template = bool(getattr(known.tokenizer, "chat_template", None))
         self._config({})  # raises errors in the settings before the first request
@@ -340,6 +340,14 @@ class Service(BaseService):
         """The text of each of these rows of tokens; special tokens are left out, unless `special`."""
         texts: list[str] = self._tokenizer.submit(tokenizing.Decode(rows, special)).result()
         return texts
+
+
+def _cleans_up(tokenizer: Any) -> bool:
+    """Whether decoding takes out spaces, before a comma and the like: for BPE some versions of the host never do it."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    tokens = tokenizer("it is , a . b ! c ? do n't", add_special_tokens=False).input_ids
+    return bool(tokenizer.decode(tokens) != tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 def _event(data: dict[str, Any]) -> str:
