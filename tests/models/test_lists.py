@@ -167,3 +167,24 @@ def test_a_padding_token_below_zero_is_none(where: str, family: str, beams: int,
     found = fastgen.generate(model, SOURCES, batch_size=3, refill=refill, **options)
     assert len({len(row) for row in alone}) > 1
     assert [output[0].tolist() for output in found] == alone
+
+
+@pytest.mark.parametrize("refill", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_padding_of_an_encoder_whose_ngrams_are_banned(family: str, size: int, refill: bool) -> None:
+    """It is no word of the shorter source, which alone may be answered with the padding token, or begins with it."""
+    model, options = zoo.load(family), dict(num_beams=2, max_new_tokens=6, encoder_no_repeat_ngram_size=size)
+    alone = []
+    for source in SOURCES:
+        with fastgen.disabled():
+            alone.append(model.generate(torch.tensor([source]), **options)[0].tolist())
+    found = fastgen.generate(model, SOURCES, batch_size=8, refill=refill, **options)
+    assert [_shortened(output[0].tolist()) for output in found] == [_shortened(row) for row in alone]
+
+
+def _shortened(row: list[int]) -> list[int]:
+    """Without what follows the last token that is no padding."""
+    while row and row[-1] == zoo.PAD:
+        row = row[:-1]
+    return row

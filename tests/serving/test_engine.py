@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from serving_kit import TEXTS, config_of, loaded, slowly, stock
 from transformers import ExponentialDecayLengthPenalty
 
+import fastgen
 from fastgen.optimizer.transformers.generate.continuous_batch import ContinuousBatch
 from fastgen.serving import engine as engines
 from fastgen.serving.apart import generate_apart
@@ -407,3 +409,39 @@ def test_idle_batches_let_go_of_their_memory(engine: Engine) -> None:
     wait(ask)
     until(lambda: not engine._batches)
     assert not engine._units and torch.is_grad_enabled()
+
+
+@pytest.mark.skipif(zoo.MAJOR < 5, reason="4.57 has other configurations for rotations")
+@pytest.mark.parametrize("options", [dict(num_beams=3), dict(do_sample=True, top_k=0), {}], ids=str)
+def test_a_long_prompt_does_not_rotate_the_positions_of_others(options: dict[str, Any]) -> None:
+    """Frequencies go by the longest row (`longrope`): it has a call of its own, and its seed, whoever came before."""
+    rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[1.5, 3.0, 6.0, 9.0])
+    rope["original_max_position_embeddings"] = 32
+    family = zoo._model(
+        "LlamaForCausalLM", "LlamaConfig", zoo.GROUPED, max_position_embeddings=256, rope_parameters=rope
+    )
+    torch.manual_seed(0)
+    model = family().eval()
+    draw = random.Random(2)
+    short, long, warm = ([draw.randrange(5, 55) for _ in range(length)] for length in (7, 50, 6))
+    config = config_of(max_new_tokens=8, **options)
+    config.pad_token_id, config.eos_token_id = zoo.PAD, zoo.UNUSED
+
+    def stock_of(prompt: list[int]) -> list[int]:
+        with fastgen.disabled(), torch.no_grad():
+            torch.manual_seed(1)
+            tokens = model.generate(torch.tensor([prompt]), generation_config=config, return_dict_in_generate=False)
+        return tokens[0, len(prompt) :].tolist()
+
+    engine = Engine(model, most_rows=32)
+    try:
+        for inputs in ([warm], [long], [short], [short, long], [long]):
+            events: list[Event] = []
+            request = GenerationRequest(inputs, config, "same", events.append, seed=1)
+            engine.submit(request)
+            wait(request)
+            found = {event.which: event.found.tokens[0] for event in events if isinstance(event, Finished)}
+            if not (options.get("do_sample") and len(inputs) > 1):  # a second input draws on
+                assert [found[number] for number in range(len(inputs))] == [stock_of(prompt) for prompt in inputs]
+    finally:
+        engine.close()

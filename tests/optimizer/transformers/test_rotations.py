@@ -11,6 +11,7 @@ import torch
 import zoo
 from joined_calls import calls_of, refilled, stock_results
 
+import fastgen
 from fastgen.cache.tree import BeamTree
 from fastgen.optimizer.transformers.generate import chunked_prefill
 from fastgen.optimizer.transformers.model import modules
@@ -126,3 +127,19 @@ def test_whose_positions_count() -> None:
     assert modules.rotates_by_length_from(parts) == 0
     parts[2].config = zoo._get("LlamaConfig")(**KINDS["longrope"])
     assert modules.rotates_by_length_from(parts) == TRAINED
+
+
+@pytest.mark.parametrize("refill", [False, True])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_lists(beams: int, refill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each source as it is alone: its positions are not rotated as a longer source of the list says.
+
+    With `dynamic` rotations the host goes by the longest text of earlier calls, too, so there is no "alone".
+    """
+    model, options = model_of("longrope", monkeypatch), dict(num_beams=beams, max_new_tokens=5)
+    sources = [row[row != zoo.PAD].tolist() for row in prompts(3)["input_ids"]]
+    assert max(map(len, sources)) + 5 > TRAINED > min(map(len, sources)) + 5
+    with fastgen.disabled():
+        alone = [model.generate(torch.tensor([source]), **options)[0].tolist() for source in sources]
+    found = fastgen.generate(model, sources, batch_size=8, refill=refill, **options)
+    assert [output[0].tolist() for output in found] == alone
