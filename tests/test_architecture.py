@@ -69,6 +69,7 @@ CATCHES_ALL = {
     "pipeline.remote": "each package that fsspec calls has errors of its own",
     "pipeline.resume": "writes what is known, and raises it again",
     "pipeline.transcription.load": "a checkpoint is anybody's",
+    "pipeline.transcription.run": "a file that cannot be read is named: the others go on",
     "pipeline.transcription.together": "a recording that fails ends alone: the others go on",
     "pipeline.stages": "is raised again in the calling thread",
     "pipeline.workers": "is raised again where the result is asked for",

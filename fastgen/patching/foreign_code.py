@@ -62,6 +62,7 @@ class HostCode:
     # Other libraries' layers and weights, by the full name of the class, and whether one treats rows one by one.
     row_local: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     class_attributes: Callable[[type], Mapping[str, Any]] = vars  # a class's attributes while nobody decodes
+    runs_hooks: bool = True  # whether steps call each module, so that hooks run: torch's own do no harm then
     _checked: dict[type, Any] = field(default_factory=dict, compare=False)
 
     def find(self, modules: Iterable[tuple[str, nn.Module]]) -> Iterator[Finding]:
@@ -160,6 +161,8 @@ class HostCode:
         for hook in (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()):
             if not all(map(self._is_host_code, _functions(hook))):
                 yield Finding(path, "has hooks of yours", code=identities(hook))
+            elif not self.runs_hooks and _root(home_of(hook)) == "torch":
+                yield Finding(path, f"has hooks of {home_of(hook)}", code=identities(hook))
         if own.get("_compiled_call_impl") is not None:
             yield Finding(path, "is compiled")
         for name, value in (*own["_parameters"].items(), *own["_buffers"].items()):

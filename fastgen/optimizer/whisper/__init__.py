@@ -65,7 +65,8 @@ def _prepared(kind: type[Any], stock: Callable[..., Any], is_tested: bool) -> Ca
 
         found = getattr(self.inference.logits, "__self__", None)
         ours = found if isinstance(found, TreeInference) and type(self) is kind else None
-        if ours is None and not hosts.is_on():  # called by a function that others have put over this one, which stays
+        # Called by a function that others have put over this one, which stays, or a task that was made before.
+        if not hosts.is_on():
             return stock(self, mel)
         if ours is not None and is_tested and _is_hosts(self, loop):
             ours.wanted = self.sot_index, len(self.initial_tokens) - 1  # all that the host's loop looks at
@@ -137,7 +138,7 @@ def _wrapped(
 
         now = {name: getattr(kind, name) for name in methods}
         replaced = next((name for name in methods if now[name] is not methods[name]), None)
-        ours = TreeInference(model, {name: types.MethodType(method, self) for name, method in now.items()}, replaced)
+        ours = TreeInference(self, {name: types.MethodType(method, self) for name, method in now.items()}, replaced)
         for name in methods:  # on this object, so that a decoding that has begun ends as it began
             setattr(self, name, getattr(ours, name))
 

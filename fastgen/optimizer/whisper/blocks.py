@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from whisper.model import MultiHeadAttention, ResidualAttentionBlock
 
 from fastgen.layers.linear import LinearDispatcher
 
@@ -44,3 +45,13 @@ class Blocks:
     def _feed_forward(self, block: Any, x: Tensor) -> Tensor:
         wide, activation, narrow = block.mlp
         return self._multiplied(narrow, activation(self._multiplied(wide, block.mlp_ln(x))))
+
+
+def has_blocks(blocks: Any, with_cross_attention: bool) -> bool:
+    """Whether all of these have the parts that whisper's blocks have."""
+    cross = MultiHeadAttention if with_cross_attention else type(None)
+    kinds = [ResidualAttentionBlock, MultiHeadAttention, cross, nn.Sequential]
+    return all(
+        [type(part) for part in (block, block.attn, block.cross_attn, block.mlp)] == kinds and len(block.mlp) == 3
+        for block in blocks
+    )

@@ -21,7 +21,7 @@ from fastgen.cache.tree import BeamTree
 from fastgen.cache.tree_layer import TreeLayer
 from fastgen.layers.attention import beam_attention
 from fastgen.memory.buffers import Buffers
-from fastgen.optimizer.whisper.blocks import Blocks
+from fastgen.optimizer.whisper.blocks import Blocks, has_blocks
 
 _lock = locks.reentrant_lock()
 _heads: weakref.WeakKeyDictionary[nn.Module, nn.Linear] = weakref.WeakKeyDictionary()  # by the embedding they share
@@ -67,9 +67,30 @@ class TreeDecoder(Blocks):
         """Read the last token of each row, int64 `[B*M, 1]`; returns logits, float32 `[B*M, 1, V]`."""
         return step_together([self], [last])[0]
 
+    @property
+    def rows(self) -> int:
+        return self.tree.batch * self._rows
+
+    def can_reorder(self, sources: list[int]) -> bool:
+        """Whether there are as many rows as before, and each continues one of the same segment."""
+        segments = [row // self._rows for row in range(self.rows)]
+        return [source // self._rows for source in sources] == segments
+
     def reorder(self, sources: list[int]) -> None:
         if self.tree.steps:  # before the first step, all rows of a segment are equal
             self.tree.reorder(torch.tensor(sources, device=self._audio.device))
+
+    def by_module(self) -> dict[nn.Module, Tensor]:
+        """Keys and values, float `[B*M, length, C]` or, of the audio, `[B, N, C]`, by the host's linear layers."""
+        paths = self.tree.paths()[:, None, :, None]
+        found: dict[nn.Module, Tensor] = {}
+        for block, layer, source in zip(self._decoder.blocks, self.tree.layers, self._source, strict=True):
+            for module, stored in zip((block.attn.key, block.attn.value), layer.stored(), strict=True):
+                rows = stored.repeat_interleave(self._rows, dim=0)
+                found[module] = rows.take_along_dim(paths, dim=2).transpose(1, 2).flatten(2)
+            for module, stored in zip((block.cross_attn.key, block.cross_attn.value), source, strict=True):
+                found[module] = stored.transpose(1, 2).flatten(2)
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +117,15 @@ class TreeDecoder(Blocks):
 
     def _logits(self, x: Tensor) -> Tensor:
         return self._products(self._head, self._decoder.ln(x), _cast).float()
+
+
+def has_own_layout(decoder: Any) -> bool:
+    """Whether a decoder of whisper's classes has the parts that `TreeDecoder` goes by; layers may be any."""
+    embedding, mask = decoder.token_embedding, decoder.mask
+    # A weight that is computed from others, or changes as it is read, can't be a linear layer's.
+    is_plain = isinstance(embedding, nn.Embedding) and "weight" in embedding._parameters and not embedding.max_norm
+    is_causal = isinstance(mask, Tensor) and torch.equal(mask, torch.full_like(mask, -torch.inf).triu_(1))
+    return is_plain and is_causal and has_blocks(decoder.blocks, with_cross_attention=True)
 
 
 def step_together(decoders: Sequence[TreeDecoder], last: Sequence[Tensor]) -> list[Tensor]:

@@ -200,6 +200,9 @@ def _decoded(av: Any, file: Any, stream: Any, most: int | None) -> tuple[_Sample
             frames = packet.decode()
         except av.error.EOFError:
             break
+        except IndexError:  # a packet of a stream that begins here, which PyAV does not know
+            packets = file.demux(stream)
+            continue
         except (av.error.FFmpegError, ValueError) as error:  # ValueError: a stream without a codec
             faults.append(_reason(error))
             if not isinstance(error, av.error.InvalidDataError):

@@ -15,6 +15,12 @@ from fastgen.pipeline.resume import differing, precision
 from fastgen.version import __version__
 
 NAME = ".fastgen-transcribe.jsonl"
+STANDARD_INPUT = Path("-")
+
+
+def stem(file: Path) -> str:
+    """What the outputs of a file are called, as whisper's command calls them."""
+    return "stdin" if file == STANDARD_INPUT else file.stem
 
 
 class Journal:
@@ -75,7 +81,7 @@ class Journal:
         That is so of standard input, pipes and devices: these are never done.
         """
         try:
-            found = None if _is_standard_input(file) else os.stat(file)
+            found = None if file == STANDARD_INPUT else os.stat(file)
         except OSError:
             return None
         return [found.st_size, found.st_mtime_ns] if found is not None and stat.S_ISREG(found.st_mode) else None
@@ -89,8 +95,9 @@ class Journal:
         try:
             header, *lines = map(json.loads, whole.splitlines())
             before = header["settings"]
-            begun = {line["begun"] for line in lines if "begun" in line}
-            done = {line["done"]: line["looks"] for line in lines if "done" in line}
+            last = {_place(line["begun"]): line["begun"] for line in lines if "begun" in line}
+            begun = set(last.values())  # outputs are of the file that was begun last, of those that are called alike
+            done = {line["done"]: line["looks"] for line in lines if "done" in line and line["done"] in begun}
             is_placed = all(name == "-" or os.path.isabs(name) for name in (*begun, *done))
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{self._path} is not a journal of this command: remove it.") from error
@@ -126,10 +133,11 @@ def _sizes(outputs: list[Path]) -> Any:
         return None
 
 
-def _is_standard_input(file: Path) -> bool:
-    return str(file) == "-"
-
-
 def _name(file: Path) -> str:
     """What the journal calls a file: the same wherever a run is started."""
-    return "-" if _is_standard_input(file) else os.path.abspath(file)
+    return str(file) if file == STANDARD_INPUT else os.path.abspath(file)
+
+
+def _place(name: str) -> str:
+    """Where the outputs of a file of this name go; some file systems take A.txt and a.txt for the same file."""
+    return stem(Path(name)).casefold()

@@ -133,6 +133,6 @@ def _checked(source: Any, number: int) -> Any:
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
     is_name = isinstance(source, str) and not source.startswith(("http://", "https://"))
-    if is_name and not Path(source).is_file():
+    if is_name and (not Path(source).exists() or Path(source).is_dir()):  # a pipe is as good as a file
         raise ValueError(f"recording {number}, {source}, is no file")
     return source

@@ -19,13 +19,12 @@ from typing import Any
 from fastgen.pipeline.errors import DONE, INPUT_ERROR, InputError, counted, first_line, tell, writing
 from fastgen.pipeline.resume import contents, other_texts
 from fastgen.pipeline.transcription import audio
-from fastgen.pipeline.transcription.journal import Journal
+from fastgen.pipeline.transcription.journal import STANDARD_INPUT, Journal, stem
 from fastgen.pipeline.transcription.load import files_of, load
 from fastgen.pipeline.transcription.progress import AudioProgress
 from fastgen.pipeline.transcription.together import Recording, transcribe_all, within
 from fastgen.report import FallbackError
 
-STANDARD_INPUT = Path("-")
 _UNFINISHED = ".fastgen-unfinished-"  # folders of outputs that are being written
 
 
@@ -50,11 +49,6 @@ class Settings:
 
     def outputs(self, file: Path) -> list[Path]:
         return [self.output / f"{stem(file)}.{form}" for form in self.formats]
-
-
-def stem(file: Path) -> str:
-    """What the outputs of a file are called, as whisper's command calls them."""
-    return "stdin" if file == STANDARD_INPUT else file.stem
 
 
 def run(settings: Settings) -> int:
@@ -126,6 +120,9 @@ class _Files:
                 recording = self._read(file)
             except InputError as error:
                 self._fail(error)
+                continue
+            except Exception as error:  # of a library that reads what nobody has foreseen: the other files go on
+                self._fail(InputError(f"{file} could not be read: {type(error).__name__}: {first_line(error)}."))
                 continue
             recording.done = functools.partial(self._done, file, looks)
             yield recording

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from whisper.audio import HOP_LENGTH, N_FFT, mel_filters
+from whisper import audio
+from whisper.audio import HOP_LENGTH, N_FFT
 
 _AT_ONCE = 6000  # frames, a minute
 
@@ -49,4 +50,4 @@ class Spectrogram:
         part = torch.nn.functional.pad(part, (0, last - first - len(part)))
         window = torch.hann_window(N_FFT, device=part.device)
         power = torch.stft(part, N_FFT, HOP_LENGTH, window=window, center=False, return_complex=True).abs() ** 2
-        return torch.clamp(mel_filters(part.device, self._bands) @ power, min=1e-10).log10()
+        return torch.clamp(audio.mel_filters(part.device, self._bands) @ power, min=1e-10).log10()

@@ -18,6 +18,7 @@ from fastgen.memory import limits
 from fastgen.optimizer import together
 from fastgen.patching import hosts
 from fastgen.patching.redirection import redirected
+from fastgen.patching.replaced_code import is_of
 from fastgen.pipeline.batching import release_memory
 from fastgen.pipeline.errors import needing
 from fastgen.pipeline.transcription import silences
@@ -247,7 +248,7 @@ def _of_any_length(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def log_mel_spectrogram(audio: Any, n_mels: int = 80, padding: int = 0, device: Any = None) -> Any:
-        if _advance.get() is None or len(audio) <= LONG:
+        if _advance.get() is None or len(audio) <= LONG or not is_of(stock, "whisper"):
             return together.outside(stock, audio, n_mels, padding, device)
         from fastgen.pipeline.transcription.spectrogram import Spectrogram
 

@@ -16,7 +16,9 @@ from fastgen.cache.tree import BeamTree
 from fastgen.optimizer import draws, verification
 
 whisper = pytest.importorskip("whisper")
-from whisper.decoding import DecodingOptions  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.utils import parametrizations, prune  # noqa: E402
+from whisper.decoding import DecodingOptions, DecodingTask, PyTorchInference  # noqa: E402
 from whisper.model import Whisper  # noqa: E402
 from whisper_kit import SOUND, decode, tiny  # noqa: E402
 
@@ -128,6 +130,115 @@ def test_weights_that_change() -> None:
     assert compare(model, SOUND[0], beam_size=3)[0].tokens != before[0].tokens
 
 
+LAYOUT = "the decoder is not put together as whisper puts it together"
+
+
+def more_parts(block: Any) -> None:
+    block.mlp = nn.Sequential(*block.mlp, nn.Dropout(0.1)).eval()
+
+
+@pytest.mark.parametrize("hook", [lambda layer: prune.l1_unstructured(layer, "weight", 0.4), nn.utils.weight_norm])
+@pytest.mark.parametrize("part", ["attn.query", "mlp.0", "cross_attn.out"])
+def test_weights_that_hooks_of_torchs_compute(part: str, hook: Any) -> None:
+    """They are old after weights were loaded, until the layer is called."""
+    model, other = tiny(), tiny(seed=5)
+    for block in (*model.decoder.blocks, *other.decoder.blocks):
+        hook(block.get_submodule(part))
+    model.load_state_dict(other.state_dict())
+    report.reset()
+    (found,) = decode(model, SOUND[0], beam_size=3)
+    assert report.calls()[-1].tier == "stock" and "hooks of torch.nn.utils" in str(report.calls()[-1].reason)
+    with fastgen.disabled():
+        assert found.tokens == decode(model, SOUND[0], beam_size=3)[0].tokens
+
+
+class _Repeated(DecodingTask):
+    """Several segments with beams: each row has audio features of its own."""
+
+    def _get_audio_features(self, mel: torch.Tensor) -> torch.Tensor:
+        return super()._get_audio_features(mel).repeat_interleave(self.n_group, dim=0)
+
+    def _detect_language(self, audio_features: torch.Tensor, tokens: torch.Tensor) -> Any:
+        return super()._detect_language(audio_features[:: self.n_group], tokens)
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+@pytest.mark.parametrize("options", [dict(beam_size=3), dict(), dict(beam_size=4, patience=2.0, length_penalty=0.6)])
+def test_rows_with_audio_features_of_their_own(segments: int, options: dict[str, Any]) -> None:
+    """As in whisper 20230314, and in subclasses that decode several segments with beams."""
+    for seed in range(3):
+        model, found = tiny(seed=seed), []
+        for block in (fastgen.disabled(), fastgen.configured(strict=True)):
+            task = _Repeated(model, DecodingOptions(language="en", fp16=False, sample_len=12, **options))
+            with block:
+                found.append([(one.tokens, one.avg_logprob) for one in task.run(SOUND[:segments])])
+        assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
+        assert [each for _, each in found[0]] == pytest.approx([each for _, each in found[1]], abs=1e-5)
+
+
+def _stepped(inference: Any, tokens: torch.Tensor, moves: list[tuple[list[int] | None, int]]) -> list[torch.Tensor]:
+    """The logits of a decoding by hand: for each of `moves`, rows to continue (None: as they are) and new tokens."""
+    found = []
+    try:
+        with torch.no_grad():
+            audio = inference.model.encoder(SOUND[:1])
+            found.append(inference.logits(tokens, audio).clone())
+            for rows, new in moves:
+                if rows is not None:
+                    inference.rearrange_kv_cache(rows)
+                    tokens = tokens[rows]
+                added = torch.arange(len(tokens) * new).view(len(tokens), new) * 7 + 300 + tokens.shape[1]
+                tokens = torch.cat([tokens, added], 1)
+                found.append(inference.logits(tokens, audio).clone())
+    finally:
+        inference.cleanup_caching()
+    return found
+
+
+SOT = [50258, 50259, 50359, 50363]
+MOVES: dict[str, list[tuple[list[int] | None, int]]] = {
+    "beams": [(None, 1), ([0, 0, 2], 1), ([2, 1, 1], 1), (None, 1)],
+    "rows leave": [(None, 1), ([2, 0], 1), (None, 1), ([1], 1), (None, 1)],
+    "rows leave at once": [([2, 1], 1), (None, 1)],
+    "rows come": [(None, 1), ([0, 0, 1, 2, 2], 1), ([4, 3, 2, 1, 0], 1)],
+    "several tokens, of which the last is read": [(None, 1), (None, 2), ([1, 0, 0], 1)],
+}
+
+
+@pytest.mark.parametrize("moves", MOVES.values(), ids=MOVES)
+def test_an_inference_called_by_hand(moves: list[tuple[list[int] | None, int]]) -> None:
+    tokens = torch.tensor([SOT]).repeat(3, 1)
+    with fastgen.disabled():
+        expected = _stepped(PyTorchInference(MODEL, 4), tokens, moves)
+    with fastgen.configured(strict=True):
+        found = _stepped(PyTorchInference(MODEL, 4), tokens, moves)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
+    assert report.calls()[-1].tier == "compat" and not MODEL.decoder.blocks[0].attn.key._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("initial", "change", "tier"),
+    [
+        (4, lambda tokens: tokens[1, 1].add_(1), "stock"),
+        (3, lambda tokens: None, "stock"),
+        (6, lambda _: None, "compat"),
+    ],
+    ids=["other tokens in a row", "more than the initial tokens", "fewer than the initial tokens"],
+)
+def test_first_tokens(initial: int, change: Any, tier: str) -> None:
+    tokens = torch.tensor([SOT]).repeat(3, 1)
+    change(tokens)
+    moves: list[tuple[list[int] | None, int]] = [(None, 1), (None, 1), ([0, 0, 1], 1)]
+    with fastgen.disabled():
+        expected = _stepped(PyTorchInference(MODEL, initial), tokens, moves)
+    report.reset()
+    found = _stepped(PyTorchInference(MODEL, initial), tokens, moves)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=1e-4)
+    assert report.calls()[-1].tier == tier
+
+
 def _called(forward: Any) -> Any:
     return lambda *args, **kwargs: forward(*args, **kwargs)
 
@@ -144,6 +255,14 @@ def _called(forward: Any) -> Any:
             "decoder has a forward of its own",
         ),
         (lambda model: setattr(model, "__class__", type("Mine", (Whisper,), {})), "is not whisper's own"),
+        (lambda model: more_parts(model.decoder.blocks[1]), LAYOUT),
+        (lambda model: setattr(model.decoder.blocks[1], "mlp", nn.Identity()), LAYOUT),
+        (lambda model: setattr(model.decoder.blocks[0], "cross_attn", None), LAYOUT),
+        (lambda model: setattr(model.decoder, "mask", None), LAYOUT),
+        (lambda model: model.decoder.mask.tril_(), LAYOUT),
+        (lambda model: setattr(model.decoder.token_embedding, "max_norm", 50.0), LAYOUT),
+        (lambda model: parametrizations.weight_norm(model.decoder.token_embedding), LAYOUT),
+        (lambda model: prune.l1_unstructured(model.decoder.token_embedding, "weight", 0.2), "has hooks of torch.nn"),
     ],
 )
 def test_what_stays_with_the_host(change: Any, reason: str) -> None:
@@ -176,12 +295,34 @@ def test_disabled() -> None:
         assert "logits" not in vars(inference())
 
 
+def test_a_task_that_was_made_before() -> None:
+    """It is the host's while fastgen is disabled, and accelerated afterwards."""
+    expected = compare(MODEL, SOUND[0], beam_size=3)
+    task = DecodingTask(MODEL, DecodingOptions(language="en", sample_len=24, fp16=False, beam_size=3))
+    for block, calls in ((fastgen.disabled(), 0), (fastgen.configured(), 1)):
+        report.reset()
+        with block:
+            assert task.run(SOUND[:1])[0].tokens == expected[0].tokens
+        assert len(report.calls()) == calls
+    assert report.calls()[-1].tier == "compat"
+
+
 def test_a_decoding_that_has_begun_ends_as_it_began() -> None:
     expected = compare(MODEL, SOUND[0], beam_size=3)
-    task = whisper.decoding.DecodingTask(MODEL, DecodingOptions(language="en", sample_len=24, fp16=False, beam_size=3))
-    with fastgen.disabled():
+    task = DecodingTask(MODEL, DecodingOptions(language="en", sample_len=24, fp16=False, beam_size=3))
+    steps = []
+
+    class Off(whisper.decoding.LogitFilter):
+        def apply(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
+            steps.append(1)
+            fastgen.disable()
+
+    task.logit_filters.append(Off())
+    try:
         assert task.run(SOUND[:1])[0].tokens == expected[0].tokens
-    assert report.calls()[-1].tier == "compat"
+    finally:
+        fastgen.enable()
+    assert len(steps) > 5 and report.calls()[-1].tier == "compat" and report.calls()[-1].steps == len(steps)
 
 
 def test_a_users_own_inference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,33 @@ def test_several_streams(channels: tuple[int, ...], defaults: tuple[bool, ...], 
     assert found.seconds == chosen + 1 and np.abs(found.samples).max() > 0.02
 
 
+def transport_stream(path: Path, streams: int, seconds: int) -> bytes:
+    """A recording of as many audio streams as MPEG's transport streams have them."""
+    size, rate = 1152, 48_000
+    with av.open(str(path), "w", format="mpegts") as out:
+        tracks: list[Any] = [out.add_stream("mp2", rate=rate) for _ in range(streams)]
+        for track in tracks:
+            track.layout, track.bit_rate = "stereo", 384_000
+        for start in range(0, seconds * rate, size):
+            tone = (8000 * np.sin(np.arange(start, start + size) / 20)).astype("<i2")
+            frame = av.AudioFrame.from_ndarray(np.repeat(tone, 2)[None], format="s16", layout="stereo")
+            frame.sample_rate, frame.pts = rate, start
+            for track in tracks:
+                out.mux(track.encode(frame))
+        for track in tracks:
+            out.mux(track.encode(None))
+    return path.read_bytes()
+
+
+def test_a_stream_that_begins_in_the_midst(tmp_path: Path) -> None:
+    """Long after what FFmpeg looks at first: the stream that was there from the beginning goes on."""
+    path, seconds = tmp_path / "joined.ts", 120
+    one, two = (transport_stream(tmp_path / f"{streams}.ts", streams, seconds) for streams in (1, 2))
+    path.write_bytes(one + two)
+    found = audio.read(path)
+    assert found.seconds == pytest.approx(2 * seconds, abs=0.5) and not found.fault
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="pipes have no names in folders there")
 def test_a_pipe_with_a_name(sound: Any, tmp_path: Path) -> None:
     """It is read once, by decoders that go back and forth."""

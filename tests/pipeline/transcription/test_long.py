@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +86,24 @@ def test_the_same_texts(checkpoint: Path, sound: Any, monkeypatch: pytest.Monkey
         assert one["language"] == other["language"]
         for name in ("tokens", "start", "end", "seek"):
             assert [segment[name] for segment in one["segments"]] == [segment[name] for segment in other["segments"]]
+
+
+def test_a_users_own_spectrogram(checkpoint: Path, sound: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put in place of whisper's it is called for long sounds, too."""
+    model, file, seen = load.load(str(checkpoint), "cpu"), sound("a.wav", 33.0), list[int]()
+    module = sys.modules["whisper.transcribe"]
+    real = vars(module)["log_mel_spectrogram"]
+    for each in (audio, together):
+        monkeypatch.setattr(each, "LONG", 20_000)
+
+    def mine(samples: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(len(samples))
+        return real(samples, *args, **kwargs) * 0.5
+
+    monkeypatch.setattr(module, "log_mel_spectrogram", mine)
+    options: dict[str, Any] = dict(fp16=False, temperature=0.0, language="en", sample_len=8)
+    (found,) = fastgen.transcribe(model, [file], **options)
+    assert seen
+    with fastgen.disabled():
+        expected = module.transcribe(model, audio.read(file).samples, **options)
+    assert [one["tokens"] for one in found["segments"]] == [one["tokens"] for one in expected["segments"]]

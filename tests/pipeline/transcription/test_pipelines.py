@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import sys
 import threading
 import wave
 from pathlib import Path
@@ -51,6 +52,16 @@ CASES: dict[str, tuple[tuple[float, ...], dict[str, Any], int]] = {
         LONG,
         dict(return_timestamps=True, generate_kwargs=dict(BEAMS, condition_on_prev_tokens=True, max_new_tokens=20)),
         1,
+    ),
+    "chunks, and what was said before": (
+        LONG,
+        dict(chunk_length_s=1, generate_kwargs=dict(num_beams=1, condition_on_prev_tokens=True, max_new_tokens=20)),
+        2,
+    ),
+    "chunks, and what was said before, with beams": (
+        LONG,
+        dict(chunk_length_s=1, generate_kwargs=dict(BEAMS, condition_on_prev_tokens=True, max_new_tokens=20)),
+        3,
     ),
     "scores": (
         LONG,
@@ -168,6 +179,12 @@ def test_whatever_a_pipeline_takes(pipeline: Any, tmp_path: Path, monkeypatch: A
         file.writeframes((samples * 32767).astype("<i2").tobytes())
     monkeypatch.setattr("transformers.pipelines.automatic_speech_recognition.ffmpeg_read", lambda *_: samples)
     assert together(pipeline, [path, os.fspath(path)], **options) == [expected] * 2
+    if sys.platform != "win32":  # where pipes have no names in folders
+        os.mkfifo(tmp_path / "pipe")
+        writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(path.read_bytes(),))
+        writer.start()
+        assert together(pipeline, [tmp_path / "pipe"], **options) == [expected]
+        writer.join()
     assert fastgen.transcribe(pipeline, []) == []
     for wrong, said in (([tmp_path / "none.wav"], "none.wav, is no file"), (samples, "give a list"), (given, "a list")):
         with pytest.raises(ValueError, match=said):

@@ -246,6 +246,26 @@ def test_an_error_in_one_file(
     assert [*contents(tmp_path / "out")] == ["talk:1.txt"]
 
 
+def test_a_file_that_nobody_has_foreseen(
+    checkpoint: Path, sound: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a library raises as it reads one file costs that file alone."""
+    files = [sound("a.wav"), sound("b.wav", 1.0)]
+    real = audio._decoded
+
+    def failing(av: Any, file: Any, *others: Any) -> Any:
+        if file.duration > 1.5e6:  # microseconds: the first file
+            raise KeyError("a format of tomorrow")
+        return real(av, file, *others)
+
+    monkeypatch.setattr(audio, "_decoded", failing)
+    flags = ("--temperature_increment_on_fallback", "None", "-f", "txt", "--language", "en", "--quiet")
+    assert command(checkpoint, files, tmp_path / "out", *flags) == 1
+    said = capsys.readouterr().err
+    assert f"{files[0]} could not be read: KeyError: " in said and "1 file of 2" in said
+    assert [*contents(tmp_path / "out")] == ["b.txt"]
+
+
 def test_strict_ends_the_run(
     checkpoint: Path,
     sound: Any,

@@ -126,3 +126,24 @@ def test_a_journal_that_does_not_say_in_which_folders_files_are(
     assert command(checkpoint, [file], out, *QUICK, "--overwrite") == 0
     assert command(checkpoint, [file], out, *QUICK, "--resume") == 0
     assert "nothing to resume" in capsys.readouterr().err
+
+
+def test_outputs_that_another_file_has_taken(
+    checkpoint: Path, sound: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two files that are called alike the outputs are the last one's: no resumed run of the other replaces them."""
+    for number, name in enumerate(("one", "two")):
+        (tmp_path / name).mkdir()
+        sound(f"{name}/a.wav", 1.0, seed=number)
+    first, second, out = tmp_path / "one" / "a.wav", tmp_path / "two" / "a.wav", tmp_path / "out"
+    assert command(checkpoint, [first], out, *QUICK) == 0
+    assert command(checkpoint, [second], out, *QUICK, "--overwrite") == 0
+    before = contents(out)
+    assert command(checkpoint, [first], out, *QUICK, "--resume") == 1
+    assert f"{out}/a.txt exists; --overwrite replaces it." in capsys.readouterr().err
+    assert contents(out) == before
+    assert command(checkpoint, [second], out, *QUICK, "--resume") == 0
+    assert "nothing to resume" in capsys.readouterr().err
+    assert command(checkpoint, [first], out, *QUICK, "--overwrite") == 0
+    assert command(checkpoint, [first], out, *QUICK, "--resume") == 0
+    assert "nothing to resume" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from fastgen.optimizer.transformers.model.decoder import TreeDecoder
 from fastgen.optimizer.transformers.request import Request
 from fastgen.optimizer.transformers.versions import CACHE, CACHE_LENGTH
 
+_POSITIONS = ("position_ids", "decoder_position_ids")
 _CLEAR_FROM = 1 / 8  # of the sentences have finished: then it pays to copy the others' keys
 
 
@@ -94,7 +95,7 @@ class BatchDecoder(TreeDecoder):
             call.decoder.tree.steps += 1
         self.session.spans = [(call.rows, call.decoder.tree.length) for call in self.calls]
         inputs = self._inputs()
-        self.session.knows_positions = isinstance(inputs.get("position_ids"), Tensor)
+        self.session.knows_positions = any(isinstance(inputs.get(name), Tensor) for name in _POSITIONS)
         outputs = self.step(inputs)
         self.steps += 1
         # Decided for all: the joint tree is copied once, whoever leaves.
