@@ -169,8 +169,8 @@ def test_rows_with_audio_features_of_their_own(segments: int, options: dict[str,
     for seed in range(3):
         model, found = tiny(seed=seed), []
         for block in (fastgen.disabled(), fastgen.configured(strict=True)):
-            task = _Repeated(model, DecodingOptions(language="en", fp16=False, sample_len=12, **options))
             with block:
+                task = _Repeated(model, DecodingOptions(language="en", fp16=False, sample_len=12, **options))
                 found.append([(one.tokens, one.avg_logprob) for one in task.run(SOUND[:segments])])
         assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
         assert [each for _, each in found[0]] == pytest.approx([each for _, each in found[1]], abs=1e-5)

@@ -53,16 +53,6 @@ CASES: dict[str, tuple[tuple[float, ...], dict[str, Any], int]] = {
         dict(return_timestamps=True, generate_kwargs=dict(BEAMS, condition_on_prev_tokens=True, max_new_tokens=20)),
         1,
     ),
-    "chunks, and what was said before": (
-        LONG,
-        dict(chunk_length_s=1, generate_kwargs=dict(num_beams=1, condition_on_prev_tokens=True, max_new_tokens=20)),
-        2,
-    ),
-    "chunks, and what was said before, with beams": (
-        LONG,
-        dict(chunk_length_s=1, generate_kwargs=dict(BEAMS, condition_on_prev_tokens=True, max_new_tokens=20)),
-        3,
-    ),
     "scores": (
         LONG,
         dict(
@@ -130,6 +120,17 @@ def test_as_if_it_were_alone(
     assert max(steps) == 3 and sum(steps) / len(steps) > 1.5
     assert {call.tier for call in report.calls()} == {"fast"}
     assert sum(call.batch for call in report.calls()) >= len(recordings)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_chunks_after_what_was_said_before(beams: int, steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts before are padded on the left: the host tells the positions of each row."""
+    pipeline, recordings = speech_kit.tiny(0), sounds(LONG)
+    monkeypatch.setattr(pipeline, "_batch_size", 2)
+    of_generate = dict(num_beams=beams, condition_on_prev_tokens=True, max_new_tokens=20)
+    options = dict(chunk_length_s=1, generate_kwargs=of_generate)
+    expected = alone(pipeline, recordings, **options)
+    assert plain(expected) == together(pipeline, recordings, batch_size=3, **options) and max(steps) == 3
 
 
 def test_words_with_beams(pipeline: Any, steps: list[int]) -> None:
