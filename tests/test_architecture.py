@@ -65,6 +65,7 @@ CATCHES_ALL = {
     "optimizer.transformers.generate.suspended_call": "a call that fails ends alone: the others go on",
     "optimizer.transformers.judge": "whatever stock raises, fastgen must raise",
     "optimizer.verification": "the host is asked again, which is no reason for the user's call to fail",
+    "pipeline.batch_trial": "a model is tried",
     "pipeline.fairseq.load": "a checkpoint is anybody's",
     "pipeline.remote": "each package that fsspec calls has errors of its own",
     "pipeline.resume": "writes what is known, and raises it again",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fastgen.pipeline.batch_trial import Sees, seen_by
+
 DEFAULT_TOKENS = 20  # that the host generates where nobody says how many
 
 
@@ -30,17 +32,20 @@ def sees_padding(model: Any, options: dict[str, Any], sources: Sequence[Any]) ->
         or (asked("repetition_penalty") not in (None, 1.0) and _penalises_padding())
         or (asked("max_new_tokens") is None and _outgrows_positions(model, sources))
         or rotates_by_longest(model, options, sources)
+        or seen_by(model, sources, padding_token(model, options)) is Sees.PADDING
         or _width_of(asked("watermarking_config")) > shortest
         or any(len(one) > shortest and padding_token(model, options) in one for one in _sequences(asked))
     )
 
 
-def sees_others(model: Any, options: dict[str, Any]) -> bool:
+def sees_others(model: Any, options: dict[str, Any], sources: Sequence[Any]) -> bool:
     """Whether an output of the host depends on the other sources of a batch, even on such of the same length.
 
-    Older versions have the penalty on tokens of the sources reach as many rows as there are sources, be they beams of
-    the first source alone.
+    Some models mix them up. Older versions have the penalty on tokens of the sources reach as many rows as there are
+    sources, be they beams of the first source alone.
     """
+    if seen_by(model, sources, padding_token(model, options)) is Sees.OTHERS:
+        return True
     if configured(model, options, "encoder_repetition_penalty") in (None, 1.0):
         return False
     rows = [configured(model, options, name) or 1 for name in ("num_beams", "num_return_sequences")]

@@ -173,7 +173,7 @@ def generated(
     where other sources would, it has one source.
     """
     size = max(1, batch_size // _PARTS) if refill else batch_size
-    size = 1 if sees_others(model, options) else size
+    size = 1 if sees_others(model, options, sources) else size
     apart = sees_padding(model, options, sources)
     # The longest first: so a batch that doesn't fit into memory shows at once.
     order = sorted(range(len(sources)), key=lambda index: -len(sources[index]))

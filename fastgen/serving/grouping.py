@@ -24,7 +24,7 @@ def groups(model: Any, units: list[Unit]) -> list[list[Unit]]:
     request, _ = units[0]
     units.sort(key=lambda unit: -_length(unit))
     inputs, options = [one.inputs[index] for one, index in units], {"generation_config": request.config}
-    if batch_effects.sees_others(model, options):
+    if batch_effects.sees_others(model, options, inputs):
         return [[unit] for unit in units]
     if not batch_effects.sees_padding(model, options, inputs):
         return [units]
