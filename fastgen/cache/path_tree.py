@@ -66,6 +66,12 @@ class PathTree(BeamTree):
         self._clock.fill_(start)
         self._of_step.clear()
 
+    def clear_from(self, count: int) -> None:
+        """Forget all that is stored behind `count` tokens beyond the prompt."""
+        for layer in self._all():
+            for stored in layer.stored():
+                stored[:, :, self.prompt_length + count :] = 0
+
     def settle(self, count: int) -> None:
         """Leave `count` tokens beyond the prompt on the path, and none that was drafted."""
         if count:

@@ -274,10 +274,13 @@ class BeamTree:
         return self._of_step[key]
 
     def close(self) -> None:
-        """End the call: free the layers' buffers now, not when the garbage collector finds the tree."""
+        """End the call: free all tensors now, not when the garbage collector finds the tree, which its layers know."""
         for layer in self._all():
             layer.clear()
         self.retained.drop()
+        self._of_step.clear()
+        for name in [name for name, value in vars(self).items() if isinstance(value, Tensor)]:
+            delattr(self, name)
 
     @property
     def nbytes(self) -> int:

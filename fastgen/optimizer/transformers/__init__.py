@@ -89,7 +89,7 @@ def _verified(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with expansion.of_one_call():
+        with expansion.of_one_call(kwargs.get("custom_generate")):
             return stock(self, *args, **kwargs)
 
     @functools.wraps(stock)

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fastgen.patching import replaced_code
+
 # Inputs with one row per beam, or none, whatever the model.
 BY_ROW = frozenset(
     """attention_mask cache cache_position decoder_attention_mask decoder_position_ids encoder_outputs
@@ -28,14 +30,23 @@ _local = threading.local()
 
 
 @contextlib.contextmanager
-def of_one_call() -> Iterator[None]:
-    """Inside the block, one call of the host's `generate` in this thread, the expansion is noted."""
-    before = getattr(_local, "expansion", None)
+def of_one_call(custom_generate: Any) -> Iterator[None]:
+    """Inside the block, one call of the host's `generate` in this thread, the expansion is noted.
+
+    `custom_generate`: the argument of that name; a function of the user's decodes in place of the host's searches.
+    """
+    before = getattr(_local, "expansion", None), is_decoded_by_users()
     _local.expansion = (None, {}, {})
+    _local.is_users = callable(custom_generate) and not replaced_code.is_of(custom_generate, "fastgen")
     try:
         yield
     finally:
-        _local.expansion = before
+        _local.expansion, _local.is_users = before
+
+
+def is_decoded_by_users() -> bool:
+    """Whether this thread is in a call that a function of the user's will decode: it may look at all that is read."""
+    return getattr(_local, "is_users", False)
 
 
 def noted(stock: Any) -> Any:

@@ -132,6 +132,8 @@ def off_tree_reason(request: Request) -> str | None:
     cache = kwargs[CACHE]
     if reason := unsupported_cache(cache) or request.facts.off_tree:
         return reason
+    if request.beams > 1 and request.generation_config.remove_invalid_values:
+        return "remove_invalid_values expects NaN, which would reach all beams or samples that share keys"
     prompt_mask = kwargs.get("decoder_attention_mask")
     if prompt_mask is not None and request.facts.sees_prompt_padding and not bool(prompt_mask.bool().all()):
         return "its steps attend to the padding of a prompt"

@@ -66,6 +66,24 @@ def test_a_cache_that_was_returned_is_nobody_elses(family: str, tier: str) -> No
     assert all(map(torch.equal, _keys(again), expected))
 
 
+@pytest.mark.parametrize(
+    "options", [dict(num_beams=3), dict(num_beams=1), dict(num_beams=3, return_dict_in_generate=True)]
+)
+def test_tensors_of_a_call_are_freed_when_it_ends(options: dict[str, Any]) -> None:
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama")
+
+    def alive() -> set[int]:
+        return {id(one) for one in gc.get_objects() if isinstance(one, torch.Tensor)}
+
+    for _ in range(3):
+        model.generate(**inputs, max_new_tokens=8, **options)
+    gc.collect()
+    before = alive()
+    for _ in range(4):
+        model.generate(**inputs, max_new_tokens=8, **options)
+    assert len(alive() - before) < 4, "none for each call"
+
+
 def _keys(output: Any) -> list[torch.Tensor]:
     cache = getattr(getattr(output, CACHE), "self_attention_cache", getattr(output, CACHE))
     return [layer.keys for layer in cache.layers]

@@ -50,6 +50,31 @@ class User:
                 self._change()
 
 
+class Writes(LogitsProcessor):
+    """Writes to the tokens that it is shown."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        input_ids[:, -1] = self.token
+        return scores
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_processor_that_writes_to_the_tokens(tokens: int) -> None:
+    """The host shows its own rows from the second step on, and at the first a copy of the prompts."""
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama", ragged=False)
+    found = []
+    for run in (harness.run_stock, harness.run_fastgen):
+        own = {name: value.clone() for name, value in inputs.items()}
+        processors = LogitsProcessorList([Writes(9)])
+        result = run(model, own, num_beams=3, max_new_tokens=tokens, logits_processor=processors)
+        found.append(result if run is harness.run_stock else result[0])
+        assert torch.equal(own["input_ids"], inputs["input_ids"])
+    assert torch.equal(*found)
+
+
 def as_function(user: User) -> dict[str, Any]:
     def allowed(sentence: int, tokens: Tensor) -> list[int]:
         user.note(len(tokens), (sentence, tokens.tolist()))

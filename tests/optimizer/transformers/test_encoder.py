@@ -45,6 +45,23 @@ def mixed(name: str, lengths: tuple[int, ...] = LENGTHS, width: int = 17) -> dic
     return dict(input_ids=inputs["input_ids"].masked_fill(mask == 0, pad), attention_mask=mask)
 
 
+@pytest.mark.skipif(not versions.PREFILLS, reason="4.57 takes no function of the user's")
+def test_a_function_of_the_users_that_decodes() -> None:
+    """It sees what the encoder has made of the padding, too."""
+    model, inputs = zoo.load("bart"), mixed("bart")
+
+    def pooled(model: Any, input_ids: Any, encoder_outputs: Any, **kwargs: Any) -> torch.Tensor:
+        found: torch.Tensor = encoder_outputs.last_hidden_state.mean(1)
+        return found
+
+    with fastgen.disabled():
+        expected = model.generate(**inputs, custom_generate=pooled)
+    report.reset()
+    assert torch.equal(model.generate(**inputs, custom_generate=pooled), expected) and not grouped()
+    harness.run_fastgen(model, inputs, **SEARCH)
+    assert grouped(), "other calls of the model have theirs in groups"
+
+
 def grouped() -> int:
     """Batches that encoders have read in groups since the last `run_fastgen`."""
     return fastgen.status().encoders.get("batches", 0)

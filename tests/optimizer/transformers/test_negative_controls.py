@@ -57,8 +57,8 @@ def forget_padding(patch: Patch) -> None:
 def forget_source_padding(patch: Patch) -> None:
     begin_decoding = TreeDecoder.begin_decoding
 
-    def planted(self: TreeDecoder, inputs: dict[str, Any], logits: torch.Tensor) -> None:
-        begin_decoding(self, inputs, logits)
+    def planted(self: TreeDecoder, inputs: dict[str, Any], outputs: Any) -> None:
+        begin_decoding(self, inputs, outputs)
         if self.source_mask is not None:
             self.source_mask = torch.ones_like(self.source_mask)
 

@@ -385,6 +385,7 @@ def test_cache_returned(name: str, tier: str) -> None:
     for theirs, mine in zip(caches[0].layers, caches[1].layers, strict=True):
         for name in ("keys", "values"):
             torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=1e-5, atol=harness.TOLERANCE)
+            assert getattr(mine, name).is_contiguous() == getattr(theirs, name).is_contiguous(), "`view` works as there"
 
 
 @pytest.mark.parametrize("option", ["suppress_tokens", "begin_suppress_tokens"])

@@ -44,6 +44,22 @@ def _counts(model: Any) -> tuple[int, int]:
     return counts.captures, counts.replays
 
 
+@pytest.mark.parametrize("family", sorted({"m2m_100", "fsmt"}.intersection(zoo.ACCELERATED)))
+def test_tables_of_positions_stay_as_they_are(family: str) -> None:
+    """How many positions a text will need is not known: the host's table grows when they are there, and not before."""
+    model, name = copy.deepcopy(zoo.load(family)), "weight" if family == "fsmt" else "weights"
+    tables = [part for part in model.modules() if hasattr(part, "get_embedding")]
+    for table in tables:
+        short = table.get_embedding(14, table.embedding_dim, table.padding_idx).to(getattr(table, name))
+        setattr(table, name, torch.nn.Parameter(short, requires_grad=False) if name == "weight" else short)
+    inputs, ending = _inputs(family, length=6), [*range(20, 55)]
+    for run in (harness.run_stock, harness.run_fastgen):
+        run(model, inputs, num_beams=3, max_new_tokens=60, eos_token_id=ending, early_stopping=True)
+        assert tables and {len(getattr(table, name)) for table in tables} == {14}
+    for beams in (3, 1):
+        harness.compare(copy.deepcopy(model), inputs, num_beams=beams, min_new_tokens=30, max_new_tokens=30)
+
+
 @pytest.mark.parametrize("tier", harness.TIERS)
 @pytest.mark.parametrize("family", sorted(zoo.ACCELERATED))
 def test_identical(family: str, tier: str, recording: type[replayer.GraphBackend]) -> None:

@@ -7,8 +7,12 @@ from typing import Any
 
 import harness
 import pytest
+import tiny_models
 import torch
+import transformers
 import zoo
+from tiny_models.shrinking import build
+from torch import nn
 
 import fastgen
 from fastgen.optimizer.transformers import versions
@@ -107,6 +111,42 @@ def test_the_cache_that_is_returned(family: str) -> None:
         assert len(a.layers) == len(b.layers) > 0
         for one, other in zip(a.layers, b.layers, strict=True):
             _assert_same_layer(one, other)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_cache_of_the_models_own_around_the_hosts(beams: int) -> None:
+    """BLIP puts the cache that it is given into one with a part for cross-attention, and fills that once."""
+    model = build("BlipForConditionalGeneration", 2)
+    inputs = tiny_models.INPUTS["BlipForConditionalGeneration"](model)[0][1]
+    keys = [part.key for name, part in model.named_modules() if name.endswith("crossattention.self")]
+    found = []
+    for run in (harness.run_stock, harness.run_fastgen):
+        result = run(model, inputs, num_beams=beams, max_new_tokens=8, return_dict_in_generate=True)
+        found.append(getattr(result if run is harness.run_stock else result[0], CACHE))
+    _ran_by_rows()
+    assert type(found[0]) is type(found[1]) is transformers.EncoderDecoderCache
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        theirs, mine = (getattr(cache, part).layers for cache in found)
+        assert len(theirs) == len(mine) == len(keys) == 2
+        for one, other in zip(theirs, mine, strict=True):
+            _assert_same_layer(one, other)
+
+
+@pytest.mark.parametrize("search", [dict(num_beams=4), dict(do_sample=True, num_return_sequences=4, temperature=1.5)])
+@pytest.mark.parametrize("family", ["llama", "bart"])
+def test_numbers_that_are_none(family: str, search: dict[str, Any]) -> None:
+    """NaN in one row's keys reaches no other row: these have caches of their own."""
+    for seed in range(4):
+        model, inputs = copy.deepcopy(zoo.load(family)), zoo.inputs_for(family, seed=seed, ragged=False)
+        free = [token for token in range(zoo.FIRST_WORD, zoo.VOCAB) if token not in inputs["input_ids"]]
+        output = model.get_output_embeddings()
+        output.weight = nn.Parameter(output.weight.detach().clone())
+        with torch.no_grad():
+            model.get_input_embeddings().weight[free[7 * seed % len(free)], :4] = torch.nan
+        harness.compare(
+            model, inputs, expected="rows", max_new_tokens=16, top_k=0, remove_invalid_values=True, **search
+        )
+        _ran_by_rows("remove_invalid_values expects NaN")
 
 
 def _assert_same_layer(stock: Any, ours: Any) -> None:

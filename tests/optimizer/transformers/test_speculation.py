@@ -198,6 +198,24 @@ def test_a_call_with_nan_leaves_none_for_the_next() -> None:
         assert torch.equal(found, stock)
 
 
+@pytest.mark.parametrize("search", [dict(), dict(do_sample=True, temperature=1.5, top_k=0)], ids=["greedy", "drawn"])
+def test_drafts_that_are_no_numbers(search: dict[str, Any]) -> None:
+    """NaN in the embeddings of all tokens that the text has not: no draft decides what is chosen before it."""
+    rounds = 0
+    for seed in range(4):
+        model, inputs = copy.deepcopy(zoo.load("gpt2")), zoo.inputs_for("gpt2", batch=1, length=7, seed=seed)
+        output = model.get_output_embeddings()
+        output.weight = torch.nn.Parameter(output.weight.detach().clone())
+        options = dict(num_beams=1, max_new_tokens=20, min_new_tokens=20, suppress_tokens=[zoo.PAD], **search)
+        stock = harness.run_stock(model, inputs, **options)
+        with torch.no_grad():
+            unread = [token for token in range(zoo.VOCAB) if token not in stock[0]]
+            model.get_input_embeddings().weight[unread] = torch.nan
+        harness.compare(model, inputs, **options)
+        rounds += policy_of(model).rounds
+    assert rounds > 4
+
+
 def test_an_error_in_the_middle_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(zoo.load("llama"))
     options: dict[str, Any] = dict(return_dict_in_generate=False, min_new_tokens=20)

@@ -29,6 +29,7 @@ class _Gathered(CacheLayerMixin):
     """A layer with one row per beam, gathered when `keys` or `values` are first read."""
 
     hosts: type  # the host's layer that it stands for
+    is_contiguous = True  # as what the host has joined is
 
     def fill(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor) -> None:
         """`stored`: keys and values or what a slim cache stores instead, each `[B, H, slots, D]`; `index`: the slots of
@@ -41,7 +42,8 @@ class _Gathered(CacheLayerMixin):
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("keys", "values") and vars(self).get(name) is None and (stored := vars(self).get("_stored")):
-            self.keys, self.values = keys_and_values(tuple(_gather(x, self._index) for x in stored), self._slim)
+            found = keys_and_values(tuple(_gather(x, self._index) for x in stored), self._slim)
+            self.keys, self.values = (x.contiguous() for x in found) if self.is_contiguous else found
             self._stored = ()  # the tree goes
         return super().__getattribute__(name)
 
@@ -68,6 +70,7 @@ class _WindowRows(_Gathered, DynamicSlidingWindowLayer):
     """A gathered layer of a sliding window: as many positions as the host's layer stores between two steps."""
 
     hosts = DynamicSlidingWindowLayer
+    is_contiguous = False  # the host's are a part of what it has joined
 
     def __init__(self, stored: tuple[Tensor, ...], slim: Slim | None, index: Tensor, window: int) -> None:
         super().__init__(sliding_window=window)

@@ -56,9 +56,16 @@ class AllowedTokens:
         return cls(TrieRows(trie, request.input_ids, request.beams))
 
     def choose(
-        self, search: BeamSearch, processors: Any, process: Processing, logits: Tensor, is_stopped: IsStopped
+        self,
+        search: BeamSearch,
+        tokens: Tensor,
+        processors: Any,
+        process: Processing,
+        logits: Tensor,
+        is_stopped: IsStopped,
     ) -> Tensor | None:
-        """Do what `search.choose` does after `processors`; `logits` float32 `[B*M, V]`.
+        """Do what `search.choose` does after `processors`, which are shown `tokens`, the rows so far, int64
+        `[B*M, length]`; `logits` float32 `[B*M, V]`.
 
         Returns the parents' rows, int64 `[B*M]`; None, having chosen nothing, if the scores of all tokens are needed:
         then `begun` says what has been done already, as no processor is to be called twice.
@@ -69,7 +76,6 @@ class AllowedTokens:
         if parts is None or not search.may_choose_among(vocabulary):
             return None
         before, bans, rest = parts
-        tokens = search.running()
         processed = process(before, tokens, logits)  # [B*M, V]
         scores = process.apply(bans, tokens, processed)
         if isinstance(self.rows, AskedRows):

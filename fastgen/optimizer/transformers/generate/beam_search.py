@@ -75,7 +75,7 @@ class Loop:
         with decoder.reading(shared):
             tokens = request.input_ids[:: request.beams]
             outputs = versions.prefill(model, tokens, chunked_prefill.configuration(request), shared)
-        decoder.begin_decoding(shared, outputs.logits)
+        decoder.begin_decoding(shared, outputs)
         setattr(outputs, versions.CACHE, decoder.cache)
         search = _search(request, decoder, decoder.buffers) if request.is_beam_search else _token_search(request)
         self._search: Search = search
@@ -137,7 +137,8 @@ class Loop:
         assert isinstance(search, BeamSearch)
         begun = None
         if self._all_scores is None and not self.request.generation_config.do_sample:
-            parents = self._allowed.choose(search, processors, self._process, logits, self._stops)
+            tokens = self._tokens(search)
+            parents = self._allowed.choose(search, tokens, processors, self._process, logits, self._stops)
             if parents is not None:
                 return parents
             begun = self._allowed.begun
@@ -155,11 +156,18 @@ class Loop:
             banned = self._process.banned(processors, search.length, logits)
             if banned is not None and (parents := search.choose_allowed(logits, banned, self._stops)) is not None:
                 return parents
-        log_probs = self._process(processors, search.running(), logits)
+        log_probs = self._process(processors, self._tokens(search), logits)
         if self._all_scores is not None:
             self._all_scores += (log_probs.clone(),)
         samples = self.request.generation_config.do_sample
         return search.choose(log_probs, self._stops, samples, is_tied=banned is not None)
+
+    def _tokens(self, search: Search) -> Tensor:
+        """The rows that processors are shown, int64 `[B*M, length]`: what they write there stays, but at the first step
+        the host shows a copy."""
+        prompts = self.request.input_ids
+        is_first = search.length == prompts.shape[1] and versions.PREFILLS
+        return prompts if is_first and self.request.calls_back else search.running()
 
     def _stops(self, tokens: Tensor, hypotheses: Callable[[], Tensor]) -> Tensor:
         return self._is_stopped(tokens, hypotheses, length=self._search.length, scores=self._all_scores)
@@ -220,7 +228,7 @@ def compat(request: Request, decoder: Decoder, stock: Callable[..., Any]) -> Any
                 outputs = model(**shared)
             if is_chunked and decoder.prompt_tokens() < request.input_ids.shape[1]:
                 return outputs  # of which the host uses the cache alone
-            decoder.begin_decoding(shared, outputs.logits)
+            decoder.begin_decoding(shared, outputs)
             setattr(outputs, versions.CACHE, decoder.cache)
             outputs.logits = outputs.logits[:, -1:].repeat_interleave(decoder.beams, dim=0)
             return outputs

@@ -151,8 +151,8 @@ class SpeculativeDecoder(TreeDecoder):
         self._may_store = not request.generation_config.return_dict_in_generate
         self._is_stored = False
 
-    def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
-        super().begin_decoding(inputs, logits)
+    def begin_decoding(self, inputs: dict[str, Any], outputs: Any) -> None:
+        super().begin_decoding(inputs, outputs)
         if not self._may_store:
             return
         self._widen_source()
@@ -231,6 +231,10 @@ class SpeculativeDecoder(TreeDecoder):
         drafts = self._drafts(forward, inputs, token)
         tokens = [token, *drafts]
         outputs = self._step(CHECK if drafts else PLAIN, forward, inputs, tokens, self._count)
+        if drafts and bool(outputs.logits[0, 0, 0].isnan()):
+            # Rows of a step read the slots of all, and a weight of 0 leaves NaN as it is: perhaps a draft's alone.
+            self._path.clear_from(self._count)
+            drafts, outputs = [], self._step(PLAIN, forward, inputs, [token], self._count)
         self._count += 1
         if not drafts:
             return outputs

@@ -84,9 +84,9 @@ class Decoder(abc.ABC):
         """Inside the block, the forward pass of the prompt runs on these inputs."""
 
     @abc.abstractmethod
-    def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
-        """Begin decoding, once the prompt is in the cache; `inputs`: the prompt's, from `shared`; `logits`:
-        `[B, P', V]`, the prompt's."""
+    def begin_decoding(self, inputs: dict[str, Any], outputs: Any) -> None:
+        """Begin decoding, once the prompt is in the cache; `inputs`: the prompt's, from `shared`; `outputs`: what the
+        model made of them, logits `[B, P', V]` among them."""
 
     def prompt_tokens(self) -> int:
         """How many tokens of the prompt are in the cache, before the first step."""

@@ -109,11 +109,11 @@ class TreeDecoder(Decoder):
             self.session.slim.source = self.encoder_outputs["last_hidden_state"]
 
     @phases.marked(phases.CACHE)
-    def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
+    def begin_decoding(self, inputs: dict[str, Any], outputs: Any) -> None:
         if self.prefixes is not None:
             self.prefixes.keep(self.tree)
         # A bias or a scale after the output layer could make another token the best.
-        self._is_screened = self._may_screen and self.session.products.screen(logits)
+        self._is_screened = self._may_screen and self.session.products.screen(outputs.logits)
         mask = inputs.get("decoder_attention_mask" if self.is_encoder_decoder else "attention_mask")
         self.source_mask = inputs.get("attention_mask") if self.is_encoder_decoder else None
         self.tree.begin_decoding(mask)

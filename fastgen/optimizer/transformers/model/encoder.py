@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastgen import config, phases, report
 from fastgen.layers.linear import LinearDispatcher
-from fastgen.optimizer.transformers import foreign_code
+from fastgen.optimizer.transformers import expansion, foreign_code
 from fastgen.optimizer.transformers.cache import encoded
 from fastgen.optimizer.transformers.families import BASE_ENCODERS, ENCODER_HEADS, ENCODERS
 from fastgen.optimizer.transformers.model import session as sessions
@@ -252,6 +252,7 @@ def _is_accelerated(model: Any, generation_config: Any, inputs: Tensor) -> bool:
     rows = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
     return (
         config.current().tier != "stock"
+        and not expansion.is_decoded_by_users()
         and isinstance(model, torch.nn.Module)
         and foreign_code.ambient_reason() is None
         and generation_config.get_generation_mode() in _SEARCHES

@@ -254,6 +254,22 @@ def _most_positions(tree: Any) -> int:
     return int(tree.prompt_length + min(tree.capacity, tree.max_steps))
 
 
+def _long_enough(module: Any, table: torch.Tensor, session: Any) -> torch.Tensor:
+    """A module's table of positions, `[positions, d]`, with more behind it if the tree may need more.
+
+    The module's own stays as it is: how many are needed is not known before the text has ended.
+    """
+    longest = module.padding_idx + 1 + _most_positions(session.tree)
+    if longest <= len(table):
+        session.held.append(table)  # another thread may make a longer one
+        return table
+    known = session.tables.get(module)
+    if known is None or len(known) < longest:
+        more = module.get_embedding(longest, module.embedding_dim, module.padding_idx)
+        known = session.tables[module] = torch.cat([table, more[len(table) :].to(table)])
+    return known
+
+
 def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(forward)
 
@@ -265,12 +281,9 @@ def _of_grown_table(forward: Callable[..., Any]) -> Callable[..., Any]:
         if session is None or number is None or input_ids is None or not torch.is_tensor(before):
             stock: torch.Tensor = forward(self, *args, **kwargs)
             return stock
-        longest = self.padding_idx + 1 + _most_positions(session.tree)
-        if longest > len(self.weights):
-            self.make_weights(longest + self.offset, self.embedding_dim, self.padding_idx)
-        session.held.append(self.weights)  # another thread may make a longer one
+        table = _long_enough(self, self.weights, session)
         ids = number(input_ids, self.padding_idx, before)
-        return self.weights.index_select(0, ids.flatten()).unflatten(0, ids.shape).detach()
+        return table.index_select(0, ids.flatten()).unflatten(0, ids.shape).detach()
 
     return positions
 
@@ -282,12 +295,9 @@ def _of_grown_weight(forward: Callable[..., Any]) -> Callable[..., Any]:
         if session is None or not torch.is_tensor(before):
             stock: torch.Tensor = forward(self, input, **kwargs)
             return stock
-        longest = self.padding_idx + 1 + _most_positions(session.tree)
-        if longest > len(self.weight):
-            self.make_weight(longest, self.embedding_dim, self.padding_idx)
-        session.held.append(self.weight)  # another thread may make a longer one
+        table = _long_enough(self, self.weight, session)
         numbers = self.make_positions(input, self.padding_idx) + before
-        return torch.nn.Embedding.forward(self, numbers)
+        return torch.nn.functional.embedding(numbers, table, self.padding_idx)
 
     return positions
 

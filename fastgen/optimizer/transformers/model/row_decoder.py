@@ -58,8 +58,11 @@ class RowDecoder(Decoder):
         with multiplying(self._products, self.model):
             yield
 
-    def begin_decoding(self, inputs: dict[str, Any], logits: Tensor) -> None:
+    def begin_decoding(self, inputs: dict[str, Any], outputs: Any) -> None:
         self.has_begun = True
+        made = getattr(outputs, versions.CACHE, None)
+        if hasattr(made, "reorder_cache"):  # some models put the host's into one of their own
+            self.cache = made
         if self.beams > 1:
             self.reorder(torch.arange(self._batch, device=self._device).repeat_interleave(self.beams))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -65,6 +66,8 @@ class Session:
         self.knows_positions = False  # with `spans`: the host has told the positions of all rows
         self.folds = 0  # calls folded so far: proof that the path ran
         self.held: list[Tensor] = []  # tensors that a captured step reads, and that perhaps nothing else keeps alive
+        # Of positions, where a module's own may be too short; steps that are kept must not keep the model.
+        self.tables: weakref.WeakKeyDictionary[torch.nn.Module, Tensor] = weakref.WeakKeyDictionary()
         self.is_active = False
         self._appended: TreeLayer | None = None  # a layer that has appended, and that no attention has used yet
         self.source_mask = SourceMask(None, {})
