@@ -30,6 +30,8 @@ _CALLING = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "__se
 _looked_at: weakref.WeakKeyDictionary[type, tuple[dict[str, Any], tuple[str, ...]]] = weakref.WeakKeyDictionary()
 CONTAINERS = (nn.ModuleList, LayerDropModuleList)
 _PARTS = ("encoder", "decoder")
+_VIEWED = ("layers", "embed_positions", "self_attn", "encoder_attn")  # what a view has in place of the module's
+_QUANTISING = ("torch.ao.", "torch.quantization.", "torch.nn.quantized", "torch.nn.qat", "torch.nn.intrinsic")
 _SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")
 # Names that a class of the user's may define: none of them runs between the first and the last step of a search.
 _NOT_IN_A_SEARCH = frozenset(
@@ -66,6 +68,8 @@ def unsupported_model(model: Any) -> str | None:
         for module in part.modules():
             if kind := _other_tensor(module):
                 return f"{path_of(model, module)} has weights of the class {kind}"
+            if _is_quantised(module):
+                return f"{path_of(model, module)} is quantised, or observed, over all rows of a product at once"
     return _unsupported_decoder(model)
 
 
@@ -76,6 +80,8 @@ def _unsupported_decoder(model: Any) -> str | None:
     for layer in layers_of(decoder):
         viewed += filter(None, (layer, layer.self_attn, layer.encoder_attn))
     for module in viewed:
+        if name := next((name for name in _VIEWED if hasattr(type(module), name)), None):
+            return f"{type(module).__name__} has its own {name}"
         # Probabilities are exempt: only the model asks a decoder for them, and it asks the decoder itself.
         if own := own_name(module, except_for=_SOFTMAX):
             return f"{type(module).__name__} has its own {own}"
@@ -85,6 +91,11 @@ def _unsupported_decoder(model: Any) -> str | None:
         for module in (*_of_the_source(layer), *_of_the_weights(layer)):
             if foreign := _foreign(module):
                 return f"{path_of(model, module)} {foreign}"
+    attentions = [
+        part for layer in layers_of(decoder) for part in (layer.self_attn, layer.encoder_attn) if part is not None
+    ]
+    if len({each._incremental_state_id for each in attentions}) < len(attentions):
+        return "two of its attentions keep their keys in the same place, as copies of a layer do"
     known = {id(module) for module in viewed}
     for module in decoder.modules():
         reorder = getattr(module, "reorder_incremental_state", None)
@@ -114,14 +125,6 @@ def watched(model: Any, part: Any) -> str | None:
     for module in part.modules():
         if foreign := _foreign(module):
             return f"{path_of(model, module)} {foreign}"
-    return None
-
-
-def observed(model: Any, part: Any) -> str | None:
-    """What the user has set on modules of `part` that sees their calls, hooks and functions; None if nothing."""
-    for module in part.modules():
-        if observer := _set_on(module):
-            return f"{path_of(model, module)} {observer}"
     return None
 
 
@@ -225,6 +228,13 @@ def _seen_by(module: nn.Module) -> str | None:
 def _other_tensor(module: nn.Module) -> str | None:
     tensors = (*module._parameters.values(), *module._buffers.values())
     return next((type(x).__name__ for x in tensors if type(x) not in (nn.Parameter, Tensor, type(None))), None)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """Whether torch quantises what this module computes, or notes the range of that: both go by all rows at once."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    homes = [type(module).__module__, *(str(getattr(hook, "__module__", "")) for hook in hooks)]
+    return any(home.startswith(_QUANTISING) for home in homes)
 
 
 def _draws(part: Any) -> bool:

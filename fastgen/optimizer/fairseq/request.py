@@ -81,8 +81,11 @@ class Request:
         assert self.source is not None
         generator, length = self.generator, int(self.source.shape[1])
         if generator.match_source_len:
-            lengths = self.sample["net_input"].get("src_lengths")
-            return (length if lengths is None else max(length, int(lengths.max()))) + 1
+            inputs = self.sample["net_input"]
+            lengths = inputs.get("src_lengths")
+            if lengths is None and (tokens := inputs.get("src_tokens")) is not None:
+                lengths = (tokens.ne(generator.eos) & tokens.ne(generator.pad)).sum(1)
+            return (length if lengths is None else int(lengths.max())) + 1
         return min(int(generator.max_len_a * length + generator.max_len_b), int(generator.max_len) - 1) + 1
 
     def shared_prefix(self) -> int:
@@ -253,7 +256,9 @@ def _has_padding_alone(request: Request) -> bool:
     tokens, generator = request.source, request.generator
     if tokens is None or tokens.is_floating_point() or not generator.model.has_encoder():
         return False
-    return bool(tokens.eq(generator.pad).all(1).any())
+    encoders = (model.encoder for model in generator.model.models)
+    paddings = {getattr(encoder, "padding_idx", generator.pad) for encoder in encoders}  # by which they mask a source
+    return any(bool(tokens.eq(pad).all(1).any()) for pad in paddings)
 
 
 def was_changed(ensemble: Any) -> bool:
@@ -273,6 +278,7 @@ def foldable_language_model(request: Request) -> bool:
     model = request.generator.lm_model
     return (
         model is not None
+        and not calls_back(request)  # which may change the model, and the host reads all tokens anew in each step
         and type(model).forward is FairseqLanguageModel.forward
         and unsupported_decoder(model.decoder) is None
         and model.decoder.padding_idx == request.generator.pad

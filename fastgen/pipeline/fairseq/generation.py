@@ -176,7 +176,7 @@ def _plain_hypotheses(hypotheses: list[list[Any]], *, history: bool) -> list[lis
                 tokens[k],
                 scores[k],
                 positional[k],
-                [] if h["alignment"] is None or torch.is_tensor(h["alignment"]) else list(h["alignment"]),
+                _alignment(h["alignment"]),
                 h.get("steps"),
                 [step["tokens"].tolist() for step in h["history"]] if history else [],
             )
@@ -184,6 +184,13 @@ def _plain_hypotheses(hypotheses: list[list[Any]], *, history: bool) -> list[lis
         ]
     )
     return [list(islice(plain, len(best))) for best in hypotheses]
+
+
+def _alignment(found: Any) -> list[Any]:
+    """Pairs of words, weights, or for each word of the target the source word's place."""
+    if found is None:
+        return []
+    return found.tolist() if torch.is_tensor(found) else list(found)
 
 
 def _count_tokens(hypotheses: list[list[Any]]) -> int:

@@ -7,6 +7,7 @@ by element.
 
 from __future__ import annotations
 
+import numbers
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -179,7 +180,10 @@ class _Writer:
         lines.append(f"D-{name}\t{hypothesis.score}\t{plain}")
         lines.append(f"P-{name}\t" + " ".join([f"{score:.4f}" for score in hypothesis.positional_scores]))
         if form.print_alignment == "hard":
-            lines.append(f"A-{name}\t" + " ".join([f"{source}-{target}" for source, target in hypothesis.alignment]))
+            lines.append(
+                f"A-{name}\t"
+                + " ".join([f"{source}-{target}" for source, target in filter(_is_pair, hypothesis.alignment)])
+            )
         elif form.print_alignment == "soft":
             lines.append(f"A-{name}\t" + " ".join([",".join(weights) for weights in hypothesis.alignment]))
         if form.print_step and hypothesis.steps is not None:  # only models that refine have steps; stock crashes
@@ -196,14 +200,20 @@ class _Writer:
         return text
 
 
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, (tuple, list)) and len(item) == 2
+
+
 def _replace_unknown(text: str, source: str, alignment: list[Any], align_dict: Mapping[str, str], unk_word: str) -> str:
     """Replace unknown words by the translation of the source word they are aligned to, or by that word itself.
 
-    This needs a hard alignment, pairs (source word, target word). Stock raises an IndexError without one and a
-    TypeError with one; here an unknown word that is not aligned stays.
+    This needs a hard alignment, pairs (source word, target word), or for each target word the source word's place, as
+    models that refine have it. Stock raises an IndexError without one and a TypeError with pairs; here an unknown word
+    that is not aligned stays.
     """
     words = _SPACES.sub(" ", text).strip().split()
-    partners = {pair[1]: pair[0] for pair in alignment if isinstance(pair, (tuple, list)) and len(pair) == 2}
+    partners = {pair[1]: pair[0] for pair in alignment if _is_pair(pair)}
+    partners |= {place: int(source) for place, source in enumerate(alignment) if isinstance(source, numbers.Integral)}
     source_words = [*_SPACES.sub(" ", source).strip().split(), "<eos>"]
     for i, word in enumerate(words):
         if word == unk_word and (partner := partners.get(i)) is not None and partner < len(source_words):

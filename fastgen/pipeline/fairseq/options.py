@@ -54,7 +54,7 @@ def _check_files(cfg: Any) -> None:
         if "://" not in path and not sharded and not os.path.isfile(path):
             raise InputError(f"There is no checkpoint file {path}.")
     for folder in str(getattr(cfg.task, "data", None) or "").split(os.pathsep):
-        if folder and "://" not in folder and not os.path.isdir(folder):
+        if folder and "://" not in folder and not os.path.exists(folder):  # a task's may be a file
             raise InputError(f"There is no data folder {folder}.")
     if generation.replace_unk is not None and cfg.dataset.dataset_impl != "raw":
         raise InputError("--replace-unk needs the raw text: --dataset-impl raw.")

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from fastgen.optimizer.fairseq.foreign_code import is_known
 from fastgen.optimizer.fairseq.generate.continuous_batch import why_not_refilled
 from fastgen.pipeline.errors import DONE, counted, tell, writing
 from fastgen.pipeline.fairseq import lines
@@ -147,6 +148,8 @@ class _Run:
         why_not = why_not_refilled(loaded.generator, REFILL[self.own.refill])
         if why_not is None and not batches.plain:
             why_not = "the task makes its own batches"
+        if why_not is None and not is_known(type(loaded.task).inference_step):
+            why_not = f"{type(loaded.task).__name__} has its own inference_step"
         if why_not is None:
             refilling = Refilling(generation, batches, _warn)
         elif self.own.refill == "on":

@@ -211,15 +211,6 @@ def test_edits_that_leave_no_trace() -> None:
                     module.v_proj.weight.data.mul_(-0.7)
 
 
-@pytest.mark.parametrize("cache", ["auto", "x", "k"])
-def test_a_quantised_decoder(cache: str) -> None:
-    model = models.load("post-norm", seed=16)
-    model.decoder = torch.ao.quantization.quantize_dynamic(model.decoder, {torch.nn.Linear})
-    with judge.configured(cache=cache):
-        judge.compare(lambda: models.generate([model], models.batch(), beam_size=3))
-    assert_stored("kv")
-
-
 def test_fewer_bytes() -> None:
     """Three layers share one source, and a layer's input is half of its keys and values."""
     taken = {}

@@ -208,10 +208,11 @@ def test_options(name: str, kind: str, option: str, how: str, steps: Counter[str
 AFTER: dict[str, dict[str, Any]] = {
     "forced_bos": dict(forced_bos_token_id=6),
     "forced_eos": dict(forced_eos_token_id=END),
-    "invalid": dict(remove_invalid_values=True),
     "decay": dict(exponential_decay_length_penalty=(2, 1.2)),
     "normalised": dict(renormalize_logits=True),
 }
+if versions.PREFILLS:  # else the host runs it
+    AFTER["invalid"] = dict(remove_invalid_values=True)
 
 
 @pytest.mark.parametrize("how", ["trie", "function"])

@@ -98,9 +98,10 @@ OPTIONS: dict[str, Draw] = {
     "logits_processor": lambda draw: draw.choice([_nudged, _ensembled]),
     "stopping_criteria": lambda draw: _enough,
     "renormalize_logits": lambda draw: True,
-    "remove_invalid_values": lambda draw: True,
     "guidance_scale": lambda draw: draw.choice([0.5, 1.8]),
 }
+if versions.PREFILLS:  # else the host runs it
+    OPTIONS["remove_invalid_values"] = lambda draw: True
 SAMPLING: dict[str, Draw] = {
     "top_k": lambda draw: draw.choice([5, 20]),
     "top_p": lambda draw: draw.choice([0.7, 0.95]),

@@ -24,6 +24,9 @@ from fastgen.optimizer.fairseq.generate.joining import Part, source_of
 from fastgen.optimizer.fairseq.request import has_own_blocker, has_own_search, unsupported_decoder, was_changed
 
 _PARTS = 4  # a batch is refilled in so many parts
+_BY_SENTENCE = frozenset(
+    "src_tokens src_lengths prev_output_tokens source features padding_mask src_lang_id tgt_lang_id".split()
+)
 _MOST_SAMPLES = 8  # at once: each adds its own few small operations to a step
 
 
@@ -57,7 +60,7 @@ def _foreign(generator: Any) -> str | None:
         return f"the generator has its own {name}"
     if has_own_search(generator) or has_own_blocker(generator):
         return "the search has rules of its own"
-    return foreign_code.observed(model, model.encoder)
+    return foreign_code.watched(model, model.encoder)
 
 
 def why_not_refilled(generator: Any, wished: bool | None) -> str | None:
@@ -148,8 +151,13 @@ def _has_room(live: list[Part], sample: dict[str, Any], sentences: int, tokens: 
 
 
 def in_parts(sample: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    """Split the sample in parts of `size` sentences, with the same padding: the host looks at the padded length."""
+    """Split the sample in parts of `size` sentences, with the same padding: the host looks at the padded length.
+
+    A sample with inputs of the user's stays whole: nobody knows which of these have a row for each sentence.
+    """
     count = len(source_of(sample))
+    if not all(name in _BY_SENTENCE or value is None for name, value in sample["net_input"].items()):
+        return [sample]
     return [_rows(sample, slice(first, first + size), count) for first in range(0, count, size)]
 
 

@@ -21,7 +21,7 @@ from fastgen.optimizer.fairseq.generate.shortlist import Shortlist, unnormalised
 from fastgen.optimizer.fairseq.model.attention import Shared, TreeCrossAttention, TreeSelfAttention
 from fastgen.optimizer.fairseq.model.encoder import with_own_products
 from fastgen.optimizer.fairseq.model.session import Session
-from fastgen.optimizer.fairseq.model.streams import TreeStreamAttention, attends_in_streams
+from fastgen.optimizer.fairseq.model.streams import TreeStreamAttention, attends_in_streams, has_streams
 from fastgen.optimizer.fairseq.model.views import replaced, standing_in, with_layers, with_products
 from fastgen.optimizer.fairseq.model.wide import tree_class
 from fastgen.optimizer.fairseq.replay.guards import guards_of_steps
@@ -83,7 +83,8 @@ class TreeEnsemble(StandIn):
         buffers, is_static = Buffers(self.inner.models[0]), self.replayer is not None
         make = tree_class(request, self.choice)
         tree = make(request.batch, request.beams, request.max_steps, buffers, is_static)
-        self.session = Session(tree, request.generator.pad, source.device)
+        in_streams = any(has_streams(model.decoder) for model in self.inner.models)
+        self.session = Session(tree, None if in_streams else request.generator.pad, source.device)
         self._products = products_for(request)
         models = self._views()
         own = [layer.self_attn.slim for model in models for layer in layers_of(model.decoder)]
@@ -137,7 +138,7 @@ class TreeEnsemble(StandIn):
     @phases.marked(phases.PREFILL)
     def _read_prompt(request: Request, models: list[Any]) -> Prompt | None:
         prefix = request.shared_prefix()
-        if not prefix or called_one_by_one(request.generator.model):
+        if not prefix or calls_back(request) or called_one_by_one(request.generator.model):
             return None
         assert request.prefix_tokens is not None
         forced = request.prefix_tokens[:, :prefix]

@@ -11,7 +11,7 @@ from fairseq.modules.transformer_layer import TransformerEncoderLayerBase
 from torch import Tensor
 
 from fastgen.layers.linear import LinearDispatcher
-from fastgen.optimizer.fairseq.foreign_code import layers_of, own_name
+from fastgen.optimizer.fairseq.foreign_code import CONTAINERS, layers_of, own_name
 from fastgen.optimizer.fairseq.model.views import (
     has_hooks,
     is_plain,
@@ -36,7 +36,7 @@ def _encoder(encoder: Any) -> Any:
         return encoder
     if own_method(encoder, TransformerEncoderBase, "forward", "forward_scriptable") or own_name(encoder):
         return encoder
-    if own_name(encoder.layers):
+    if type(encoder.layers) not in CONTAINERS or hasattr(type(encoder), "layers") or own_name(encoder.layers):
         return encoder
     products = LinearDispatcher.configured()
     return replaced(encoder, layers=with_layers(encoder, [_layer(layer, products) for layer in layers_of(encoder)]))

@@ -25,7 +25,8 @@ class Source:
 class Session:
     """The state of one call of `_generate`. All models of an ensemble have the same beams, so they share one tree."""
 
-    def __init__(self, tree: BeamTree, pad: int, device: torch.device) -> None:
+    def __init__(self, tree: BeamTree, pad: int | None, device: torch.device) -> None:
+        """`pad`: the padding token, whose keys nobody sees; None if the models hide nothing."""
         self.tree = tree
         self.sources: list[Source] = []
         self.cache_bytes = 0  # the largest so far
@@ -41,7 +42,7 @@ class Session:
         """Open the next step, in which every beam reads its last token, int64 `[B*M]`."""
         tree = self.tree
         tree.advance()
-        if isinstance(tree, WideTree):
+        if self._pad is None or isinstance(tree, WideTree):
             return  # paths hide nothing: beams that are fed padding have a score of -inf, and no end (`tree_class`)
         # A beam that was fed padding writes keys that no beam may see, not even the beam itself.
         own = tree.ancestry()[:, :, tree.used - tree.beams : tree.used]
