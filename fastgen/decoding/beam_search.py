@@ -230,13 +230,18 @@ class BeamSearch:
     def _take(self, scores: Tensor, tokens: Tensor, parents: Tensor, is_stopped: IsStopped) -> Tensor:
         """Go on with the best M of the candidates, `[B, K]` each, the best first; returns their parents' rows."""
 
+        shown: list[Tensor] = []
+
         def hypotheses() -> Tensor:
             so_far = self.running().index_select(0, (parents + self._first_row).flatten())
-            return torch.cat([so_far, tokens.flatten()[:, None]], dim=1)
+            shown.append(torch.cat([so_far, tokens.flatten()[:, None]], dim=1))
+            return shown[0]
 
         stopped = is_stopped(tokens, hypotheses)
         if self.shows_rows:
             self.live.tokens = self.live.tokens.clone()  # the old ones are no longer written to
+            if shown:
+                tokens = shown[0][:, -1].view_as(tokens)  # a criterion may have put others there
         return self._advance(scores, tokens, parents, stopped)
 
     def _advance(self, scores: Tensor, tokens: Tensor, parents: Tensor, stopped: Tensor) -> Tensor:

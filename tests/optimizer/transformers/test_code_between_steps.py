@@ -75,6 +75,30 @@ def test_a_processor_that_writes_to_the_tokens(tokens: int) -> None:
     assert torch.equal(*found)
 
 
+class Replaces(StoppingCriteria):
+    """Puts another token in place of the last one."""
+
+    def __init__(self, token: int, other: int) -> None:
+        self.token, self.other = token, other
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        last = input_ids[:, -1]
+        last.masked_fill_(last == self.token, self.other)
+        return input_ids[:, -1] == 7
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_criterion_that_replaces_the_last_token(beams: int) -> None:
+    model, inputs = zoo.load("llama"), zoo.inputs_for("llama", ragged=False)
+    plain = harness.run_stock(model, inputs, num_beams=beams, max_new_tokens=6)
+    found = []
+    for run in (harness.run_stock, harness.run_fastgen):
+        criteria = StoppingCriteriaList([Replaces(int(plain[0, -4]), 11)])
+        result = run(model, inputs, num_beams=beams, max_new_tokens=6, stopping_criteria=criteria)
+        found.append(result if run is harness.run_stock else result[0])
+    assert torch.equal(*found) and not torch.equal(found[0], plain)
+
+
 def as_function(user: User) -> dict[str, Any]:
     def allowed(sentence: int, tokens: Tensor) -> list[int]:
         user.note(len(tokens), (sentence, tokens.tolist()))
