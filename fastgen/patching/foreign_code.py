@@ -24,6 +24,7 @@ from fastgen.patching import replaced_code
 # Modules of torch that compile or trace: a compiled part of a model would see other shapes than it was made for.
 _COMPILING = ("torch._dynamo", "torch._inductor", "torch.jit", "torch.fx", "torch._functorch")
 _DISTRIBUTED = ("torch.nn.parallel", "torch.distributed")
+_QUANTISING = ("torch.ao.", "torch.quantization.", "torch.nn.quantized", "torch.nn.qat", "torch.nn.intrinsic")
 _LAYERS = ("torch.nn.", "torch.ao.nn.quantized.")
 # Methods of `nn.Module` that a call of a module runs; the others load, save, move or print it.
 _OF_CALLS = frozenset("forward __call__ _call_impl _wrapped_call_impl _slow_forward __getattr__".split())
@@ -188,6 +189,13 @@ class HostCode:
             if not is_import and not all(map(self._is_host_code, _functions(value))):
                 what = f"calls {name}.{attribute}, which is not the host's own"
                 yield Finding("", what, attribute, identities(value))
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Whether torch quantises what this module computes, or notes the range of that: both go by all rows at once."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    homes = [type(module).__module__, *(str(getattr(hook, "__module__", "")) for hook in hooks)]
+    return any(home.startswith(_QUANTISING) for home in homes)
 
 
 def _global_hooks() -> list[Any]:

@@ -18,6 +18,8 @@ from fairseq import utils
 from fairseq.modules import LayerDropModuleList
 from torch import Tensor, nn
 
+from fastgen.patching.foreign_code import is_quantised
+
 _PACKAGES = ("fairseq", "fastgen", "torch")
 # Functions that the host calls where we call something else.
 _BYPASSED: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
@@ -31,7 +33,6 @@ _looked_at: weakref.WeakKeyDictionary[type, tuple[dict[str, Any], tuple[str, ...
 CONTAINERS = (nn.ModuleList, LayerDropModuleList)
 _PARTS = ("encoder", "decoder")
 _VIEWED = ("layers", "embed_positions", "self_attn", "encoder_attn")  # what a view has in place of the module's
-_QUANTISING = ("torch.ao.", "torch.quantization.", "torch.nn.quantized", "torch.nn.qat", "torch.nn.intrinsic")
 _SOFTMAX = ("get_normalized_probs", "get_normalized_probs_scriptable")
 # Names that a class of the user's may define: none of them runs between the first and the last step of a search.
 _NOT_IN_A_SEARCH = frozenset(
@@ -68,7 +69,7 @@ def unsupported_model(model: Any) -> str | None:
         for module in part.modules():
             if kind := _other_tensor(module):
                 return f"{path_of(model, module)} has weights of the class {kind}"
-            if _is_quantised(module):
+            if is_quantised(module):
                 return f"{path_of(model, module)} is quantised, or observed, over all rows of a product at once"
     return _unsupported_decoder(model)
 
@@ -228,13 +229,6 @@ def _seen_by(module: nn.Module) -> str | None:
 def _other_tensor(module: nn.Module) -> str | None:
     tensors = (*module._parameters.values(), *module._buffers.values())
     return next((type(x).__name__ for x in tensors if type(x) not in (nn.Parameter, Tensor, type(None))), None)
-
-
-def _is_quantised(module: nn.Module) -> bool:
-    """Whether torch quantises what this module computes, or notes the range of that: both go by all rows at once."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    homes = [type(module).__module__, *(str(getattr(hook, "__module__", "")) for hook in hooks)]
-    return any(home.startswith(_QUANTISING) for home in homes)
 
 
 def _draws(part: Any) -> bool:

@@ -182,6 +182,8 @@ def _unsupported_part(model: Any, name: str) -> str | None:
         return f"a mode of yours ({mode}) sees each operation"
     if (found := next(_CODE.find(part.named_modules(prefix=name)), None)) is not None:
         return f"{found}: it is left to the host"
+    if any(map(foreign_code.is_quantised, part.modules())):
+        return f"the {name} is quantised, or observed, over all rows of a product at once"
     if not (has_own_layout(part) if name == "decoder" else has_blocks(part.blocks, with_cross_attention=False)):
         return f"the {name} is not put together as whisper puts it together"
     return None

@@ -17,6 +17,7 @@ from fastgen.optimizer import draws, verification
 
 whisper = pytest.importorskip("whisper")
 from torch import nn  # noqa: E402
+from torch.ao import quantization  # noqa: E402
 from torch.nn.utils import parametrizations, prune  # noqa: E402
 from whisper.decoding import DecodingOptions, DecodingTask, PyTorchInference  # noqa: E402
 from whisper.model import Whisper  # noqa: E402
@@ -131,6 +132,13 @@ def test_weights_that_change() -> None:
 
 
 LAYOUT = "the decoder is not put together as whisper puts it together"
+
+
+def quantise(layers: Any) -> None:
+    for place in (0, 2):
+        plain = nn.Linear(layers[place].in_features, layers[place].out_features)
+        plain.weight, plain.bias = layers[place].weight, layers[place].bias
+        layers[place] = quantization.quantize_dynamic(nn.Sequential(plain), {nn.Linear}, dtype=torch.qint8)[0]
 
 
 def more_parts(block: Any) -> None:
@@ -256,6 +264,7 @@ def _called(forward: Any) -> Any:
         ),
         (lambda model: setattr(model, "__class__", type("Mine", (Whisper,), {})), "is not whisper's own"),
         (lambda model: more_parts(model.decoder.blocks[1]), LAYOUT),
+        (lambda model: quantise(model.decoder.blocks[1].mlp), "the decoder is quantised, or observed, over all rows"),
         (lambda model: setattr(model.decoder.blocks[1], "mlp", nn.Identity()), LAYOUT),
         (lambda model: setattr(model.decoder.blocks[0], "cross_attn", None), LAYOUT),
         (lambda model: setattr(model.decoder, "mask", None), LAYOUT),
