@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastgen import config, report
+from fastgen.memory import limits
 
-_LONGER = 4  # tokens by which the longer source is cut off behind the shorter one
+_MOST, _LONGER = 16, 4  # tokens of the shorter source, and by which the longer one is longer
 _STEPS = 3  # the first reads the prompts, the second goes on from what the model keeps of them
 # Of the spread of the logits: more than rounding, and less than what other tokens or positions do.
 _ROUNDING, _ROUNDING_IN_HALF_PRECISION = 1e-3, 0.1
@@ -35,11 +36,13 @@ def seen_by(model: Any, sources: Sequence[Any], pad: int) -> Sees:
     if model.config.is_encoder_decoder or len(sources) < 2 or _is_known(model):
         return Sees.NOTHING
     if model not in _found:
-        short, long = min(sources, key=len), max(sources, key=len)
+        short, long = (list(map(int, found(sources, key=len)[-_MOST:])) for found in (min, max))
         try:
-            _found[model] = _tried(model, [int(token) for token in short], [int(token) for token in long], pad)
-        except Exception:  # the call itself will say so, unless other options make up for it
-            _found[model] = Sees.OTHERS
+            _found[model] = _tried(model, short, long, pad)
+        except Exception as error:
+            if limits.is_out_of_memory(error):
+                raise
+            _found[model] = Sees.OTHERS  # the call itself will say so, unless other options make up for it
     return _found[model]
 
 
@@ -77,7 +80,9 @@ def _tried(model: Any, short: list[int], long: list[int], pad: int) -> Sees:
 
     def differs(beside: list[Any]) -> bool:
         for one, other in zip(alone, beside, strict=False):  # beside another source it may go on behind an end
-            if (one - other).abs().max() > rounding * (one - one.mean()).abs().max():
+            finite = one.isfinite() & other.isfinite()
+            apart, spread = (one - other)[finite].abs(), (one - one[finite].mean())[finite].abs()
+            if len(apart) and apart.max() > rounding * spread.max():
                 return True
             if one.argmax() != other.argmax():  # a tie, behind which tokens are others
                 break
