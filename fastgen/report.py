@@ -294,7 +294,7 @@ def log_once(reason: str, model: str = "") -> None:
         if (model, reason) in _logged:
             return
         _logged.add((model, reason))
-    _logger.info("%s runs the stock beam search: %s", model or "a model", reason)
+    _logger.info("%s runs stock: %s", model or "a model", reason)
 
 
 def log(text: str) -> None:

@@ -68,9 +68,9 @@ def test_fallbacks_are_logged_once_per_model_and_reason(caplog: pytest.LogCaptur
     report.record(call("stock", "training mode", "One"))
     report.record(call("compat", "a custom processor", "One"))  # still ours: nothing to tell
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
-        ("INFO", "One runs the stock beam search: synced_gpus is set"),
-        ("INFO", "Two runs the stock beam search: synced_gpus is set"),
-        ("INFO", "One runs the stock beam search: training mode"),
+        ("INFO", "One runs stock: synced_gpus is set"),
+        ("INFO", "Two runs stock: synced_gpus is set"),
+        ("INFO", "One runs stock: training mode"),
     ]
 
 

@@ -53,6 +53,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
     options["fp16"] = args.fp16 and device != "cpu"
     if args.patience is not None and args.beam_size is None:
         raise InputError("--patience needs --beam_size.")
+    if args.beam_size is not None and args.beam_size < 1:
+        raise InputError(f"--beam_size {args.beam_size} is not 1 or more: give None for greedy search.")
+    if not all(part.strip().removeprefix("-").isdecimal() for part in args.suppress_tokens.split(",") if part):
+        raise InputError(f"--suppress_tokens {args.suppress_tokens} is no list of token ids such as 5,6,7.")
     silences.check(args.clip_timestamps, args.batched, args.vad_filter, prefix="--")
     options["language"] = _language_of(args.model, args.language)
     return Settings(

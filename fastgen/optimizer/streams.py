@@ -88,7 +88,8 @@ class Streamer:
         if self._is_prompt:
             self._is_prompt = False
             if value.ndim > 1 and len(value) > 1:
-                raise ValueError(f"fastgen.stream takes one input, and one sample of it: this call has {len(value)}.")
+                what = "one input, one sample of it, and its beams in one group"
+                raise ValueError(f"fastgen.stream takes {what}: this call has {len(value)} rows.")
             return
         if self._searches and value.ndim > 1:
             raise ValueError("fastgen.stream takes one input at a time: another search begins.")

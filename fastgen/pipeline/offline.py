@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastgen import config
@@ -81,7 +81,7 @@ def _check(model: Any, sources: Sequence[Any], batch_size: int, options: dict[st
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is not 1 or more")
     for name in _NOT_OPTIONS:
-        if options.get(name) is not None:
+        if options.get(name) not in (None, False):
             raise ValueError(f"{name} is not for fastgen.generate; call model.generate instead")
     for name in _PER_SOURCE:
         if _is_per_source(value := configured(model, options, name)) and len(value) != len(sources):
@@ -98,13 +98,13 @@ def _check(model: Any, sources: Sequence[Any], batch_size: int, options: dict[st
 
 
 def generate_samples(
-    generator: Any, samples: Sequence[dict[str, Any]], *, refill: bool | None = None, progress: bool = False
+    generator: Any, samples: Iterable[dict[str, Any]], *, refill: bool | None = None, progress: bool = False
 ) -> list[Any]:
     """Generate for all of fairseq's `samples`; returns what `generator.generate` returns for each, in order.
 
     Args:
         generator: a SequenceGenerator whose models are in evaluation mode.
-        samples: as fairseq's iterators collate them, on the models' device.
+        samples: as fairseq's iterators collate them, on the models' device; of an iterator all are taken first.
         refill: let sentences of the next samples take the rows of finished ones; as many sentences decode together as
             the largest sample has. By default on a GPU without `cuda_graphs`. Generators that cannot do it decode
             sample by sample.
@@ -121,7 +121,7 @@ def generate_samples(
         found.append(hypotheses)
         show.update(len(hypotheses), sum(len(best[0]["tokens"]) for best in hypotheses if best))
 
-    found: list[Any] = []
+    samples, found = list(samples), list[Any]()  # refill looks at them twice
     show = Progress(None, enabled=progress)
     why_not = why_not_refilled(generator, refill)
     try:

@@ -134,7 +134,8 @@ def _search(given: Mapping[str, Any], own: Any) -> dict[str, Any]:
     is_of_beams = beams > 1 or not do_sample
     if is_of_beams and n > beams:
         what = f"n is {n}, and the search has {beams} beam{'s' if beams > 1 else ''}"
-        raise Refusal(422, f"{what}: ask for num_beams of at least {n}, or for samples by a temperature above 0.", "n")
+        samples = "leave num_beams out" if do_sample else "ask for samples by a temperature above 0"
+        raise Refusal(422, f"{what}: ask for num_beams of at least {n}, or {samples}.", "n")
     options = {"do_sample": do_sample, "num_beams": beams, "num_return_sequences": n if is_of_beams else best_of or n}
     if do_sample:
         options |= {name: given[name] for name in ("temperature", "top_p") if name in given}

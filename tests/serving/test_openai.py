@@ -415,6 +415,11 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (dict(prompt="a", n=7), "n should be less than or equal to 6.", "n"),
     (dict(prompt="a", n=2, temperature=0), "n is 2, and the search has 1 beam: ask for num_beams of at least 2", "n"),
     (dict(prompt="a", n=4, num_beams=3), "n is 4, and the search has 3 beams: ask for num_beams", "n"),
+    (
+        dict(prompt="a", n=4, num_beams=3, temperature=0.7),
+        "n is 4, and the search has 3 beams: ask for num_beams of at least 4, or leave num_beams out.",
+        "n",
+    ),
     (dict(prompt="a", n=3, best_of=2), "best_of is 2, and n is 3: best_of should be at least n.", "best_of"),
     (dict(prompt="a", num_beams=2, best_of=3), "best_of is 3, and num_beams is 2: leave out one", "best_of"),
     (dict(prompt="a", best_of=3, stop="b"), "best_of with stop is for beams", "best_of"),

@@ -138,6 +138,8 @@ def _accelerated(stock: Callable[..., Any], patches: PatchSet) -> Callable[..., 
         args = (self, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus)
         if not hosts.is_on() and not isinstance(model_kwargs.get("streamer"), streaming.HeldStreamer):
             return stock(*args, **model_kwargs)  # see `_verified`; what has begun with a HeldStreamer ends with it
+        if getattr(generation_config, "is_assistant", False):  # a part of assisted decoding, which is the host's
+            return stock(*args, **model_kwargs)
         # The host is still being imported when this module is: these are imported at the first call.
         try:
             from fastgen.optimizer.transformers import dispatch

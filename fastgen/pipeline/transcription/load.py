@@ -59,6 +59,8 @@ def load(name: str, device: str, folder: str | None = None) -> Any:
     """
     with needing("openai-whisper", "transcribe"):
         import whisper
+    if name.endswith(".pt") and not Path(name).is_file():  # no model of the hub is called so
+        raise InputError(f"There is no model file {name}.")
     try:
         if name in whisper.available_models() or Path(name).is_file():
             return whisper.load_model(name, device=device, download_root=folder).float()

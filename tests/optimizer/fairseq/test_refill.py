@@ -98,7 +98,7 @@ def test_half_precision() -> None:
     model = copy.deepcopy(models.load("learned")).to(torch.bfloat16)
     generator = SequenceGenerator([model], models.dictionary(), beam_size=2, max_len_a=0.8, max_len_b=5)
     alone = [generator.generate([model], sample) for sample in samples()]
-    together = fastgen.generate_samples(generator, samples(), refill=True)
+    together = fastgen.generate_samples(generator, iter(samples()), refill=True)
     same = [
         torch.equal(a[0]["tokens"], b[0]["tokens"])
         for theirs, mine in zip(alone, together, strict=True)

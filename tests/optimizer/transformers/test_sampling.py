@@ -196,6 +196,15 @@ def test_assisted_decoding_is_left_alone() -> None:
     assert torch.equal(stock, output)
 
 
+def test_an_assistant_model_is_no_call_of_its_own() -> None:
+    """Its drafts are a part of the host's assisted decoding: no rows, and no error in strict mode."""
+    model, inputs = zoo.load("gpt2"), {name: value[:1] for name, value in inputs_for("gpt2").items()}
+    options = dict(num_beams=1, max_new_tokens=8, assistant_model=copy.deepcopy(model))
+    stock = harness.run_stock(model, inputs, **options)
+    output, calls = harness.run_fastgen(model, inputs, strict=True, **options)
+    assert torch.equal(stock, output) and not calls
+
+
 def test_an_own_stopping_criterion() -> None:
     class Enough:
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:

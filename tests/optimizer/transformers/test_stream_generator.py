@@ -138,10 +138,12 @@ def test_errors_are_raised_where_the_tokens_are_read() -> None:
 def test_what_cannot_be_streamed() -> None:
     model, inputs = zoo.load("gpt2"), zoo.inputs_for("gpt2", batch=2)
     for beams in (1, 3):
-        with pytest.raises(ValueError, match="one input, and one sample of it: this call has 2"):
+        with pytest.raises(
+            ValueError, match="one input, one sample of it, and its beams in one group: this call has 2"
+        ):
             list(fastgen.stream(model, **inputs, num_beams=beams, max_new_tokens=4))
     one = zoo.inputs_for("gpt2", batch=1)
-    with pytest.raises(ValueError, match="one input, and one sample of it: this call has 3"):
+    with pytest.raises(ValueError, match="one input, one sample of it, and its beams in one group: this call has 3"):
         list(fastgen.stream(model, **one, do_sample=True, num_return_sequences=3, max_new_tokens=4))
     with pytest.raises(ValueError, match=r"streamer: fastgen\.stream has a streamer of its own"):
         fastgen.stream(model, **one, streamer=object())

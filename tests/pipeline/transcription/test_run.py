@@ -301,6 +301,8 @@ def test_clips_beyond_the_end(checkpoint: Path, sound: Any, tmp_path: Path) -> N
         (("--language", "klingon"), "--language klingon is no language of whisper's"),
         (("--max_line_width", 20), "--max_line_width needs --word_timestamps True."),
         (("--beam_size", "many"), "Argument --beam_size/--beam-size: invalid int value: 'many'"),
+        (("--beam_size", 0), "--beam_size 0 is not 1 or more: give None for greedy search."),
+        (("--suppress_tokens", "1,x"), "--suppress_tokens 1,x is no list of token ids such as 5,6,7."),
         (("--temperature_increment_on_fallback", 0), "'0' is not a number above 0"),
         (("--word_timestamps", "perhaps"), "'perhaps' is neither True nor False"),
         (("-f", "doc"), "invalid choice: 'doc'"),
@@ -317,6 +319,8 @@ def test_bad_models_and_names(checkpoint: Path, sound: Any, tmp_path: Path, caps
     for model in (tmp_path / "nothing", other):
         assert command(model, [sound()], tmp_path / "out") == 1
         assert f"Cannot load the model {model}" in capsys.readouterr().err
+    assert command(tmp_path / "nothing.pt", [sound()], tmp_path / "out") == 1
+    assert f"There is no model file {tmp_path}/nothing.pt." in capsys.readouterr().err
     (tmp_path / "x").mkdir()
     assert command(checkpoint, [sound(), sound("x/a.flac")], tmp_path / "out") == 1
     assert "would both be written to" in capsys.readouterr().err
