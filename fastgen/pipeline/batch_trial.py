@@ -9,6 +9,7 @@ from typing import Any
 
 from fastgen import config, report
 from fastgen.memory import limits
+from fastgen.pipeline.padding import padded_together
 
 _MOST, _LONGER = 16, 4  # tokens of the shorter source, and by which the longer one is longer
 _STEPS = 3  # the first reads the prompts, the second goes on from what the model keeps of them
@@ -71,11 +72,8 @@ def _tried(model: Any, short: list[int], long: list[int], pad: int) -> Sees:
 
     def following(*rows: list[int]) -> list[Any]:
         """The logits of each step after the first of these rows, padded to the longest."""
-        longest = max(map(len, rows))
-        tokens = [[pad] * (longest - len(row)) + row for row in rows]
-        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
-        made = [torch.tensor(each, device=model.device) for each in (tokens, mask)]
-        found = model.generate(input_ids=made[0], attention_mask=made[1], generation_config=settings)
+        ids, mask = (each.to(model.device) for each in padded_together(rows, pad, on_left=True))
+        found = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
         return [step[0].float() for step in found.logits]
 
     def differs(beside: list[Any]) -> bool:
@@ -90,12 +88,11 @@ def _tried(model: Any, short: list[int], long: list[int], pad: int) -> Sees:
 
     is_whole = model.dtype in (torch.float32, torch.float64)
     rounding = _ROUNDING if is_whole else _ROUNDING_IN_HALF_PRECISION
-    other = ([*long, *short][::-1])[: len(short)]
-    longer = ([*long, *short][::-1])[: len(short) + _LONGER]
+    others = [*long, *short][::-1]
     devices = [model.device] if model.device.type == "cuda" else []
     # Some models draw numbers in each forward pass: the user's stream goes on as if nothing had been tried.
     with report.silenced(), config.configured(tier="stock"), torch.random.fork_rng(devices):
         alone = following(short)
-        if differs(following(short, other)):
+        if differs(following(short, others[: len(short)])):
             return Sees.OTHERS
-        return Sees.PADDING if differs(following(short, longer)) else Sees.NOTHING
+        return Sees.PADDING if differs(following(short, others[: len(short) + _LONGER])) else Sees.NOTHING

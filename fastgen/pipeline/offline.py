@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastgen import config
 from fastgen.pipeline.batch_effects import configured, listed, padding_token, sees_others, sees_padding
+from fastgen.pipeline.padding import padded_together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +82,8 @@ def _check(model: Any, sources: Sequence[Any], batch_size: int, options: dict[st
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size} is not 1 or more")
     for name in _NOT_OPTIONS:
-        if options.get(name) not in (None, False):
+        value = options.get(name)
+        if value is not None and value is not False:
             raise ValueError(f"{name} is not for fastgen.generate; call model.generate instead")
     for name in _PER_SOURCE:
         if _is_per_source(value := configured(model, options, name)) and len(value) != len(sources):
@@ -261,22 +263,13 @@ def _stop_strings(model: Any, options: dict[str, Any]) -> Callable[[Tensor], boo
 
 def padded(model: Any, sources: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `model.generate` for these sources, padded together; a trie begins after the padded prompt."""
-    import torch
-
     pad, known = padding_token(model, options), configured(model, options, "pad_token_id")
     if known is not None and known < 0:  # no embedding has this number, and rows that have finished are fed it
         options = {**options, "pad_token_id": pad}
-    longest = max(map(len, sources))
+    ids, mask = padded_together(sources, pad, on_left=not model.config.is_encoder_decoder)
     allowed: Any = options.get(_ALLOWED)
     if _is_trie(allowed) and not model.config.is_encoder_decoder:
-        options = {**options, _ALLOWED: allowed.after(longest)}
-    ids = torch.full((len(sources), longest), pad, device="cpu")  # [B, N]
-    mask = torch.zeros_like(ids)
-    for row, source in enumerate(sources):
-        # A decoder-only model continues at the last position, so padding is on the left.
-        place = slice(len(source)) if model.config.is_encoder_decoder else slice(longest - len(source), None)
-        ids[row, place] = torch.as_tensor(source, device="cpu")
-        mask[row, place] = 1
+        options = {**options, _ALLOWED: allowed.after(ids.shape[1])}
     return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device), **options}
 
 

@@ -378,7 +378,7 @@ def test_kinds_of_sources_and_none(capsys: pytest.CaptureFixture[str]) -> None:
     lists = _sources("bart")[:5]
     expected = fastgen.generate(model, lists, batch_size=1, **options)
     for sources in ([torch.tensor(source) for source in lists], tuple(map(tuple, lists))):
-        results = fastgen.generate(model, sources, progress=True, **options)
+        results = fastgen.generate(model, sources, progress=True, return_dict_in_generate=False, **options)
         assert all(torch.equal(a, b) for a, b in zip(expected, results, strict=True))
     assert "5 / 5 (100%)" in capsys.readouterr().err
 
