@@ -193,9 +193,10 @@ class HostCode:
 
 def is_quantised(module: nn.Module) -> bool:
     """Whether torch quantises what this module computes, or notes the range of that: both go by all rows at once."""
+    if type(module).__module__.startswith(_QUANTISING):
+        return True
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    homes = [type(module).__module__, *(str(getattr(hook, "__module__", "")) for hook in hooks)]
-    return any(home.startswith(_QUANTISING) for home in homes)
+    return any(home_of(hook).startswith(_QUANTISING) for hook in hooks)
 
 
 def _global_hooks() -> list[Any]:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fastgen.pipeline.transformers.growing_text import GrowingText, stop_in, tokens_until
+from fastgen.pipeline.transformers.growing_text import INCOMPLETE, GrowingText, stop_in, tokens_until
 from fastgen.pipeline.transformers.hypotheses import Hypotheses
 from fastgen.serving.generation_request import Finished, Grown
 from fastgen.serving.observed import Work
@@ -20,7 +20,6 @@ from fastgen.serving.openai_search import SearchRequest
 from fastgen.serving.options import finite
 from fastgen.serving.service import Names, Refusal, Service
 
-_CUT = "\ufffd"  # what stands for a character of which bytes are missing
 CONTEXT = 5  # tokens of a prompt that are decoded with the new ones: some tokenizers drop a space at the beginning
 
 
@@ -199,7 +198,7 @@ class Answer:
         """The last tokens of a prompt, and their text, in which no character is cut: a token may be one byte."""
         for size in range(CONTEXT, CONTEXT + 4):  # a character has four bytes at most
             (text,) = self._service.decoded([row[-size:]])
-            if not text.startswith(_CUT):
+            if not text.startswith(INCOMPLETE):
                 break
         return row[-size:], text
 
@@ -229,7 +228,7 @@ class Answer:
 
         def is_enough(tokens: list[int]) -> bool:
             (text,) = self._decoded(which, [tokens])
-            return has(text.rstrip(_CUT))
+            return has(text.rstrip(INCOMPLETE))
 
         return tokens_until(row, is_enough)
 
@@ -239,7 +238,7 @@ class Answer:
 
     def _decoded(self, which: int, rows: list[list[int]]) -> list[str]:
         """The text of each row, as it goes on from the prompt of this input."""
-        if not self._bases or self._bases[which].endswith(_CUT):
+        if not self._bases or self._bases[which].endswith(INCOMPLETE):
             return self._service.decoded(rows)
         context, base = self._contexts[which], self._bases[which]
         return [text[len(base) :] for text in self._service.decoded([[*context, *row] for row in rows])]

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from fastgen.pipeline.transformers.growing_text import INCOMPLETE
 from fastgen.serving import failures, logprobs
 from fastgen.serving.base_engine import EXPIRED, STOPPED
 from fastgen.serving.generation_request import GenerationRequest, Stopped
 from fastgen.serving.logprobs import Scored, Scorer
 from fastgen.serving.service import Refusal, Service
 
-_UNKNOWN = "\ufffd"
 _FEW, _MANY = 5, 20  # tokens: a character has at most four bytes
 
 
@@ -105,7 +105,7 @@ class _Places:
         place = self._place
         self._tokens.append(token)
         text = self._decoded()
-        if text.endswith(_UNKNOWN) and len(self._tokens) - self._read < _FEW:  # perhaps a part of a character
+        if text.endswith(INCOMPLETE) and len(self._tokens) - self._read < _FEW:  # perhaps a part of a character
             return place
         self._place += len(text) - len(self._text)
         self._text = text
@@ -131,5 +131,5 @@ def _by_text(one: Scored, texts: dict[int, str]) -> dict[str, float] | None:
 
 
 def _token(text: str, logprob: float | None) -> dict[str, Any]:
-    is_part = _UNKNOWN in text
+    is_part = INCOMPLETE in text
     return {"token": text, "logprob": logprob, "bytes": None if is_part else list(text.encode())}

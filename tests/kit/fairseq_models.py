@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from argparse import SUPPRESS, ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +95,13 @@ def load(name: str, seed: int = 0) -> Any:
             if len(parameter) == len(words):
                 parameter[EOS] *= ENDS
     return model.eval()
+
+
+def changed(change: Callable[[Any], object], name: str = "post-norm") -> Any:
+    """A copy of the model called `name`, after `change`."""
+    model = copy.deepcopy(load(name))
+    change(model)
+    return model
 
 
 def _defaults(kind: Any) -> Namespace:

@@ -92,10 +92,8 @@ def _unsupported_decoder(model: Any) -> str | None:
         for module in (*_of_the_source(layer), *_of_the_weights(layer)):
             if foreign := _foreign(module):
                 return f"{path_of(model, module)} {foreign}"
-    attentions = [
-        part for layer in layers_of(decoder) for part in (layer.self_attn, layer.encoder_attn) if part is not None
-    ]
-    if len({each._incremental_state_id for each in attentions}) < len(attentions):
+    places = [module._incremental_state_id for module in viewed if hasattr(module, "_incremental_state_id")]
+    if len(set(places)) < len(places):
         return "two of its attentions keep their keys in the same place, as copies of a layer do"
     known = {id(module) for module in viewed}
     for module in decoder.modules():

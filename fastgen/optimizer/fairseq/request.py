@@ -108,7 +108,7 @@ def calls_back(request: Request) -> bool:
     strategy = generator.search
     if type(strategy) is search.PrefixConstrainedBeamSearch and type(strategy.prefix_allowed_tokens_fn) is not Trie:
         return True
-    if own_rule(generator) or has_own_search(generator) or has_own_blocker(generator):
+    if has_own_code(generator):
         return True
     return language_model is not None and are_interrupted(language_model.modules())
 
@@ -217,6 +217,11 @@ def has_own_blocker(generator: Any) -> bool:
         or foreign_code.own_name(blocker) is not None
         or bool(blocker._forward_hooks or blocker._forward_pre_hooks)
     )
+
+
+def has_own_code(generator: Any) -> bool:
+    """Whether other code than the host's chooses or bans tokens, which may give any token a score."""
+    return bool(own_rule(generator)) or has_own_search(generator) or has_own_blocker(generator)
 
 
 def _unsupported_layer(layer: Any, self_attention: Any) -> str | None:

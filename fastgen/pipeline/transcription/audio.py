@@ -42,6 +42,11 @@ class Audio:
         return len(self.samples) / RATE
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is a file of this name; a pipe is as good as one."""
+    return path.exists() and not path.is_dir()
+
+
 def last_frame(samples: np.ndarray[Any, Any]) -> float:
     """Where Whisper's spectrogram of these samples ends, in seconds: with a clip that goes on whisper never would."""
     return len(samples) // (RATE // FRAMES) / FRAMES

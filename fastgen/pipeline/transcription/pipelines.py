@@ -17,6 +17,7 @@ from typing import Any
 from fastgen import config
 from fastgen.patching import hosts
 from fastgen.patching.redirection import redirected
+from fastgen.pipeline.transcription.audio import is_there
 from fastgen.pipeline.transcription.calls import Call, outside, run_all
 from fastgen.pipeline.transcription.progress import AudioProgress
 
@@ -133,6 +134,6 @@ def _checked(source: Any, number: int) -> Any:
     if isinstance(source, os.PathLike):
         source = os.fspath(source)
     is_name = isinstance(source, str) and not source.startswith(("http://", "https://"))
-    if is_name and (not Path(source).exists() or Path(source).is_dir()):  # a pipe is as good as a file
+    if is_name and not is_there(Path(source)):
         raise ValueError(f"recording {number}, {source}, is no file")
     return source

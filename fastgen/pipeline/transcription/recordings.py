@@ -77,7 +77,7 @@ def _checked(source: Any, number: int) -> Path | np.ndarray[Any, Any]:
     """A file that is there, or float32 `[samples]`."""
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        if not path.exists() or path.is_dir():  # a pipe is as good as a file
+        if not audio.is_there(path):
             raise ValueError(f"recording {number}, {path}, is no file")
         return path
     samples = np.asarray(source.cpu() if hasattr(source, "cpu") else source)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-_INCOMPLETE = "\ufffd"  # what tokenizers write for a character of which tokens are missing
+INCOMPLETE = "\ufffd"  # what tokenizers write for a character of which tokens are missing
 # Tokenizers that clean up spaces join " n't", " 've" and the like to the word before: by at most so many characters.
 _CLEANED = 4
 
@@ -51,7 +51,7 @@ class GrowingText:
 
 def stable(text: str, *, cleans_up: bool) -> str:
     """The part of a text that further tokens do not change."""
-    text = text.rstrip(_INCOMPLETE)
+    text = text.rstrip(INCOMPLETE)
     if cleans_up:
         place = text.find(" ", max(0, len(text) - _CLEANED))
         text = text if place < 0 else text[:place]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import fairseq_models as models
@@ -20,12 +18,6 @@ from fairseq.sequence_generator import EnsembleModel, SequenceGenerator
 import fastgen
 
 pytestmark = pytest.mark.always  # also where CI draws a part of the tests
-
-
-def changed(change: Callable[[Any], object], name: str = "post-norm") -> Any:
-    model = copy.deepcopy(models.load(name))
-    change(model)
-    return model
 
 
 def test_top_p() -> None:
@@ -62,7 +54,7 @@ def test_training_mode() -> None:
         model.train()
         return generator.generate([model], models.batch())
 
-    model = changed(bool)
+    model = models.changed(bool)
     judge.compare_fallback(run, "training mode")
 
 
@@ -72,13 +64,13 @@ def test_dropout_that_is_kept() -> None:
             if hasattr(module, "apply_during_inference"):
                 module.apply_during_inference, module.p = True, 0.2
 
-    model = changed(keep)
+    model = models.changed(keep)
     judge.compare_fallback(lambda: models.generate(model, models.batch()), "dropout")
 
 
 def test_dropout_in_training_mode() -> None:
     """Of all modules none but those that drop: as for an estimate of uncertainty."""
-    model = changed(bool)
+    model = models.changed(bool)
     dropping = [module for module in model.modules() if isinstance(module, FairseqDropout)]
 
     def run() -> Any:
@@ -98,7 +90,7 @@ def test_a_decoder_of_ones_own() -> None:
         def extract_features(self, *args: Any, **kwargs: Any) -> Any:
             return super().extract_features(*args, **kwargs)
 
-    model = changed(lambda model: setattr(model.decoder, "__class__", Mine))
+    model = models.changed(lambda model: setattr(model.decoder, "__class__", Mine))
     judge.compare_fallback(lambda: models.generate(model, models.batch()), "Mine has its own extract_features")
 
 
@@ -107,7 +99,7 @@ def test_a_layer_of_ones_own() -> None:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
-    model = changed(lambda model: setattr(model.decoder.layers[1], "__class__", Mine))
+    model = models.changed(lambda model: setattr(model.decoder.layers[1], "__class__", Mine))
     judge.compare_fallback(lambda: models.generate(model, models.batch()), "Mine has its own forward")
 
 
@@ -115,14 +107,14 @@ def test_attention_of_ones_own() -> None:
     class Mine(MultiheadAttention):
         pass
 
-    model = changed(lambda model: setattr(model.decoder.layers[0].self_attn, "__class__", Mine))
+    model = models.changed(lambda model: setattr(model.decoder.layers[0].self_attn, "__class__", Mine))
     judge.compare_fallback(lambda: models.generate(model, models.batch()), "attention with Mine")
 
 
 def test_hooks_on_attention() -> None:
     seen: list[Any] = []
     hook = lambda module, args, kwargs, output: seen.append(output)  # noqa: E731
-    model = changed(lambda m: m.decoder.layers[0].encoder_attn.register_forward_hook(hook, with_kwargs=True))
+    model = models.changed(lambda m: m.decoder.layers[0].encoder_attn.register_forward_hook(hook, with_kwargs=True))
     judge.compare_fallback(lambda: models.generate(model, models.batch()), "hooks")
     assert seen
 
@@ -168,7 +160,7 @@ def test_an_encoder_runs_once(tier: str) -> None:
 
         model.encoder.forward = doubled
 
-    model = changed(misshape)
+    model = models.changed(misshape)
     expected = judge.stock(lambda: models.generate(model, models.batch()))
     with judge.configured(tier=tier):
         found, (call,) = judge.ours(lambda: models.generate(model, models.batch()), strict=False)
@@ -188,7 +180,7 @@ def test_an_encoder_with_other_outputs() -> None:
 
         model.encoder.forward = with_a_list
 
-    model = changed(change)
+    model = models.changed(change)
     judge.compare(lambda: models.generate(model, models.batch([5, 5])))
 
     def misshape(model: Any) -> None:
@@ -203,7 +195,7 @@ def test_an_encoder_with_other_outputs() -> None:
 
         model.encoder.forward, model.encoder.reorder_encoder_out = doubled, reordered
 
-    model = changed(misshape)
+    model = models.changed(misshape)
     judge.compare_fallback(lambda: models.generate(model, models.batch()), "encoder")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -28,12 +27,6 @@ from fastgen.cache.slim import accuracy
 from fastgen.replay import statistics
 
 LONG = dict(beam_size=3, min_len=8, max_len_b=12)
-
-
-def changed(change: Callable[[Any], object], name: str = "post-norm") -> Any:
-    model = copy.deepcopy(models.load(name))
-    change(model)
-    return model
 
 
 def compare_with_state(run: Callable[[], Any], state: Callable[[], Any], is_fast: bool = False, **options: Any) -> None:
@@ -116,7 +109,7 @@ def test_an_ensemble_of_models_with_properties() -> None:
 def test_a_property_of_the_users(part: str) -> None:
     """It may be another at each look."""
     looks: list[int] = []
-    model = changed(bool)
+    model = models.changed(bool)
     inner = model._modules.pop(part)
 
     def look(self: Any) -> Any:
@@ -206,7 +199,7 @@ def test_an_ensemble_that_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", ["post-norm", "lm"])
 def test_a_model_that_counts(name: str) -> None:
     """Its softmax runs on the model itself, once a step, a prompt or none."""
-    model = changed(lambda m: setattr(m, "__class__", _counting(type(m), "get_normalized_probs")), name)
+    model = models.changed(lambda m: setattr(m, "__class__", _counting(type(m), "get_normalized_probs")), name)
     run = functools.partial(models.prompted if name == "lm" else models.generate, model)
     run = functools.partial(run, models.prompts() if name == "lm" else models.batch(), beam_size=3, max_len_b=12)
     compare_with_state(run, _count_of(model), replay="always")
@@ -215,7 +208,9 @@ def test_a_model_that_counts(name: str) -> None:
 @pytest.mark.parametrize("name", ["post-norm", "lm"])
 def test_a_decoder_whose_softmax_counts(name: str) -> None:
     """The model calls it on the decoder itself."""
-    model = changed(lambda m: setattr(m.decoder, "__class__", _counting(type(m.decoder), "get_normalized_probs")), name)
+    model = models.changed(
+        lambda m: setattr(m.decoder, "__class__", _counting(type(m.decoder), "get_normalized_probs")), name
+    )
     run = functools.partial(models.prompted if name == "lm" else models.generate, model)
     run = functools.partial(run, models.prompts() if name == "lm" else models.batch(), beam_size=3, max_len_b=12)
     compare_with_state(run, _count_of(model.decoder), replay="always")
@@ -225,7 +220,7 @@ def test_a_decoder_whose_softmax_counts(name: str) -> None:
 def test_a_decoder_that_counts(name: str) -> None:
     """Also in what a step of fairseq's calls only at times."""
     kind = _counting(TransformerDecoder, name)
-    model = changed(lambda m: setattr(m.decoder, "__class__", kind))
+    model = models.changed(lambda m: setattr(m.decoder, "__class__", kind))
     judge.compare_fallback(lambda: models.generate(model, models.batch()), f"Mine has its own {name}")
     if name in ("output_layer", "reorder_incremental_state"):
         run = functools.partial(models.generate, model, models.batch())
@@ -233,7 +228,7 @@ def test_a_decoder_that_counts(name: str) -> None:
 
 
 def test_a_layer_that_counts() -> None:
-    model = changed(bool)
+    model = models.changed(bool)
     for layer in model.decoder.layers:
         layer.__class__ = _counting(type(layer), "residual_connection")
     compare_left_to_stock(
@@ -261,14 +256,14 @@ def test_subclasses_that_change_nothing_of_a_search() -> None:
         model.decoder.__class__ = Mine
         model.decoder.layers[1].__class__ = Layer
 
-    model = changed(change)
+    model = models.changed(change)
     judge.compare(lambda: models.generate(model, models.batch()), is_fast=True)
 
 
 @pytest.mark.parametrize("name", ["forward_embedding", "forward", "forward_torchscript"])
 def test_an_encoder_that_counts(name: str) -> None:
     """It is run itself; the decoder runs over the tree."""
-    model = changed(lambda m: setattr(m.encoder, "__class__", _counting(TransformerEncoder, name)))
+    model = models.changed(lambda m: setattr(m.encoder, "__class__", _counting(TransformerEncoder, name)))
     state = _count_of(model.encoder)
     expected = judge.stock(lambda: models.generate(model, models.batch()))
     of_stock = state()
@@ -280,13 +275,13 @@ def test_an_encoder_that_counts(name: str) -> None:
 
 def test_an_encoder_that_is_asked_at_each_step() -> None:
     kind = _counting(TransformerEncoder, "reorder_encoder_out")
-    model = changed(lambda m: setattr(m.encoder, "__class__", kind))
+    model = models.changed(lambda m: setattr(m.encoder, "__class__", kind))
     run = functools.partial(models.generate, model, models.batch())
     compare_left_to_stock(run, _count_of(model.encoder), "Mine has its own reorder_encoder_out")
 
 
 def test_layers_of_the_encoder_that_count() -> None:
-    model = changed(bool)
+    model = models.changed(bool)
     for layer in model.encoder.layers:
         layer.__class__ = _counting(type(layer), "residual_connection")
     state = lambda: sum(_count_of(layer)() for layer in model.encoder.layers)  # noqa: E731
@@ -313,7 +308,7 @@ class Caching(nn.Module):
 
 
 def test_a_module_with_a_state_of_its_own() -> None:
-    model = changed(lambda m: setattr(m.decoder.layers[1], "fc1", Caching(m.decoder.layers[1].fc1)))
+    model = models.changed(lambda m: setattr(m.decoder.layers[1], "fc1", Caching(m.decoder.layers[1].fc1)))
 
     def state() -> int:
         module = model.decoder.layers[1].fc1
@@ -340,10 +335,10 @@ def test_a_blocker_of_ones_own() -> None:
 def test_beams_that_one_model_is_told() -> None:
     """What a new generator tells its models, however they take it."""
     told: list[int] = []
-    model = changed(bool, "bart")
+    model = models.changed(bool, "bart")
     model.set_beam_size = told.append
     SequenceGenerator([model], models.dictionary(), beam_size=3)
-    model = changed(bool)
+    model = models.changed(bool)
     model.set_beam_size = told.append
     SequenceGenerator([model], models.dictionary(), beam_size=4)
     assert told == [3, 4]
@@ -408,7 +403,7 @@ def _forward(path: str) -> Callable[[Any, list[Any]], None]:
 def test_parts_that_are_watched(change: Any, path: str, name: str) -> None:
     """Each is called as often and with as many rows as in stock, prompts and recordings or none."""
     notes: list[Any] = []
-    model = changed(lambda m: change(path)(m, notes), name)
+    model = models.changed(lambda m: change(path)(m, notes), name)
     run = functools.partial(models.prompted if name == "lm" else models.generate, model)
     sample = models.prompts() if name == "lm" else models.staggered(5)[0]
     compare_with_state(functools.partial(run, sample, beam_size=3, max_len_b=12), taken(notes), replay="always")
@@ -419,7 +414,7 @@ def test_projections_of_the_source_that_are_watched(change: Any) -> None:
     """Over the tree they are called with a row for each sentence, not for each hypothesis."""
     notes: list[Any] = []
     path = "decoder.layers.2.encoder_attn.v_proj"
-    model = changed(lambda m: change(path)(m, notes))
+    model = models.changed(lambda m: change(path)(m, notes))
     what = {_hook: "has hooks of yours", _module: "is Noisy with code of yours", _forward: "has a forward of yours"}
     run = functools.partial(models.generate, model, models.batch())
     compare_left_to_stock(run, taken(notes), f"{path} {what[change]}")
@@ -431,7 +426,7 @@ def test_weights_of_attention_that_are_watched(path: str, change: Any) -> None:
     """Dropout is called on them, with training or without, and hooks there look at them."""
     notes: list[Any] = []
     path = f"decoder.{path}.dropout_module"
-    model = changed(lambda m: change(path)(m, notes))
+    model = models.changed(lambda m: change(path)(m, notes))
     what = {_hook: "has hooks of yours", _forward: "has a forward of yours"}
     run = functools.partial(models.generate, model, models.batch())
     compare_left_to_stock(run, taken(notes), f"{path} {what[change]}")
@@ -440,7 +435,7 @@ def test_weights_of_attention_that_are_watched(path: str, change: Any) -> None:
 def test_layers_that_are_watched() -> None:
     """A hook sees the layer itself."""
     notes: list[Any] = []
-    model = changed(lambda m: _hook("decoder.layers.1")(m, notes))
+    model = models.changed(lambda m: _hook("decoder.layers.1")(m, notes))
     run = functools.partial(models.generate, model, models.batch())
     compare_left_to_stock(run, taken(notes), "decoder.layers.1 has hooks of yours")
 
@@ -505,7 +500,7 @@ def test_weights_of_another_class(path: str) -> None:
         module.weight = nn.Parameter(module.weight.detach().as_subclass(Counted), requires_grad=False)
 
     reason = f"{path} has weights of the class Counted"
-    judge.compare_fallback(lambda: models.generate(changed(change), models.batch()), reason)
+    judge.compare_fallback(lambda: models.generate(models.changed(change), models.batch()), reason)
 
 
 @pytest.mark.parametrize("name", ["post-norm", "lm"])
@@ -524,7 +519,7 @@ def test_parts_that_are_traced(name: str) -> None:
         layer = model.decoder.layers[1]
         layer.fc1 = torch.jit.trace(Baked(layer.fc1), torch.zeros(1, 12, 32))
 
-    model = changed(change, name)
+    model = models.changed(change, name)
     sample = models.prompts([6, 6, 6, 6]) if name == "lm" else models.batch()
     run = functools.partial(models.prompted if name == "lm" else models.generate, model, sample, beam_size=3)
     with judge.configured(replay="always"):
@@ -537,7 +532,7 @@ def test_a_projection_of_the_source_that_is_traced() -> None:
         attention.k_proj = torch.jit.trace(attention.k_proj, torch.zeros(13, 16, 32))
 
     reason = "decoder.layers.1.encoder_attn.k_proj has been compiled"
-    judge.compare_fallback(lambda: models.generate(changed(change), models.batch()), reason)
+    judge.compare_fallback(lambda: models.generate(models.changed(change), models.batch()), reason)
 
 
 def test_weights_that_are_computed() -> None:
@@ -556,7 +551,7 @@ def test_weights_that_are_computed() -> None:
         nn.utils.parametrizations.weight_norm(layer.fc2)
         nn.utils.weight_norm(layer.encoder_attn.k_proj)
 
-    model = changed(change)
+    model = models.changed(change)
     notes.clear()
     run = functools.partial(models.generate, model, models.batch(), **LONG)
     compare_with_state(run, taken(notes), replay="always")
@@ -610,7 +605,7 @@ def test_a_function_that_a_layer_calls(name: str) -> None:
         notes.append(tuple(rows.shape))
         return rows.relu()
 
-    model = changed(lambda m: setattr(m.decoder.layers[1], "activation_fn", noting), name)
+    model = models.changed(lambda m: setattr(m.decoder.layers[1], "activation_fn", noting), name)
     run = functools.partial(models.prompted if name == "lm" else models.generate, model)
     sample = models.prompts() if name == "lm" else models.staggered(5)[0]
     compare_with_state(functools.partial(run, sample, beam_size=3, max_len_b=12), taken(notes), replay="always")
@@ -624,7 +619,7 @@ def test_a_hook_on_a_fused_language_model() -> None:
         notes.append((module is fused, tuple(args[0].shape)))
         return output[0] * 0.5, *output[1:]
 
-    fused = changed(lambda m: m.register_forward_hook(halved), "lm")
+    fused = models.changed(lambda m: m.register_forward_hook(halved), "lm")
     run = functools.partial(models.generate, "post-norm", models.batch(), lm_model=fused, lm_weight=0.7)
     compare_with_state(run, taken(notes))
 
@@ -646,7 +641,7 @@ def test_what_else_the_loop_tells_a_search(name: str) -> None:
 def test_no_trial_where_it_would_show(change: Any, path: str) -> None:
     """Keys alone are stored once an output has been looked at, which reads it again."""
     notes: list[Any] = []
-    model = changed(lambda m: change(path)(m, notes))
+    model = models.changed(lambda m: change(path)(m, notes))
     run = functools.partial(models.generate, model, models.batch(), beam_size=3)
     compare_with_state(run, taken(notes), is_fast=path.startswith("encoder"), cache="k")
     with judge.configured(cache="k"):
@@ -659,7 +654,7 @@ def test_a_trial_of_fairseqs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
     noted = accuracy.judge
     monkeypatch.setattr("fastgen.optimizer.fairseq.cache.slim.judge", lambda *args: looked.append(1) or noted(*args))
-    model = changed(bool)
+    model = models.changed(bool)
     with judge.configured(cache="k"):
         before = torch.get_rng_state()
         torch.manual_seed(judge.SEED)
@@ -704,7 +699,7 @@ def _with_own_softmax(model: Any) -> None:
 @pytest.mark.parametrize("replacement", ["adaptive", "own"])
 def test_a_model_that_takes_the_place_of_another_in_the_ensemble(replacement: str) -> None:
     """The host decodes with the models, and asks others of the ensemble's attributes for the first of once."""
-    other = models.load("adaptive") if replacement == "adaptive" else changed(_with_own_softmax)
+    other = models.load("adaptive") if replacement == "adaptive" else models.changed(_with_own_softmax)
 
     def run() -> Any:
         generator = SequenceGenerator([models.load("post-norm")], models.dictionary(), beam_size=4, max_len_b=20)
@@ -732,7 +727,7 @@ def test_a_scale_that_the_host_ignores(part: str) -> None:
                 each.scaling *= 4
 
     if part == "encoder":
-        model, options = changed(lambda model: scaled(model.encoder), "pre-norm"), {}
+        model, options = models.changed(lambda model: scaled(model.encoder), "pre-norm"), {}
     else:
-        model, options = models.load("pre-norm"), {"lm_model": changed(scaled, "lm"), "lm_weight": 0.5}
+        model, options = models.load("pre-norm"), {"lm_model": models.changed(scaled, "lm"), "lm_weight": 0.5}
     judge.compare(lambda: models.generate(model, models.batch(), **options))

@@ -22,12 +22,6 @@ from fastgen.optimizer.fairseq.generate import continuous_batch
 from fastgen.pipeline.fairseq import lines
 
 
-def changed(change: Callable[[Any], object], name: str = "post-norm") -> Any:
-    model = copy.deepcopy(models.load(name))
-    change(model)
-    return model
-
-
 # ---------------------------------------------------------------------------------------------- left to stock
 def quantise(model: Any) -> None:
     model.decoder = quantization.quantize_dynamic(model.decoder, {nn.Linear}, dtype=torch.qint8)
@@ -89,7 +83,7 @@ QUANTISED = "{} is quantised, or observed, over all rows of a product at once"
 )
 @pytest.mark.parametrize("settings", [{}, {"tier": "fast"}, {"replay": "always"}], ids=str)
 def test_left_to_stock(change: Callable[[Any], None], reason: str, settings: dict[str, Any]) -> None:
-    model = changed(change)
+    model = models.changed(change)
     with judge.configured(**settings):
         judge.compare_fallback(lambda: models.generate(model, models.batch()), reason)
 
@@ -117,7 +111,7 @@ def with_a_shallow_encoder(model: Any) -> None:
 
 @pytest.mark.parametrize("change", [listed, in_a_row, with_a_shallow_encoder], ids=lambda each: each.__name__)
 def test_layers_of_an_encoder_in_another_container(change: Callable[[Any], None]) -> None:
-    judge.compare(lambda: models.generate(changed(change), models.batch()))
+    judge.compare(lambda: models.generate(models.changed(change), models.batch()))
 
 
 def test_a_source_of_the_encoders_own_padding() -> None:
@@ -129,7 +123,7 @@ def test_a_source_of_the_encoders_own_padding() -> None:
     sample = models.batch((5, 5))
     words = sample["net_input"]["src_tokens"]
     words[0].clamp_(min=6)
-    model = changed(change)
+    model = models.changed(change)
     words[1] = models.PAD
     judge.compare(lambda: models.generate(model, sample))
     words[1] = 5
@@ -239,7 +233,7 @@ def test_an_encoder_that_sees_the_batch_is_not_refilled() -> None:
     def change(model: Any) -> None:
         model.encoder.__class__ = Centred
 
-    model = changed(change)
+    model = models.changed(change)
     generator = SequenceGenerator([model], models.dictionary(), beam_size=3, max_len_b=9)
     assert continuous_batch.unrefillable(generator) == "encoder is Centred with code of yours"
     sample = models.batch((9, 5, 12, 7, 3, 2))

@@ -11,7 +11,7 @@ from fastgen.cache.tree import BeamTree
 from fastgen.cache.wide_tree import WIDE_FROM, WideTree
 from fastgen.ops import native_operator
 from fastgen.optimizer.fairseq.model.streams import has_streams
-from fastgen.optimizer.fairseq.request import Request, has_own_blocker, has_own_search, own_rule
+from fastgen.optimizer.fairseq.request import Request, has_own_code
 
 
 def tree_class(request: Request, choice: Choice) -> type[BeamTree]:
@@ -25,8 +25,7 @@ def tree_class(request: Request, choice: Choice) -> type[BeamTree]:
         return BeamTree
     if native_operator("path_attention") is None:
         return BeamTree
-    generator = request.generator
-    if own_rule(generator) or has_own_search(generator) or has_own_blocker(generator):
+    if has_own_code(request.generator):
         return BeamTree  # such code may give padding a score, and a path hides nothing
     if (prefix := request.prefix_tokens) is not None and bool(prefix.eq(request.generator.eos).any()):
         return BeamTree  # all beams end there, also those that are fed padding, which a path does not hide
